@@ -1,0 +1,1 @@
+"""tilewise: exact, IO-aware attention."""

@@ -1,0 +1,192 @@
+"""Hardware facts under names, so that no other file compares compute capabilities.
+
+`of(torch_device)` describes a device that is here, `named("h200")` one that need not be, `overridden(spec)` makes tests and offline
+compilation believe in another one. Rates are the vendors' dense peaks; the CPU's are measured on first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from tilewise.errors import InvalidProblem
+
+__all__ = ["DEVICES", "DeviceSpec", "cpu_name", "named", "of", "overridden"]
+
+KIB, MIB, GIB, GB, TERA = 1 << 10, 1 << 20, 1 << 30, 10**9, 10**12
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """What a kernel author needs to know of a chip; bytes and per-second rates."""
+
+    name: str
+    type: str
+    capability: tuple[int, int] | None
+    num_sms: int
+    smem_bytes: int
+    l2_bytes: int
+    memory_bytes: int
+    bandwidth: float
+    flops: dict[torch.dtype, float] = field(hash=False)
+
+    @property
+    def has_bf16(self) -> bool:
+        """Matrix units take bf16 (Ampere and later; a CPU computes it in fp32)."""
+        return self.capability is None or self.capability >= (8, 0)
+
+    @property
+    def has_tma(self) -> bool:
+        """Bulk tensor copies between global and shared memory (Hopper and later)."""
+        return self.capability is not None and self.capability >= (9, 0)
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Asynchronous warpgroup matrix instructions: Hopper only, gone again in Blackwell."""
+        return self.capability is not None and self.capability[0] == 9
+
+    @property
+    def has_fp8(self) -> bool:
+        """Matrix units take e4m3 (Ada and later)."""
+        return self.capability is not None and self.capability >= (8, 9)
+
+
+def _rates(half: float, single: float, *, bf16: bool = True, fp8: float | None = None) -> dict[torch.dtype, float]:
+    rates = {
+        torch.float16: half * TERA,
+        torch.bfloat16: (half if bf16 else single) * TERA,
+        torch.float32: single * TERA,
+        torch.float64: single * TERA / 2,
+    }
+    if fp8 is not None:
+        rates[torch.float8_e4m3fn] = fp8 * TERA
+    return rates
+
+
+def _gpu(
+    name: str, capability: tuple[int, int], sms: int, smem: int, l2: int, memory: int, gb_s: int, rates: dict[torch.dtype, float]
+) -> DeviceSpec:
+    return DeviceSpec(name, "cuda", capability, sms, smem * KIB, l2 * MIB, memory * GB, gb_s * GB, rates)
+
+
+# From the vendor's datasheets: SMs, shared memory a block can have (KiB), L2 (MiB), memory (GB), bandwidth (GB/s), dense TFLOP/s.
+DEVICES: dict[str, DeviceSpec] = {
+    "v100": _gpu("NVIDIA V100 SXM2", (7, 0), 80, 96, 6, 32, 900, _rates(125, 15.7, bf16=False)),
+    "a100": _gpu("NVIDIA A100 SXM 80GB", (8, 0), 108, 163, 40, 80, 2039, _rates(312, 19.5)),
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 99, 72, 24, 1008, _rates(165.2, 82.6, fp8=330.3)),
+    "l40s": _gpu("NVIDIA L40S", (8, 9), 142, 99, 96, 48, 864, _rates(362, 91.6, fp8=733)),
+    "h100": _gpu("NVIDIA H100 SXM", (9, 0), 132, 227, 50, 80, 3350, _rates(989, 67, fp8=1979)),
+    "h200": _gpu("NVIDIA H200", (9, 0), 132, 227, 50, 141, 4800, _rates(989, 67, fp8=1979)),
+    "b200": _gpu("NVIDIA B200", (10, 0), 148, 227, 126, 180, 8000, _rates(2250, 75, fp8=4500)),
+    "rtx5090": _gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 99, 96, 32, 1792, _rates(209.5, 104.8, fp8=419)),
+}
+
+_override: contextvars.ContextVar[DeviceSpec | None] = contextvars.ContextVar("tilewise_device", default=None)
+
+
+def named(name: str) -> DeviceSpec:
+    """The device of that name: a key of `DEVICES`, or "cpu" for this machine."""
+    key = name.lower().replace(" ", "").replace("-", "").replace("_", "")
+    if key == "cpu":
+        return this_cpu()
+    if key not in DEVICES:
+        raise InvalidProblem("device", "one of cpu, " + ", ".join(DEVICES), repr(name), "Name a listed device.")
+    return DEVICES[key]
+
+
+def of(device: torch.device) -> DeviceSpec:
+    """The facts of a device that is here; a meta tensor's device is the best one here."""
+    spec = _override.get()
+    if spec is not None:
+        return spec
+    if device.type == "cuda":
+        return _cuda(torch.cuda.current_device() if device.index is None else device.index)
+    if device.type == "meta" and torch.cuda.is_available():
+        return _cuda(torch.cuda.current_device())
+    return this_cpu() if device.type in ("cpu", "meta") else _unknown(device.type)
+
+
+@contextlib.contextmanager
+def overridden(spec: DeviceSpec) -> Iterator[DeviceSpec]:
+    """Within the block every device is described by `spec`."""
+    token = _override.set(spec)
+    try:
+        yield spec
+    finally:
+        _override.reset(token)
+
+
+@functools.cache
+def _cuda(index: int) -> DeviceSpec:
+    props = torch.cuda.get_device_properties(index)
+    capability = (props.major, props.minor)
+    alike = [s for s in DEVICES.values() if s.capability == capability]
+    exact = [s for s in alike if s.name == props.name]
+    nearest = (exact or alike or [DEVICES["a100"]])[0]
+    scale = props.multi_processor_count / nearest.num_sms
+    return DeviceSpec(
+        name=props.name,
+        type="cuda",
+        capability=capability,
+        num_sms=props.multi_processor_count,
+        smem_bytes=getattr(props, "shared_memory_per_block_optin", nearest.smem_bytes),
+        l2_bytes=props.L2_cache_size,
+        memory_bytes=props.total_memory,
+        bandwidth=nearest.bandwidth,
+        flops={dtype: rate * scale for dtype, rate in nearest.flops.items()},
+    )
+
+
+def _unknown(kind: str) -> DeviceSpec:
+    return DeviceSpec(f"unknown device type {kind!r}", kind, None, 1, 0, 0, 0, 1.0, {})
+
+
+def cpu_name() -> str:
+    """The processor's marketing name where the system tells it."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as info:
+        for line in info:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def this_cpu() -> DeviceSpec:
+    """This machine's processor. Facts only: rates are measured by `measured_cpu`, which takes a tenth of a second."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    return DeviceSpec(cpu_name(), "cpu", None, cores, MIB, 32 * MIB, memory, 0.0, {})
+
+
+@functools.cache
+def measured_cpu() -> DeviceSpec:
+    """`this_cpu` with the fp32 matrix rate and copy bandwidth torch reaches on it with its present number of threads."""
+    facts = this_cpu()
+    a = torch.rand(768, 768)
+    matmul = _best_seconds(lambda: a @ a)
+    source = torch.rand(1 << 24)
+    target = torch.empty_like(source)
+    copy = _best_seconds(lambda: target.copy_(source))
+    rate = 2 * 768**3 / matmul
+    flops = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), rate) | {torch.float64: rate / 2}
+    return DeviceSpec(
+        facts.name, "cpu", None, facts.num_sms, facts.smem_bytes, facts.l2_bytes, facts.memory_bytes, 2 * 4 * source.numel() / copy, flops
+    )
+
+
+def _best_seconds(run: object) -> float:
+    assert callable(run)
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

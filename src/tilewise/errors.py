@@ -1,0 +1,50 @@
+"""The exceptions of tilewise.
+
+    TilewiseError
+    ├── InvalidProblem (ValueError)         the call makes no sense: an argument is wrong, whoever computes it
+    ├── Unsupported (NotImplementedError)   the call makes sense, but no permitted backend can run it here
+    └── OutOfPages (MemoryError)            a paged cache has no page left; nothing was changed
+
+Every message says what was asked, what would be accepted, and how to get there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["InvalidProblem", "OutOfPages", "TilewiseError", "Unsupported"]
+
+
+class TilewiseError(Exception):
+    """Base class of everything tilewise raises on purpose."""
+
+
+class InvalidProblem(TilewiseError, ValueError):
+    """An argument is wrong: says which one, what was expected, what came, and the fix."""
+
+    def __init__(self, argument: str, expected: str, got: object, fix: str) -> None:
+        super().__init__(f"{argument}: expected {expected}, got {got}. {fix}")
+        self.argument = argument
+        self.expected = expected
+        self.got = got
+        self.fix = fix
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.argument, self.expected, self.got, self.fix)
+
+
+class Unsupported(TilewiseError, NotImplementedError):
+    """No permitted backend takes the problem; carries the reason each of them gave."""
+
+    def __init__(self, summary: str, reasons: Sequence[tuple[str, str]] = ()) -> None:
+        trace = "".join(f"\n  {backend}: {reason}" for backend, reason in reasons)
+        super().__init__(summary + trace)
+        self.summary = summary
+        self.reasons = tuple(reasons)
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.summary, self.reasons)
+
+
+class OutOfPages(TilewiseError, MemoryError):
+    """A paged KV cache has too few free pages for the request; the cache is unchanged."""

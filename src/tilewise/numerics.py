@@ -1,0 +1,87 @@
+"""Arithmetic every backend must agree on: log2 constants, merging partial results, the empty row, and the dropout bits.
+
+The empty-row convention: a row with no key left has `out` 0 and `lse` -inf. It is the neutral element of `merge_partials`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["LN2", "LOG2E", "dropout_keep", "dropout_threshold", "merge_partials", "philox_4x32"]
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+# Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"): two multipliers, two Weyl key increments.
+PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
+PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
+PHILOX_ROUNDS = 10
+# One Philox call yields four words, which serve four neighbouring keys: word j % 4 of counter j // 4.
+KEYS_PER_DRAW = 4
+
+Words = NDArray[np.uint32]
+
+
+def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine results over disjoint keys: `lse = log(e^a + e^b)`, each `out` weighted by its share of the denominator.
+
+    `lse` has the shape of `out` without its last dimension. Differentiable; an empty side (lse -inf) contributes nothing.
+    """
+    acc = torch.float64 if out_a.dtype == torch.float64 else torch.float32
+    top = torch.maximum(lse_a, lse_b).detach()
+    top = torch.where(top == -math.inf, 0.0, top)
+    weight_a, weight_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
+    total = weight_a + weight_b
+    empty = total == 0.0
+    # Divide by 1 where both sides are empty: 0 / 0 would be NaN in the result and in its gradient.
+    total = torch.where(empty, 1.0, total)
+    out = _share(out_a, weight_a / total, acc) + _share(out_b, weight_b / total, acc)
+    lse = torch.where(empty, -math.inf, top + torch.log(total))
+    return out.to(out_a.dtype), lse
+
+
+def _share(out: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    weight = weight.unsqueeze(-1).to(dtype)
+    return torch.where(weight == 0.0, 0.0, out.to(dtype) * weight)
+
+
+def philox_4x32(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
+    """Philox 4x32-10 on arrays of counters (broadcast against each other) under one 64-bit key."""
+    c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in counter)
+    k0, k1 = key
+    low = np.uint64(0xFFFFFFFF)
+    half = np.uint64(32)
+    for _ in range(PHILOX_ROUNDS):
+        product0, product1 = np.uint64(PHILOX_M0) * c0, np.uint64(PHILOX_M1) * c2
+        c0, c1, c2, c3 = (
+            (product1 >> half) ^ c1 ^ np.uint64(k0),
+            product1 & low,
+            (product0 >> half) ^ c3 ^ np.uint64(k1),
+            product0 & low,
+        )
+        k0, k1 = (k0 + PHILOX_W0) & 0xFFFFFFFF, (k1 + PHILOX_W1) & 0xFFFFFFFF
+    words = np.broadcast_arrays(*(c.astype(np.uint32) for c in (c0, c1, c2, c3)))
+    return words[0], words[1], words[2], words[3]
+
+
+def dropout_threshold(dropout: float) -> int:
+    """A key is dropped iff its 32-bit word is below this."""
+    return min(round(dropout * 2**32), 2**32 - 1)
+
+
+def dropout_keep(seed: int, dropout: float, batch: int, head: int, rows: NDArray[np.int64], cols: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which probabilities survive, as a (rows, cols) array: the contract's bits.
+
+    Philox keyed by (seed low, seed high) and counted by (j // 4, i, head, batch) gives four words; key j takes word j % 4.
+    """
+    draws = np.unique(cols // KEYS_PER_DRAW)
+    counter = (draws[None, :], rows[:, None], np.full((1, 1), head), np.full((1, 1), batch))
+    words = np.stack(philox_4x32(counter, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)), axis=-1)
+    at = np.searchsorted(draws, cols // KEYS_PER_DRAW)
+    kept: NDArray[np.bool_] = words[:, at, cols % KEYS_PER_DRAW] >= np.uint32(dropout_threshold(dropout))
+    return kept

@@ -1,0 +1,67 @@
+"""The tensors of a call, and the plain flags that travel beside them through `torch.library`.
+
+Backends receive canonical operands: heads-first views of dense q, k, v; 4-D `bias` and `mask` expanded (stride 0) to
+(batch, num_heads, seqlen_q, seqlen_k); `alibi_slopes` expanded to (batch, num_heads); the last dimension of q, k, v contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Flags", "Gradients", "Operands", "Wanted"]
+
+
+class Operands(NamedTuple):
+    """Every tensor an attention call may have; for paged problems k and v are the pages."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    block_table: Tensor | None = None
+    seqlens_k: Tensor | None = None
+    bias: Tensor | None = None
+    mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    seed: Tensor | None = None
+
+
+class Flags(NamedTuple):
+    """Everything about a call that is not a tensor, in the order of the op schemas (see ops.py)."""
+
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    layout: str = "bhsd"
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    deterministic: bool = False
+    needs_grad: bool = False
+    backend: str = "auto"
+
+
+class Wanted(NamedTuple):
+    """Which gradients the caller asked for."""
+
+    dq: bool = True
+    dk: bool = True
+    dv: bool = True
+    dbias: bool = False
+    dsinks: bool = False
+
+
+class Gradients(NamedTuple):
+    """What a backward pass returns; a gradient that was not wanted may be None. `dbias` has the problem's `bias_shape`."""
+
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dbias: Tensor | None = None
+    dsinks: Tensor | None = None

@@ -1,0 +1,103 @@
+"""What is asked: one frozen description of an attention call, without its tensors.
+
+`AttentionProblem` is the only thing that crosses from validation to dispatch, planning and the backends. Two calls with equal
+problems run the same kernel with the same configuration, so it is also the key of every cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+__all__ = ["AttentionProblem", "Kind", "Layout"]
+
+Kind = Literal["dense", "varlen", "paged"]
+Layout = Literal["bhsd", "bshd"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """Sizes, dtype and semantics of one attention call (see docs/contract.md for the semantics).
+
+    For packed and paged problems `seqlen_q` and `seqlen_k` are bounds on the longest sequence, and `total_q`, `total_k` count the
+    rows actually stored (for paged keys: every slot of every page).
+    """
+
+    kind: Kind
+    dtype: torch.dtype
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    total_k: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    bias_shape: tuple[int, int, int, int] | None = None
+    bias_dtype: torch.dtype | None = None
+    mask_shape: tuple[int, int, int, int] | None = None
+    has_alibi: bool = False
+    has_sinks: bool = False
+    layout: Layout = "bhsd"
+    page_size: int | None = None
+    deterministic: bool = False
+    needs_grad: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """Query heads served by one K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        """The window as (left, right) with causality folded in; None is unbounded."""
+        if not self.causal:
+            return self.window_left, self.window_right
+        return self.window_left, 0 if self.window_right is None else min(0, self.window_right)
+
+    @property
+    def accumulate_dtype(self) -> torch.dtype:
+        """Softmax, accumulation and lse: fp32, or fp64 for fp64 inputs."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of `out` in the caller's layout."""
+        if self.kind != "dense":
+            return (self.total_q, self.num_heads, self.head_dim_v)
+        if self.layout == "bshd":
+            return (self.batch, self.seqlen_q, self.num_heads, self.head_dim_v)
+        return (self.batch, self.num_heads, self.seqlen_q, self.head_dim_v)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of `lse`: (batch, num_heads, seqlen_q), or (num_heads, total_q) when packed."""
+        if self.kind == "dense":
+            return (self.batch, self.num_heads, self.seqlen_q)
+        return (self.num_heads, self.total_q)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of everything beyond plain attention that this problem uses, for reports and refusals."""
+        used = {
+            "causal": self.causal,
+            "window": self.window_left is not None or self.window_right is not None,
+            "gqa": self.group_size > 1,
+            "head_dim_v": self.head_dim_v != self.head_dim,
+            "alibi": self.has_alibi,
+            "softcap": self.softcap is not None,
+            "bias": self.bias_shape is not None,
+            "mask": self.mask_shape is not None,
+            "sinks": self.has_sinks,
+            "dropout": self.dropout > 0.0,
+        }
+        return tuple(name for name, on in used.items() if on)

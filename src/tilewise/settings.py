@@ -1,0 +1,62 @@
+"""The only reader of the environment. Every variable is optional and read once, when a setting is first needed.
+
+| variable                | default | meaning                                                                                 |
+|-------------------------|---------|-----------------------------------------------------------------------------------------|
+| `TILEWISE_BACKEND`      | `auto`  | backend used where a call says `backend="auto"`                                         |
+| `TILEWISE_CHECK_VALUES` | `0`     | `1`: check the contents of index tensors on a GPU too (a device synchronisation a call) |
+| `TILEWISE_CACHE_DIR`    | (user)  | where compiled kernels are kept                                                         |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tilewise.errors import InvalidProblem
+
+__all__ = ["Settings", "current", "overridden", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings in force."""
+
+    backend: str = "auto"
+    check_values: bool = False
+    cache_dir: Path | None = None
+
+
+_current: Settings | None = None
+
+
+def read(environ: Mapping[str, str]) -> Settings:
+    """Settings from a mapping of variables; a value that makes no sense is an error, not a default."""
+    check = environ.get("TILEWISE_CHECK_VALUES", "0")
+    if check not in ("0", "1"):
+        raise InvalidProblem("TILEWISE_CHECK_VALUES", "0 or 1", repr(check), "Unset it or set it to 0 or 1.")
+    cache = environ.get("TILEWISE_CACHE_DIR")
+    return Settings(environ.get("TILEWISE_BACKEND", "auto"), check == "1", Path(cache) if cache else None)
+
+
+def current() -> Settings:
+    """The settings in force now."""
+    global _current
+    if _current is None:
+        _current = read(os.environ)
+    return _current
+
+
+@contextlib.contextmanager
+def overridden(**changes: Any) -> Iterator[Settings]:
+    """Within the block some settings differ: `with settings.overridden(check_values=True): ...`."""
+    global _current
+    before = current()
+    _current = replace(before, **changes)
+    try:
+        yield _current
+    finally:
+        _current = before
