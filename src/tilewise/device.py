@@ -1,7 +1,8 @@
 """Hardware facts under names, so that no other file compares compute capabilities.
 
-`of(torch_device)` describes a device that is here, `named("h200")` one that need not be, `overridden(spec)` makes tests and offline
-compilation believe in another one. Rates are the vendors' dense peaks; the CPU's are measured on first use.
+`of(torch_device)` describes a device that is here, `named("h200")` one that need not be, `overridden(spec)` makes
+tests and offline compilation believe in another one. Rates are the vendors' dense peaks; the CPU's are measured on
+first use.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import functools
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -72,12 +74,20 @@ def _rates(half: float, single: float, *, bf16: bool = True, fp8: float | None =
 
 
 def _gpu(
-    name: str, capability: tuple[int, int], sms: int, smem: int, l2: int, memory: int, gb_s: int, rates: dict[torch.dtype, float]
+    name: str,
+    capability: tuple[int, int],
+    sms: int,
+    smem: int,
+    l2: int,
+    memory: int,
+    gb_s: int,
+    rates: dict[torch.dtype, float],
 ) -> DeviceSpec:
     return DeviceSpec(name, "cuda", capability, sms, smem * KIB, l2 * MIB, memory * GB, gb_s * GB, rates)
 
 
-# From the vendor's datasheets: SMs, shared memory a block can have (KiB), L2 (MiB), memory (GB), bandwidth (GB/s), dense TFLOP/s.
+# From the vendor's datasheets: SMs, shared memory a block can have (KiB), L2 (MiB), memory (GB), bandwidth (GB/s),
+# dense TFLOP/s.
 DEVICES: dict[str, DeviceSpec] = {
     "v100": _gpu("NVIDIA V100 SXM2", (7, 0), 80, 96, 6, 32, 900, _rates(125, 15.7, bf16=False)),
     "a100": _gpu("NVIDIA A100 SXM 80GB", (8, 0), 108, 163, 40, 80, 2039, _rates(312, 19.5)),
@@ -151,7 +161,7 @@ def _unknown(kind: str) -> DeviceSpec:
 
 def cpu_name() -> str:
     """The processor's marketing name where the system tells it."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as info:
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as info:
         for line in info:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
@@ -178,12 +188,19 @@ def measured_cpu() -> DeviceSpec:
     rate = 2 * 768**3 / matmul
     flops = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), rate) | {torch.float64: rate / 2}
     return DeviceSpec(
-        facts.name, "cpu", None, facts.num_sms, facts.smem_bytes, facts.l2_bytes, facts.memory_bytes, 2 * 4 * source.numel() / copy, flops
+        facts.name,
+        "cpu",
+        None,
+        facts.num_sms,
+        facts.smem_bytes,
+        facts.l2_bytes,
+        facts.memory_bytes,
+        2 * 4 * source.numel() / copy,
+        flops,
     )
 
 
-def _best_seconds(run: object) -> float:
-    assert callable(run)
+def _best_seconds(run: Callable[[], object]) -> float:
     times = []
     for _ in range(6):
         start = time.perf_counter()

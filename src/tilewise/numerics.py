@@ -1,11 +1,13 @@
 """Arithmetic every backend must agree on: log2 constants, merging partial results, the empty row, and the dropout bits.
 
-The empty-row convention: a row with no key left has `out` 0 and `lse` -inf. It is the neutral element of `merge_partials`.
+The empty-row convention: a row with no key left has `out` 0 and `lse` -inf. It is the neutral element of
+`merge_partials`.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +19,8 @@ __all__ = ["LN2", "LOG2E", "dropout_keep", "dropout_threshold", "merge_partials"
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
-# Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"): two multipliers, two Weyl key increments.
+# Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"): two multipliers, two Weyl key
+# increments.
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
 PHILOX_ROUNDS = 10
@@ -25,12 +28,14 @@ PHILOX_ROUNDS = 10
 KEYS_PER_DRAW = 4
 
 Words = NDArray[np.uint32]
+Counter = NDArray[np.integer[Any]]
 
 
 def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Combine results over disjoint keys: `lse = log(e^a + e^b)`, each `out` weighted by its share of the denominator.
 
-    `lse` has the shape of `out` without its last dimension. Differentiable; an empty side (lse -inf) contributes nothing.
+    `lse` has the shape of `out` without its last dimension. Differentiable; an empty side (lse -inf) contributes
+    nothing.
     """
     acc = torch.float64 if out_a.dtype == torch.float64 else torch.float32
     top = torch.maximum(lse_a, lse_b).detach()
@@ -50,7 +55,9 @@ def _share(out: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(weight == 0.0, 0.0, out.to(dtype) * weight)
 
 
-def philox_4x32(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
+def philox_4x32(
+    counter: tuple[Counter, Counter, Counter, Counter], key: tuple[int, int]
+) -> tuple[Words, Words, Words, Words]:
     """Philox 4x32-10 on arrays of counters (broadcast against each other) under one 64-bit key."""
     c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in counter)
     k0, k1 = key
@@ -74,10 +81,13 @@ def dropout_threshold(dropout: float) -> int:
     return min(round(dropout * 2**32), 2**32 - 1)
 
 
-def dropout_keep(seed: int, dropout: float, batch: int, head: int, rows: NDArray[np.int64], cols: NDArray[np.int64]) -> NDArray[np.bool_]:
+def dropout_keep(
+    seed: int, dropout: float, batch: int, head: int, rows: NDArray[np.int64], cols: NDArray[np.int64]
+) -> NDArray[np.bool_]:
     """Which probabilities survive, as a (rows, cols) array: the contract's bits.
 
-    Philox keyed by (seed low, seed high) and counted by (j // 4, i, head, batch) gives four words; key j takes word j % 4.
+    Philox keyed by (seed low, seed high) and counted by (j // 4, i, head, batch) gives four words; key j takes word j
+    % 4.
     """
     draws = np.unique(cols // KEYS_PER_DRAW)
     counter = (draws[None, :], rows[:, None], np.full((1, 1), head), np.full((1, 1), batch))

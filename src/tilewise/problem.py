@@ -1,7 +1,7 @@
 """What is asked: one frozen description of an attention call, without its tensors.
 
-`AttentionProblem` is the only thing that crosses from validation to dispatch, planning and the backends. Two calls with equal
-problems run the same kernel with the same configuration, so it is also the key of every cache.
+`AttentionProblem` is the only thing that crosses from validation to dispatch, planning and the backends. Two calls
+with equal problems run the same kernel with the same configuration, so it is also the key of every cache.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Layout = Literal["bhsd", "bshd"]
 class AttentionProblem:
     """Sizes, dtype and semantics of one attention call (see docs/contract.md for the semantics).
 
-    For packed and paged problems `seqlen_q` and `seqlen_k` are bounds on the longest sequence, and `total_q`, `total_k` count the
-    rows actually stored (for paged keys: every slot of every page).
+    For packed and paged problems `seqlen_q` and `seqlen_k` are bounds on the longest sequence, and `total_q`,
+    `total_k` count the rows actually stored (for paged keys: every slot of every page).
     """
 
     kind: Kind

@@ -1,7 +1,7 @@
 """What a backend is: five questions and two computations.
 
-A backend package exposes one instance as `BACKEND`. Importing the package must be cheap: compilers (numba, triton) are imported on
-the first launch, not to answer `supports`.
+A backend package exposes one instance as `BACKEND`. Importing the package must be cheap: compilers (numba, triton) are
+imported on the first launch, not to answer `supports`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Backend(Protocol):
         """None if this backend can run on this machine at all, else the reason and what would help."""
 
     def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
-        """None if the problem would run on such a device, else the reason why not. `problem.needs_grad` includes the backward."""
+        """None if the problem (with its backward, if `needs_grad`) would run on such a device, else the reason why not."""
 
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
         """The forward tile this backend would use."""
@@ -42,6 +42,13 @@ class Backend(Protocol):
         """(out, lse) of canonical operands; dense out is heads-first over the memory order of `problem.layout`."""
 
     def backward(
-        self, problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
     ) -> Gradients:
         """Gradients of `sum(out * dout) + sum(lse * dlse)`, in the shapes and dtypes of the canonical operands."""

@@ -1,0 +1,201 @@
+"""The calls: `attention`, `attention_varlen`, `attention_paged`, `merge`, `backends`; docs/contract.md says what they do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise import dispatch, ops, validation
+from tilewise.errors import InvalidProblem
+from tilewise.numerics import merge_partials
+from tilewise.operands import Operands
+from tilewise.validation.flags import Window, seed_tensor
+
+__all__ = ["attention", "attention_paged", "attention_varlen", "backends", "merge"]
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Result:
+    """Exact attention of dense tensors, differentiable in q, k, v, bias, sinks and through lse.
+
+    q (batch, num_heads, seqlen_q, head_dim), k (batch, num_kv_heads, seqlen_k, head_dim), v (..., head_dim_v); with
+    `layout="bshd"` (batch, seqlen, heads, dim). Returns out like q with head_dim_v, and lse (batch, num_heads,
+    seqlen_q) if `return_lse`. Rejects with InvalidProblem what makes no sense and with Unsupported what no permitted
+    backend can do.
+
+        >>> q = k = v = torch.ones(1, 2, 4, 8)
+        >>> attention(q, k, v, causal=True).shape
+        torch.Size([1, 2, 4, 8])
+    """
+    validation.require_tensors(q=q, k=k, v=v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
+    q, k, v = _autocast(q, k, v)
+    flags = validation.normalise(
+        causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, layout=layout,
+        deterministic=deterministic, backend=backend, return_lse=return_lse,
+        needs_grad=_needs_grad(q, k, v, bias, sinks),
+    )  # fmt: skip
+    seed = seed_tensor(seed, dropout)
+    operands = Operands(q, k, v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks, seed=seed)
+    out, lse = ops.attention("dense", operands, flags)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Result:
+    """Exact attention of packed sequences, each to itself: sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1.
+
+    q (total_q, num_heads, head_dim), k and v (total_k, num_kv_heads, dim), cu_seqlens int32 (batch + 1,). Rows past
+    the last sequence give 0 and lse -inf. Returns out (total_q, num_heads, head_dim_v), and lse (num_heads, total_q)
+    if `return_lse`. bias and mask broadcast to (batch, num_heads, max_seqlen_q, max_seqlen_k), indexed within each
+    sequence.
+
+        >>> q = k = v = torch.ones(5, 2, 8)
+        >>> cu = torch.tensor([0, 2, 5], dtype=torch.int32)
+        >>> attention_varlen(q, k, v, cu, cu, causal=True).shape
+        torch.Size([5, 2, 8])
+    """
+    validation.require_tensors(
+        q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask,
+        alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
+    q, k, v = _autocast(q, k, v)
+    flags = validation.normalise(
+        causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, deterministic=deterministic,
+        backend=backend, return_lse=return_lse, needs_grad=_needs_grad(q, k, v, bias, sinks),
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    operands = Operands(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask, alibi_slopes=alibi_slopes,
+        sinks=sinks, seed=seed_tensor(seed, dropout),
+    )  # fmt: skip
+    out, lse = ops.attention("varlen", operands, flags)
+    return (out, lse) if return_lse else out
+
+
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Result:
+    """Exact attention to keys and values kept in pages: token j of sequence b is slot j % page_size of page
+    block_table[b, j // page_size].
+
+    q (batch, num_heads, head_dim), one token a sequence, or packed (total_q, ...) with `cu_seqlens_q`; pages (num_pages,
+    page_size, num_kv_heads, dim), block_table int32 (batch, max_pages), seqlens_k int32 (batch,). Returns out (total_q, num_heads,
+    head_dim_v), and lse (num_heads, total_q) if `return_lse`. bias and mask broadcast over max_pages * page_size keys.
+
+        >>> pages = torch.ones(3, 4, 2, 8)
+        >>> table = torch.tensor([[2, 0]], dtype=torch.int32)
+        >>> attention_paged(torch.ones(1, 2, 8), pages, pages, table, torch.tensor([5], dtype=torch.int32)).shape
+        torch.Size([1, 2, 8])
+    """
+    validation.require_tensors(
+        q=q, k_pages=k_pages, v_pages=v_pages, block_table=block_table, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q,
+        bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
+    q, k_pages, v_pages = _autocast(q, k_pages, v_pages)
+    flags = validation.normalise(
+        causal=causal, window=window, softcap=softcap, scale=scale, dropout=0.0, deterministic=deterministic,
+        backend=backend, return_lse=return_lse, needs_grad=_needs_grad(q, k_pages, v_pages, bias, sinks),
+        max_seqlen_q=max_seqlen_q,
+    )  # fmt: skip
+    operands = Operands(
+        q, k_pages, v_pages, cu_seqlens_q=cu_seqlens_q, block_table=block_table, seqlens_k=seqlens_k, bias=bias,
+        mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
+    out, lse = ops.attention("paged", operands, flags)
+    return (out, lse) if return_lse else out
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
+    """Combine two partial results over disjoint keys exactly, as if all keys had been seen at once; differentiable.
+
+    Takes what `attention` (in its `layout`) or `attention_varlen` return with `return_lse=True`, and returns the same
+    shapes.
+    """
+    validation.require_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    packed = out_a.dim() == 3
+    heads_last = packed or layout == "bshd"
+    dims = (0, 1) if packed else (1, 2)
+    a, b = (lse.transpose(*dims) if heads_last and lse.dim() >= 2 else lse for lse in (lse_a, lse_b))
+    for name, out, lse in (("lse_a", out_a, a), ("lse_b", out_b, b)):
+        if out.shape != out_a.shape or lse.shape != out.shape[:-1]:
+            expected = f"an lse that fits out of shape {tuple(out_a.shape)} in layout {layout!r}"
+            raise InvalidProblem(name, expected, tuple(lse.shape), "Merge results of one problem over different keys.")
+    out, lse = merge_partials(out_a, a, out_b, b)
+    return out, lse.transpose(*dims) if heads_last else lse
+
+
+def backends() -> tuple[dispatch.Status, ...]:
+    """The backends in order of preference, each "available" or with the reason why not."""
+    return dispatch.statuses()
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under torch.autocast q, k and v become its dtype, as for SDPA; fp64 stays, bias, sinks and slopes keep theirs."""
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)

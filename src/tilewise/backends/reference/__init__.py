@@ -1,0 +1,54 @@
+"""The specification: every feature of the contract in plain fp64, materialising the scores. Made to be read, not fast."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilewise.backends.base import TileShape
+from tilewise.backends.reference import specification
+from tilewise.device import DeviceSpec
+from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.problem import AttentionProblem
+
+__all__ = ["BACKEND"]
+
+
+class ReferenceBackend:
+    """Accepts every valid problem wherever torch computes in fp64; memory grows with seqlen_q * seqlen_k."""
+
+    name = "reference"
+
+    def unavailable(self) -> str | None:
+        """Always there."""
+        return None
+
+    def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
+        """Everything; only devices without fp64 are refused."""
+        del problem
+        return "needs fp64, which Apple's GPUs lack" if device.type == "mps" else None
+
+    def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
+        """The whole score matrix is one tile."""
+        del device
+        return TileShape(max(1, problem.seqlen_q), max(1, problem.seqlen_k))
+
+    def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+        """Exact attention and its log-sum-exp."""
+        return specification.forward(problem, operands)
+
+    def backward(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Every gradient by the textbook formulas; `out` and `lse` are recomputed in fp64, not taken rounded."""
+        del out, lse
+        return specification.backward(problem, operands, dout, dlse, wanted)
+
+
+BACKEND = ReferenceBackend()

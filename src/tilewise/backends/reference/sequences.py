@@ -1,0 +1,79 @@
+"""One sequence at a time: dense, packed and paged operands as plain (heads, seqlen, dim) arrays, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise.operands import Operands
+from tilewise.problem import AttentionProblem
+
+__all__ = ["Sequence", "empty_out", "heads_first", "sequences"]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Where one sequence lives: an index into the batch, rows of q, and rows of k and v (slots of pages when paged)."""
+
+    index: int
+    q_rows: Tensor
+    k_rows: Tensor
+
+
+def sequences(problem: AttentionProblem, operands: Operands) -> Iterator[Sequence]:
+    """Every sequence of the batch, in order."""
+    for index in range(problem.batch):
+        yield Sequence(index, _q_rows(problem, operands, index), _k_rows(problem, operands, index))
+
+
+def heads_first(problem: AttentionProblem, tensor: Tensor, sequence: Sequence, rows: Tensor) -> Tensor:
+    """A fp64 copy (heads, seqlen, dim) of one sequence's rows of q, k, v or a gradient of theirs."""
+    if problem.kind == "dense":
+        return tensor[sequence.index].double()
+    flat = tensor.flatten(0, 1) if tensor.dim() == 4 else tensor
+    return flat[rows].transpose(0, 1).double()
+
+
+def accumulate(problem: AttentionProblem, total: Tensor, part: Tensor, sequence: Sequence, rows: Tensor) -> None:
+    """Add (heads, seqlen, dim) into `total`, shaped like the operand: pages may be shared by several sequences."""
+    if problem.kind == "dense":
+        total[sequence.index] += part
+        return
+    flat = total.flatten(0, 1) if total.dim() == 4 else total
+    flat.index_add_(0, rows, part.transpose(0, 1))
+
+
+def empty_out(problem: AttentionProblem, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(out, lse) in fp64 as if no row saw any key; dense out is heads-first."""
+    out = torch.zeros(problem.out_shape, dtype=torch.float64, device=device)
+    lse = torch.full(problem.lse_shape, -torch.inf, dtype=torch.float64, device=device)
+    return (out.transpose(1, 2) if problem.layout == "bshd" else out), lse
+
+
+def _q_rows(problem: AttentionProblem, operands: Operands, index: int) -> Tensor:
+    if problem.kind == "dense":
+        return torch.arange(problem.seqlen_q, device=operands.q.device)
+    if operands.cu_seqlens_q is None:
+        return torch.arange(index, index + 1, device=operands.q.device)
+    return _between(operands.cu_seqlens_q, index)
+
+
+def _k_rows(problem: AttentionProblem, operands: Operands, index: int) -> Tensor:
+    if problem.kind == "dense":
+        return torch.arange(problem.seqlen_k, device=operands.q.device)
+    if operands.cu_seqlens_k is not None:
+        return _between(operands.cu_seqlens_k, index)
+    assert operands.block_table is not None
+    assert operands.seqlens_k is not None
+    assert problem.page_size is not None
+    position = torch.arange(int(operands.seqlens_k[index]), device=operands.q.device)
+    page = operands.block_table[index].long()[position // problem.page_size]
+    return page * problem.page_size + position % problem.page_size
+
+
+def _between(cu_seqlens: Tensor, index: int) -> Tensor:
+    start, stop = cu_seqlens[index : index + 2].tolist()
+    return torch.arange(start, stop, device=cu_seqlens.device)

@@ -1,0 +1,194 @@
+"""The contract as code: scores, softmax, output and every gradient, in fp64, one sequence at a time.
+
+The order of the steps in `score` is the order of docs/contract.md. Nothing here is fast; everything here is meant to
+be read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.backends.reference.sequences import Sequence, accumulate, empty_out, heads_first, sequences
+from tilewise.numerics import dropout_keep
+from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.problem import AttentionProblem
+
+__all__ = ["backward", "forward"]
+
+
+class Scores(NamedTuple):
+    """Masked scores (heads, seqlen_q, seqlen_k), and the derivative of softcap at each of them."""
+
+    s: Tensor
+    softcap_slope: Tensor | float
+
+
+class Softmax(NamedTuple):
+    """Probabilities, their row-wise lse (heads, seqlen_q), and dropout's factor: 0 or 1 / (1 - p) per probability."""
+
+    p: Tensor
+    lse: Tensor
+    keep: Tensor | float
+
+
+class SequenceGradients(NamedTuple):
+    """Gradients of one sequence, heads first; dbias has one element per score, dsinks one per head."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor
+    dsinks: Tensor
+
+
+def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) for canonical operands."""
+    out, lse = empty_out(problem, operands.q.device)
+    for sequence in sequences(problem, operands):
+        q, k, v = _load(problem, operands, sequence)
+        softmax = _softmax(problem, operands, sequence, _score(problem, operands, sequence, q, k).s)
+        accumulate(problem, out, (softmax.p * softmax.keep) @ v, sequence, sequence.q_rows)
+        if problem.kind == "dense":
+            lse[sequence.index] = softmax.lse
+        else:
+            lse[:, sequence.q_rows] = softmax.lse
+    return out.to(problem.dtype), lse.to(problem.accumulate_dtype)
+
+
+def backward(
+    problem: AttentionProblem, operands: Operands, dout: Tensor, dlse: Tensor | None, wanted: Wanted
+) -> Gradients:
+    """Gradients of sum(out * dout) + sum(lse * dlse), in the shapes of the canonical operands."""
+    dq, dk, dv = (torch.zeros_like(t, dtype=torch.float64) for t in (operands.q, operands.k, operands.v))
+    dbias = None if problem.bias_shape is None else operands.q.new_zeros(problem.bias_shape, dtype=torch.float64)
+    dsinks = operands.q.new_zeros(problem.num_heads, dtype=torch.float64)
+    for sequence in sequences(problem, operands):
+        part = _backward_one(problem, operands, sequence, dout, dlse)
+        accumulate(problem, dq, part.dq, sequence, sequence.q_rows)
+        accumulate(problem, dk, part.dk, sequence, sequence.k_rows)
+        accumulate(problem, dv, part.dv, sequence, sequence.k_rows)
+        if dbias is not None:
+            _accumulate_broadcast(dbias, part.dbias, sequence.index)
+        dsinks += part.dsinks
+    return Gradients(
+        dq=dq.to(problem.dtype),
+        dk=dk.to(problem.dtype),
+        dv=dv.to(problem.dtype),
+        dbias=dbias.to(problem.bias_dtype) if dbias is not None and wanted.dbias else None,
+        dsinks=dsinks.to(operands.sinks.dtype) if operands.sinks is not None and wanted.dsinks else None,
+    )
+
+
+def _backward_one(
+    problem: AttentionProblem, operands: Operands, sequence: Sequence, dout: Tensor, dlse: Tensor | None
+) -> SequenceGradients:
+    q, k, v = _load(problem, operands, sequence)
+    scores = _score(problem, operands, sequence, q, k)
+    p, lse, keep = _softmax(problem, operands, sequence, scores.s)
+    do = heads_first(problem, dout, sequence, sequence.q_rows)
+    dl = _dlse_of(problem, dlse, sequence, lse)
+
+    dv = (p * keep).transpose(1, 2) @ do
+    dp = do @ v.transpose(1, 2) * keep
+    # Softmax's Jacobian: every score of a row is pulled back by delta = sum_j p_j dp_j, and pushed by lse's own
+    # gradient.
+    delta = (p * dp).sum(-1)
+    ds = p * (dp - delta[..., None] + dl[..., None])
+    dsinks = torch.zeros(problem.num_heads, dtype=torch.float64, device=q.device)
+    if operands.sinks is not None:
+        sink_p = torch.exp(operands.sinks.double()[:, None] - _finite(lse))
+        dsinks = (sink_p * (dl - delta)).sum(-1)
+    dqk = ds * scores.softcap_slope * problem.scale
+    return SequenceGradients(
+        dq=dqk @ k,
+        dk=_sum_groups(problem, dqk.transpose(1, 2) @ q),
+        dv=_sum_groups(problem, dv),
+        dbias=ds,
+        dsinks=dsinks,
+    )
+
+
+def _load(problem: AttentionProblem, operands: Operands, sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of one sequence in fp64, each K/V head repeated for the query heads it serves."""
+    q = heads_first(problem, operands.q, sequence, sequence.q_rows)
+    k = heads_first(problem, operands.k, sequence, sequence.k_rows).repeat_interleave(problem.group_size, 0)
+    v = heads_first(problem, operands.v, sequence, sequence.k_rows).repeat_interleave(problem.group_size, 0)
+    return q, k, v
+
+
+def _score(problem: AttentionProblem, operands: Operands, sequence: Sequence, q: Tensor, k: Tensor) -> Scores:
+    """Steps 1 to 5 of the contract: scale, softcap, ALiBi, bias, masks."""
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    s = problem.scale * (q @ k.transpose(1, 2))
+    slope: Tensor | float = 1.0
+    if problem.softcap is not None:
+        capped = torch.tanh(s / problem.softcap)
+        s, slope = problem.softcap * capped, 1.0 - capped**2
+
+    m_idx = torch.arange(seqlen_q, device=q.device)[:, None]
+    n_idx = torch.arange(seqlen_k, device=q.device)[None, :]
+    distance = n_idx - (m_idx + seqlen_k - seqlen_q)
+    if operands.alibi_slopes is not None:
+        s = s - operands.alibi_slopes[sequence.index].double()[:, None, None] * distance.abs()
+    if operands.bias is not None:
+        s = s + operands.bias[sequence.index, :, :seqlen_q, :seqlen_k].double()
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
+    left, right = problem.band
+    if left is not None:
+        visible &= distance >= -left
+    if right is not None:
+        visible &= distance <= right
+    if operands.mask is not None:
+        visible = visible & operands.mask[sequence.index, :, :seqlen_q, :seqlen_k]
+    return Scores(s.masked_fill(~visible, -math.inf), slope)
+
+
+def _softmax(problem: AttentionProblem, operands: Operands, sequence: Sequence, s: Tensor) -> Softmax:
+    """Steps 6 and 7: the sink joins the denominator, dropout thins the numerator only."""
+    lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -math.inf)
+    if operands.sinks is not None:
+        lse = torch.logaddexp(lse, operands.sinks.double()[:, None].expand_as(lse))
+    p = torch.exp(s - _finite(lse)[..., None])
+    return Softmax(p, lse, _keep_factor(problem, operands, sequence, s))
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """An empty row has lse -inf; subtracting 0 leaves its probabilities exp(-inf) = 0, -inf would make them NaN."""
+    return torch.where(lse == -math.inf, 0.0, lse)
+
+
+def _keep_factor(problem: AttentionProblem, operands: Operands, sequence: Sequence, s: Tensor) -> Tensor | float:
+    if problem.dropout == 0.0:
+        return 1.0
+    assert operands.seed is not None
+    rows, cols = np.arange(s.shape[1]), np.arange(s.shape[2])
+    seed = int(operands.seed)
+    kept = [dropout_keep(seed, problem.dropout, sequence.index, head, rows, cols) for head in range(problem.num_heads)]
+    return torch.from_numpy(np.stack(kept)).to(s.device).double() / (1.0 - problem.dropout)
+
+
+def _dlse_of(problem: AttentionProblem, dlse: Tensor | None, sequence: Sequence, lse: Tensor) -> Tensor:
+    if dlse is None:
+        return torch.zeros_like(lse)
+    part = dlse[sequence.index] if problem.kind == "dense" else dlse[:, sequence.q_rows]
+    return part.double()
+
+
+def _sum_groups(problem: AttentionProblem, per_query_head: Tensor) -> Tensor:
+    """The gradient of a K/V head is the sum over the query heads it serves."""
+    return per_query_head.view(problem.num_kv_heads, problem.group_size, *per_query_head.shape[1:]).sum(1)
+
+
+def _accumulate_broadcast(dbias: Tensor, part: Tensor, index: int) -> None:
+    """Add one sequence's (heads, seqlen_q, seqlen_k) into dbias, summing over the dimensions bias was broadcast along."""
+    heads, rows, cols = dbias.shape[1:]
+    for dim, size in enumerate((heads, rows, cols)):
+        if size == 1:
+            part = part.sum(dim, keepdim=True)
+    target = dbias[index if dbias.shape[0] > 1 else 0]
+    target[:, : part.shape[1], : part.shape[2]] += part

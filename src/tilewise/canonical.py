@@ -1,0 +1,44 @@
+"""Canonical operands: the views that backends receive, and the way back. Only a strided last dimension is copied."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilewise.operands import Gradients, Operands
+from tilewise.problem import AttentionProblem
+
+__all__ = ["canonical", "contiguous_last", "heads_first", "restored"]
+
+
+def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
+    """Heads-first q, k, v with a contiguous last dimension; bias, mask and slopes expanded without being copied."""
+    scores = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    q, k, v = (contiguous_last(heads_first(problem, t)) for t in operands[:3])
+    slopes = operands.alibi_slopes
+    return operands._replace(
+        q=q,
+        k=k,
+        v=v,
+        bias=None if operands.bias is None else operands.bias.expand(scores),
+        mask=None if operands.mask is None else operands.mask.expand(scores),
+        alibi_slopes=None if slopes is None else slopes.expand(problem.batch, problem.num_heads),
+    )
+
+
+def heads_first(problem: AttentionProblem, tensor: Tensor) -> Tensor:
+    """Swap between (batch, seqlen, heads, dim) and (batch, heads, seqlen, dim) for `layout="bshd"`; its own inverse."""
+    return tensor.transpose(1, 2) if problem.layout == "bshd" else tensor
+
+
+def contiguous_last(tensor: Tensor) -> Tensor:
+    """The tensor itself if its last dimension has stride 1, else a copy."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def restored(problem: AttentionProblem, operands: Operands, gradients: Gradients) -> Gradients:
+    """Gradients in the caller's layout and shapes."""
+    dq, dk, dv = (None if g is None else heads_first(problem, g) for g in gradients[:3])
+    dbias = gradients.dbias
+    if dbias is not None and operands.bias is not None:
+        dbias = dbias.reshape(operands.bias.shape)
+    return gradients._replace(dq=dq, dk=dk, dv=dv, dbias=dbias)

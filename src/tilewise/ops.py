@@ -1,0 +1,158 @@
+"""The `torch.library` ops: tilewise::dense, ::varlen, ::paged and their backward ops, generated from one table.
+
+Each op judges its operands, describes them as a problem, chooses a backend and launches it; its fake does the first
+two and makes empty results. Autograd saves the inputs, `out` and `lse`: probabilities are recomputed, never stored.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import device, dispatch, validation
+from tilewise.canonical import canonical, contiguous_last, heads_first, restored
+from tilewise.operands import Flags, Gradients, Operands, Wanted
+from tilewise.problem import Kind
+
+__all__ = ["attention"]
+
+# The operands of each op; a question mark makes one optional.
+OPERANDS: dict[Kind, str] = {
+    "dense": "q k v bias? mask? alibi_slopes? sinks? seed?",
+    "varlen": "q k v cu_seqlens_q cu_seqlens_k bias? mask? alibi_slopes? sinks? seed?",
+    "paged": "q k v block_table seqlens_k cu_seqlens_q? bias? mask? alibi_slopes? sinks?",
+}
+
+# The flags, in the order of `Flags`.
+FLAGS = (
+    "bool causal, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, float dropout, str layout, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool needs_grad, str backend"
+)
+
+Args = Sequence[Any]
+
+
+def attention(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
+    """(out, lse), differentiable; `out` in the caller's layout."""
+    tensors = [getattr(operands, name) for name in _names(kind)]
+    out, lse = _OPS[kind](*tensors, *flags)
+    return out, lse
+
+
+def _names(kind: Kind) -> list[str]:
+    return OPERANDS[kind].replace("?", "").split()
+
+
+def _unpack(kind: Kind, args: Args) -> tuple[Operands, Flags]:
+    names = _names(kind)
+    return Operands(**dict(zip(names, args, strict=False))), Flags(*args[len(names) :])
+
+
+def _forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
+    operands, flags = _unpack(kind, args)
+    problem = validation.problem_of(kind, operands, flags)
+    backend = dispatch.select(problem, device.of(operands.q.device), flags.backend).backend
+    out, lse = backend.forward(problem, canonical(problem, operands))
+    return heads_first(problem, out), lse
+
+
+def _forward_fake(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
+    operands, flags = _unpack(kind, args)
+    problem = validation.describe(kind, operands, flags)
+    out = operands.q.new_empty(problem.out_shape)
+    return out, operands.q.new_empty(problem.lse_shape, dtype=problem.accumulate_dtype)
+
+
+def _backward(
+    kind: Kind, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: Sequence[bool], *args: Any
+) -> tuple[Tensor, ...]:
+    operands, flags = _unpack(kind, args)
+    problem = validation.problem_of(kind, operands, flags)
+    backend = dispatch.select(problem, device.of(operands.q.device), flags.backend).backend
+    dout = torch.zeros_like(out) if dout is None else dout
+    gradients = backend.backward(
+        problem,
+        canonical(problem, operands),
+        heads_first(problem, out),
+        lse,
+        contiguous_last(heads_first(problem, dout)),
+        dlse,
+        Wanted(*wanted),
+    )
+    return _materialised(operands, restored(problem, operands, gradients), Wanted(*wanted))
+
+
+def _backward_fake(
+    kind: Kind, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: Sequence[bool], *args: Any
+) -> tuple[Tensor, ...]:
+    del dout, dlse, out, lse
+    operands, _ = _unpack(kind, args)
+    like = (operands.q, operands.k, operands.v, operands.bias, operands.sinks)
+    empty = Gradients(*(None if t is None else t.new_empty(t.shape) for t in like))
+    return _materialised(operands, empty, Wanted(*wanted))
+
+
+def _materialised(operands: Operands, gradients: Gradients, wanted: Wanted) -> tuple[Tensor, ...]:
+    """Ops return tensors only: a gradient nobody wants is an empty one."""
+    nothing = operands.q.new_empty
+    return tuple(g if want and g is not None else nothing(0) for g, want in zip(gradients, wanted, strict=True))
+
+
+def _save(kind: Kind, ctx: Any, inputs: Args, output: tuple[Tensor, Tensor]) -> None:
+    count = len(_names(kind))
+    ctx.save_for_backward(*output, *inputs[:count])
+    ctx.flags = inputs[count:]
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(kind: Kind, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    names = _names(kind)
+    result: dict[str, Tensor | None] = {}
+    if dout is not None or dlse is not None:
+        needs = dict(zip(names, ctx.needs_input_grad, strict=False))
+        sources = ("q", "k", "v", "bias", "sinks")
+        wanted = [needs[name] for name in sources]
+        gradients = _BACKWARD_OPS[kind](dout, dlse, *ctx.saved_tensors[:2], wanted, *ctx.saved_tensors[2:], *ctx.flags)
+        result = {n: g for n, g, want in zip(sources, gradients, wanted, strict=True) if want}
+    return (*(result.get(name) for name in names), *(None for _ in ctx.flags))
+
+
+def _schema(kind: Kind) -> str:
+    operands = ", ".join(
+        f"Tensor{'?' if n.endswith('?') else ''} {n.removesuffix('?')}" for n in OPERANDS[kind].split()
+    )
+    return f"{operands}, {FLAGS}"
+
+
+def _register(library: torch.library.Library, kind: Kind) -> None:
+    saved = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted"
+    library.define(f"{kind}({_schema(kind)}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
+    library.define(
+        f"{kind}_backward({saved}, {_schema(kind)}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    implementations: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        kind: (_forward, _forward_fake),
+        f"{kind}_backward": (_backward, _backward_fake),
+    }
+    for name, (real, fake) in implementations.items():
+        library.impl(name, functools.partial(real, kind), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tilewise::{name}", functools.partial(fake, kind), lib=library)
+    torch.library.register_autograd(
+        f"tilewise::{kind}",
+        functools.partial(_autograd, kind),
+        setup_context=lambda ctx, inputs, output: _save(kind, ctx, inputs, output),
+        lib=library,
+    )
+
+
+# The library lives as long as the process: dropping it would unregister the ops.
+_LIBRARY = torch.library.Library("tilewise", "DEF")
+for _kind in OPERANDS:
+    _register(_LIBRARY, _kind)
+_OPS: dict[Kind, Any] = {kind: getattr(torch.ops.tilewise, kind).default for kind in OPERANDS}
+_BACKWARD_OPS: dict[Kind, Any] = {kind: getattr(torch.ops.tilewise, f"{kind}_backward").default for kind in OPERANDS}

@@ -1,0 +1,169 @@
+"""Judges everything that is not a tensor: one rule per argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import backends
+from tilewise.errors import InvalidProblem
+from tilewise.operands import Flags
+
+__all__ = ["normalise", "require_tensors", "seed_tensor"]
+
+Window = tuple[int | None, int | None]
+
+
+class Rule(NamedTuple):
+    """What one argument may be; a violation is reported in these words."""
+
+    accepts: Callable[[Any], bool]
+    expected: str
+    fix: str
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and value >= 0
+
+
+def _is_window(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, (tuple, list)) and len(value) == 2 and all(side is None or _is_count(side) for side in value)
+    )
+
+
+def _is_seed(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dtype == torch.int64 and value.numel() == 1
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**64)
+
+
+RULES: dict[str, Rule] = {
+    "causal": Rule(lambda x: isinstance(x, bool), "True or False", "Pass a Python bool."),
+    "window": Rule(
+        _is_window,
+        "None or a pair (left, right), each None or an integer >= 0",
+        "Use None for an unbounded side (what flash-attn writes as -1).",
+    ),
+    "softcap": Rule(
+        lambda x: x is None or (_is_number(x) and x > 0),
+        "None or a finite number > 0",
+        "Leave softcap=None to switch it off.",
+    ),
+    "scale": Rule(lambda x: x is None or _is_number(x), "None or a finite number", "None means 1 / sqrt(head_dim)."),
+    "dropout": Rule(
+        lambda x: _is_number(x) and 0 <= x < 1,
+        "a probability in [0, 1)",
+        "dropout is the share of probabilities to drop; 0.0 switches it off.",
+    ),
+    "seed": Rule(
+        _is_seed,
+        "None, an integer of at most 64 bits, or an int64 tensor with one element",
+        "None draws a seed from torch's default CPU generator.",
+    ),
+    "layout": Rule(
+        lambda x: isinstance(x, str) and x in ("bhsd", "bshd"),
+        "'bhsd' or 'bshd'",
+        "'bhsd' is (batch, heads, seqlen, dim), 'bshd' is (batch, seqlen, heads, dim).",
+    ),
+    "deterministic": Rule(
+        lambda x: x is None or isinstance(x, bool),
+        "None, True or False",
+        "None follows torch.use_deterministic_algorithms.",
+    ),
+    "backend": Rule(
+        lambda x: isinstance(x, str) and (x == "auto" or x in backends.NAMES),
+        "'auto' or one of " + ", ".join(map(repr, backends.NAMES)),
+        "tilewise.backends() lists what is there.",
+    ),
+    "return_lse": Rule(lambda x: isinstance(x, bool), "True or False", "Pass a Python bool."),
+    "max_seqlen_q": Rule(
+        lambda x: x is None or _is_count(x), "None or an integer >= 0", "Pass the length of the longest sequence."
+    ),
+    "max_seqlen_k": Rule(
+        lambda x: x is None or _is_count(x), "None or an integer >= 0", "Pass the length of the longest sequence."
+    ),
+}
+
+
+def require_tensors(**tensors: Any) -> None:
+    """Every named value must be a tensor, or None for the optional ones (`bias`, `mask`, `alibi_slopes`, `sinks`)."""
+    optional = ("bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q")
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor) and not (value is None and name in optional):
+            kind = "a torch.Tensor" + (" or None" if name in optional else "")
+            raise InvalidProblem(name, kind, type(value).__name__, "Convert it with torch.as_tensor.")
+
+
+def normalise(
+    *,
+    causal: bool,
+    window: Window | None,
+    softcap: float | None,
+    scale: float | None,
+    dropout: float,
+    deterministic: bool | None,
+    backend: str,
+    return_lse: bool,
+    needs_grad: bool,
+    layout: str = "bhsd",
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> Flags:
+    """User flags as the op takes them. Raises InvalidProblem for the first flag that breaks its rule."""
+    given = {
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "scale": scale,
+        "dropout": dropout,
+        "layout": layout,
+        "deterministic": deterministic,
+        "backend": backend,
+        "return_lse": return_lse,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    for name, value in given.items():
+        _check(name, value)
+    left, right = (None, None) if window is None else window
+    return Flags(
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        scale=None if scale is None else float(scale),
+        softcap=None if softcap is None else float(softcap),
+        dropout=float(dropout),
+        layout=layout,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        needs_grad=needs_grad,
+        backend=backend,
+    )
+
+
+def seed_tensor(seed: int | Tensor | None, dropout: float) -> Tensor | None:
+    """The dropout seed as a 0-d int64 tensor; drawn from torch's default CPU generator where none is given."""
+    _check("seed", seed)
+    if dropout == 0.0:
+        return None
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+    if isinstance(seed, Tensor):
+        return seed.reshape(())
+    return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64)
+
+
+def _check(name: str, value: Any) -> None:
+    rule = RULES[name]
+    if not rule.accepts(value):
+        raise InvalidProblem(name, rule.expected, repr(value), rule.fix)

@@ -1,0 +1,263 @@
+"""Judges shapes, dtypes and devices against tables, and describes what passes as an `AttentionProblem`.
+
+A shape is written as the names of its dimensions. The first tensor that mentions a name fixes its size; a later one
+that disagrees is the error, which names both. Works on real, fake and meta tensors alike, and on anything with shape,
+dtype and device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+
+from tilewise.errors import InvalidProblem
+from tilewise.operands import Flags, Operands
+from tilewise.problem import AttentionProblem, Kind, Layout
+
+__all__ = ["TensorSpec", "describe"]
+
+MAX_HEAD_DIM = 512
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# The dimensions of every tensor, by kind of problem and layout.
+SHAPES: dict[str, dict[str, str]] = {
+    "dense bhsd": {
+        "q": "batch num_heads seqlen_q head_dim",
+        "k": "batch num_kv_heads seqlen_k head_dim",
+        "v": "batch num_kv_heads seqlen_k head_dim_v",
+    },
+    "dense bshd": {
+        "q": "batch seqlen_q num_heads head_dim",
+        "k": "batch seqlen_k num_kv_heads head_dim",
+        "v": "batch seqlen_k num_kv_heads head_dim_v",
+    },
+    "varlen": {
+        "q": "total_q num_heads head_dim",
+        "k": "total_k num_kv_heads head_dim",
+        "v": "total_k num_kv_heads head_dim_v",
+        "cu_seqlens_q": "batch+1",
+        "cu_seqlens_k": "batch+1",
+    },
+    "paged": {
+        "q": "total_q num_heads head_dim",
+        "k": "num_pages page_size num_kv_heads head_dim",
+        "v": "num_pages page_size num_kv_heads head_dim_v",
+        "block_table": "batch max_pages",
+        "seqlens_k": "batch",
+        "cu_seqlens_q": "batch+1",
+    },
+}
+
+# The dtypes each operand may have, and what to do about another one.
+DTYPES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
+    "q": (FLOATS, "Convert q, k and v to one of these."),
+    "cu_seqlens_q": ((torch.int32,), "Convert it with .to(torch.int32)."),
+    "cu_seqlens_k": ((torch.int32,), "Convert it with .to(torch.int32)."),
+    "block_table": ((torch.int32,), "Convert it with .to(torch.int32)."),
+    "seqlens_k": ((torch.int32,), "Convert it with .to(torch.int32)."),
+    "bias": (FLOATS, "A boolean tensor belongs in mask= (True = attend)."),
+    "mask": ((torch.bool,), "A float tensor that is added to the scores belongs in bias=."),
+    "alibi_slopes": ((torch.float32,), "Convert it with .float()."),
+    "sinks": (FLOATS, "Convert it to a floating dtype."),
+    "seed": ((torch.int64,), "Convert it with .to(torch.int64)."),
+}
+
+# At least this many of each: a model with zero of them is a mistake, while an empty batch or sequence is legal.
+LEAST: dict[str, int] = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 1, "head_dim_v": 1, "page_size": 1}
+
+
+class TensorSpec(NamedTuple):
+    """What validation looks at in a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+Specs = dict[str, TensorSpec]
+
+
+def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], flags: Flags) -> AttentionProblem:
+    """The problem that these operands (in the order of `Operands`) and flags pose, or InvalidProblem."""
+    specs = {
+        name: TensorSpec(t.shape, t.dtype, t.device)
+        for name, t in zip(Operands._fields, operands, strict=True)
+        if t is not None
+    }
+    public = _public_names(kind)
+    sizes = _bind_shapes(SHAPES[f"dense {flags.layout}" if kind == "dense" else kind], specs, public)
+    _check_sizes(sizes)
+    _check_dtypes(specs, public)
+    _check_devices(specs, public)
+    lengths = _lengths(kind, sizes, specs, flags)
+    scores = (lengths["batch"], sizes["num_heads"], lengths["seqlen_q"], lengths["seqlen_k"])
+    _check_broadcast(specs, scores, bounds_known=_bounds_known(kind, specs, flags))
+    _check_per_head(specs, lengths["batch"], sizes["num_heads"])
+    return _problem(kind, sizes, lengths, specs, flags)
+
+
+def _public_names(kind: Kind) -> dict[str, str]:
+    """What the caller calls each operand."""
+    return {"k": "k_pages", "v": "v_pages"} if kind == "paged" else {}
+
+
+def _bind_shapes(shapes: dict[str, str], specs: Specs, public: dict[str, str]) -> dict[str, int]:
+    """Give every named dimension its size; complain about wrong ranks and disagreeing sizes."""
+    sizes: dict[str, int] = {}
+    owner: dict[str, str] = {}
+    for operand, dims in shapes.items():
+        if operand not in specs:
+            continue
+        name, names, shape = public.get(operand, operand), dims.split(), specs[operand].shape
+        if len(shape) != len(names):
+            expected = f"{len(names)} dimensions ({', '.join(names)})"
+            raise InvalidProblem(name, expected, f"shape {tuple(shape)}", "Reshape it.")
+        for dim, size in zip(names, shape, strict=True):
+            if dim == "batch+1":
+                dim, size = "batch", size - 1
+                if size < 0:
+                    raise InvalidProblem(name, "batch + 1 entries, starting with 0", "an empty tensor", "Prepend a 0.")
+            if sizes.setdefault(dim, size) != size:
+                expected = f"{dim} {sizes[dim]} as in {owner[dim]}"
+                raise InvalidProblem(name, expected, f"{size} in shape {tuple(shape)}", _fix_for(dim))
+            owner.setdefault(dim, name)
+    return sizes
+
+
+def _fix_for(dim: str) -> str:
+    if dim in ("head_dim", "head_dim_v"):
+        return "q and k share head_dim; only v may have another one."
+    if dim == "num_kv_heads":
+        return "k and v have the same heads; do not repeat one of them for grouped-query attention."
+    return f"Make their {dim} agree."
+
+
+def _check_sizes(sizes: dict[str, int]) -> None:
+    for dim, least in LEAST.items():
+        if dim in sizes and sizes[dim] < least:
+            raise InvalidProblem(dim, f"at least {least}", sizes[dim], "Check the shapes of q, k and v.")
+    for dim in ("head_dim", "head_dim_v"):
+        if sizes[dim] > MAX_HEAD_DIM:
+            raise InvalidProblem(dim, f"at most {MAX_HEAD_DIM}", sizes[dim], "Split the heads.")
+    if sizes["num_heads"] % sizes["num_kv_heads"] != 0:
+        expected = f"a multiple of num_kv_heads ({sizes['num_kv_heads']})"
+        raise InvalidProblem(
+            "num_heads", expected, sizes["num_heads"], "Each K/V head serves equally many query heads."
+        )
+
+
+def _check_dtypes(specs: Specs, public: dict[str, str]) -> None:
+    for operand, (allowed, fix) in DTYPES.items():
+        if operand in specs and specs[operand].dtype not in allowed:
+            expected = "dtype " + " or ".join(str(d).removeprefix("torch.") for d in allowed)
+            raise InvalidProblem(public.get(operand, operand), expected, specs[operand].dtype, fix)
+    for operand in ("k", "v"):
+        if specs[operand].dtype != specs["q"].dtype:
+            expected = f"dtype {specs['q'].dtype} as q has"
+            fix = "Convert q, k and v to one dtype (torch.autocast does it for you)."
+            raise InvalidProblem(public.get(operand, operand), expected, specs[operand].dtype, fix)
+
+
+def _check_devices(specs: Specs, public: dict[str, str]) -> None:
+    device = specs["q"].device
+    for operand, spec in specs.items():
+        if spec.device != device and not (operand == "seed" and spec.device.type == "cpu"):
+            name = public.get(operand, operand)
+            raise InvalidProblem(
+                name, f"a tensor on {device} as q is", spec.device, f"Move it with .to({str(device)!r})."
+            )
+
+
+def _lengths(kind: Kind, sizes: dict[str, int], specs: Specs, flags: Flags) -> dict[str, int]:
+    """Batch and the longest sequences; where the caller gives no bound, the rows that are stored bound them."""
+    if kind == "dense":
+        batch, seqlen_q, seqlen_k = sizes["batch"], sizes["seqlen_q"], sizes["seqlen_k"]
+        total_q, total_k = batch * seqlen_q, batch * seqlen_k
+    elif kind == "varlen":
+        batch, total_q, total_k = sizes["batch"], sizes["total_q"], sizes["total_k"]
+        seqlen_q = total_q if flags.max_seqlen_q is None else flags.max_seqlen_q
+        seqlen_k = total_k if flags.max_seqlen_k is None else flags.max_seqlen_k
+    else:
+        batch, total_q = sizes["batch"], sizes["total_q"]
+        seqlen_k, total_k = sizes["max_pages"] * sizes["page_size"], sizes["num_pages"] * sizes["page_size"]
+        if "cu_seqlens_q" not in specs:
+            if total_q != batch:
+                fix = "Pass cu_seqlens_q to give a sequence more or fewer query tokens than one."
+                raise InvalidProblem("q", f"one token a sequence, {batch} rows", f"{total_q} rows", fix)
+            seqlen_q = 1
+        else:
+            seqlen_q = total_q if flags.max_seqlen_q is None else flags.max_seqlen_q
+    return {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "total_q": total_q, "total_k": total_k}
+
+
+def _bounds_known(kind: Kind, specs: Specs, flags: Flags) -> bool:
+    """Whether seqlen_q and seqlen_k are the longest lengths themselves, not just the number of rows."""
+    q_known = kind == "dense" or flags.max_seqlen_q is not None or (kind == "paged" and "cu_seqlens_q" not in specs)
+    return q_known and (kind != "varlen" or flags.max_seqlen_k is not None)
+
+
+def _check_broadcast(specs: Specs, scores: tuple[int, int, int, int], *, bounds_known: bool) -> None:
+    for name in ("bias", "mask"):
+        if name not in specs:
+            continue
+        if not bounds_known:
+            fix = "Pass the longest lengths; reading them from the GPU would make the CPU wait."
+            raise InvalidProblem("max_seqlen_q, max_seqlen_k", f"integers, because {name} is given", None, fix)
+        shape = specs[name].shape
+        broadcasts = len(shape) <= 4 and all(
+            size in (1, full) for size, full in zip(reversed(shape), reversed(scores), strict=False)
+        )
+        if not broadcasts:
+            expected = f"a shape that broadcasts to (batch, num_heads, seqlen_q, seqlen_k) = {scores}"
+            raise InvalidProblem(name, expected, tuple(shape), "Use size 1 along the dimensions it does not vary over.")
+
+
+def _check_per_head(specs: Specs, batch: int, num_heads: int) -> None:
+    if "sinks" in specs and specs["sinks"].shape != (num_heads,):
+        got = tuple(specs["sinks"].shape)
+        raise InvalidProblem("sinks", f"shape (num_heads,) = ({num_heads},)", got, "Give one logit per query head.")
+    if "alibi_slopes" in specs and specs["alibi_slopes"].shape not in ((num_heads,), (batch, num_heads)):
+        expected = f"shape ({num_heads},) or ({batch}, {num_heads})"
+        got = tuple(specs["alibi_slopes"].shape)
+        raise InvalidProblem("alibi_slopes", expected, got, "Give one slope per query head, or per sequence and head.")
+    if "seed" in specs and specs["seed"].shape.numel() != 1:
+        raise InvalidProblem("seed", "one element", tuple(specs["seed"].shape), "Pass a single int64.")
+
+
+def _problem(
+    kind: Kind, sizes: dict[str, int], lengths: dict[str, int], specs: Specs, flags: Flags
+) -> AttentionProblem:
+    return AttentionProblem(
+        kind=kind,
+        dtype=specs["q"].dtype,
+        **lengths,
+        num_heads=sizes["num_heads"],
+        num_kv_heads=sizes["num_kv_heads"],
+        head_dim=sizes["head_dim"],
+        head_dim_v=sizes["head_dim_v"],
+        scale=1.0 / math.sqrt(sizes["head_dim"]) if flags.scale is None else flags.scale,
+        causal=flags.causal,
+        window_left=flags.window_left,
+        window_right=flags.window_right,
+        softcap=flags.softcap,
+        dropout=flags.dropout,
+        bias_shape=_four_dims(specs.get("bias")),
+        bias_dtype=specs["bias"].dtype if "bias" in specs else None,
+        mask_shape=_four_dims(specs.get("mask")),
+        has_alibi="alibi_slopes" in specs,
+        has_sinks="sinks" in specs,
+        layout=cast("Layout", flags.layout) if kind == "dense" else "bhsd",
+        page_size=sizes.get("page_size"),
+        deterministic=flags.deterministic,
+        needs_grad=flags.needs_grad,
+    )
+
+
+def _four_dims(spec: TensorSpec | None) -> tuple[int, int, int, int] | None:
+    if spec is None:
+        return None
+    batch, heads, rows, cols = (1,) * (4 - len(spec.shape)) + tuple(spec.shape)
+    return batch, heads, rows, cols
