@@ -1,0 +1,89 @@
+"""The portable GPU backend: every feature of the contract in plain Triton, on NVIDIA GPUs from Ampere on.
+
+With TRITON_INTERPRET=1 the kernels run on CPU tensors in Triton's interpreter: slowly, for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import TileShape
+from tilewise.device import DeviceSpec
+from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["BACKEND", "TritonBackend"]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 512
+
+
+class TritonBackend:
+    """Forward, backward and split-KV decode for dense, packed and paged problems."""
+
+    name = "triton"
+
+    def unavailable(self) -> str | None:
+        """What is missing on this machine, if anything."""
+        if importlib.util.find_spec("triton") is None:
+            return "the triton package is not installed (pip install triton)"
+        if not torch.cuda.is_available() and not _interpreted():
+            return "no CUDA device is visible to torch (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+        return None
+
+    def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
+        """Everything in the contract but fp64, on compute capability 8.0 or newer."""
+        if problem.dtype not in DTYPES:
+            return f"dtype {problem.dtype} is not one of float16, bfloat16, float32"
+        if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+            return f"head_dim {max(problem.head_dim, problem.head_dim_v)} is over {MAX_HEAD_DIM}"
+        if device.type == "cpu":
+            return None if _interpreted() else "the tensors are on the CPU (TRITON_INTERPRET=1 would interpret the kernels there)"
+        if device.type != "cuda" or device.capability is None:
+            return f"device type {device.type!r} is not an NVIDIA GPU"
+        if device.capability < (8, 0):
+            return f"{device.name} has compute capability {device.capability[0]}.{device.capability[1]}, 8.0 is needed"
+        return None
+
+    def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
+        """The forward tile."""
+        from tilewise.backends.triton import configs, traits
+
+        width = traits.padded(max(problem.head_dim, problem.head_dim_v))
+        config = configs.choose("forward", device, problem.dtype.itemsize, width)
+        return TileShape(config.block_m, config.block_n)
+
+    def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+        """(out, lse); see Backend."""
+        out, lse = _launch().run_forward(problem, operands)
+        return out, lse
+
+    def backward(
+        self, problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
+    ) -> Gradients:
+        """The wanted gradients; see Backend."""
+        gradients: Gradients = _launch().run_backward(problem, operands, out, lse, dout, dlse, wanted)
+        return gradients
+
+
+def _interpreted() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    knobs = importlib.import_module("triton").knobs
+    return bool(knobs.runtime.interpret)
+
+
+@functools.cache
+def _launch() -> ModuleType:
+    return importlib.import_module("tilewise.backends.triton.launch")
+
+
+BACKEND = TritonBackend()

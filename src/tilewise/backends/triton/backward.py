@@ -1,0 +1,245 @@
+"""Backward: row statistics, then dK/dV and dQ in two kernels that each own what they write. No atomics, so always repeatable.
+
+P is recomputed as exp(S - lse). `delta` is rowsum(dout * out) - dlse, so dS = P * (dP - delta). `lse` reaches the kernels in the unit of
+the scores (log2 for plain ones) and as +inf for rows without keys: their P is exactly 0 and nothing has to be masked.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.primitives import (
+    LOG2E,
+    NEG_INF,
+    clear_rows,
+    dot,
+    dot_add,
+    dropout_keep,
+    head_base,
+    keep_in_band,
+    key_range,
+    key_span,
+    load_keys,
+    load_rows,
+    natural_scores,
+    page_base,
+    query_range,
+    query_span,
+    score_terms,
+    store_rows,
+    work_item,
+)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_heads"])
+def row_stats_kernel(out, dout, lse, dlse, lse_unit, delta, num_rows, num_heads, T: tl.constexpr, BLOCK_M: tl.constexpr):
+    """lse_unit and delta of BLOCK_M rows. Grid: row tile (fastest), head, batch."""
+    num_blocks = (num_rows + BLOCK_M - 1) // BLOCK_M
+    first = tl.program_id(0) % num_blocks * BLOCK_M
+    head = tl.program_id(0) // num_blocks % num_heads
+    batch_idx = tl.program_id(0) // num_blocks // num_heads
+    rows = first + tl.arange(0, BLOCK_M)
+    row_ok = rows < num_rows
+    out_tile = load_rows(head_base(out, batch_idx, head, first, False), out.stride_row, first, num_rows, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+    dout_tile = load_rows(head_base(dout, batch_idx, head, first, False), dout.stride_row, first, num_rows, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+    sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    at = head_base(lse, batch_idx, head, first, False) + rows * lse.stride_row
+    value = tl.load(at, mask=row_ok, other=0.0)
+    if dlse is not None:
+        sums -= tl.load(head_base(dlse, batch_idx, head, first, False) + rows * dlse.stride_row, mask=row_ok, other=0.0).to(tl.float32)
+    empty = value == NEG_INF
+    if not T.TRANSFORMED:
+        value = value * LOG2E
+    tl.store(head_base(lse_unit, batch_idx, head, first, False) + rows * lse_unit.stride_row, tl.where(empty, float("inf"), value), mask=row_ok)
+    tl.store(head_base(delta, batch_idx, head, first, False) + rows * delta.stride_row, tl.where(empty, 0.0, sums), mask=row_ok)
+
+
+@triton.jit
+def score_gradient(
+    dots, dp, lse_rows, delta_rows, m_idx, n_idx, keep, terms, scalars, band, seqlen_q, seqlen_k, EDGE: tl.constexpr, T: tl.constexpr
+):
+    """(p, ds_bias, ds) of a tile in either orientation: probabilities, and the gradients of the biased score and of scale * q.k.
+
+    `keep` holds the dropout bits (used only with dropout); `lse_rows` and `delta_rows` broadcast against the tile like `m_idx`.
+    """
+    slope, bias_rows, bias, mask_rows, mask, _ = terms
+    if T.TRANSFORMED:
+        scores, capped = natural_scores(dots, m_idx, n_idx, slope, bias_rows, bias, mask_rows, mask, scalars, seqlen_q, seqlen_k, EDGE, T)
+        p = tl.exp2((scores - lse_rows) * LOG2E)
+    else:
+        capped = dots
+        p = tl.exp2(dots * (scalars.scale * LOG2E) - lse_rows)
+    if EDGE:
+        p = tl.where(keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
+    if T.HAS_DROPOUT:
+        dp = tl.where(keep, dp * scalars.keep_scale, 0.0)
+    ds_bias = p * (dp - delta_rows)
+    ds = ds_bias
+    if T.HAS_SOFTCAP:
+        ratio = capped / scalars.softcap
+        ds = ds_bias * (1.0 - ratio * ratio)
+    return p, ds_bias, ds
+
+
+@triton.jit
+def key_gradient_loop(
+    dk, dv, k_tile, v_tile, q, dout, q_base, dout_base, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place, scalars, band,
+    seqlen_q, seqlen_k, begin, end, EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Add to dK and dV what the queries begin..end of one head contribute. Works on transposed scores (keys are rows)."""
+    n_first, head, batch_idx, stride_stat = place
+    n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
+    for first in tl.range(begin, end, BLOCK_M):
+        m_row = first + tl.arange(0, BLOCK_M)
+        q_tile = load_rows(q_base, q.stride_row, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+        dout_tile = load_rows(dout_base, dout.stride_row, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+        if EDGE:
+            # +inf makes P of rows past the end 0.
+            lse_tile = tl.load(lse_rows + m_row * stride_stat, mask=m_row < seqlen_q, other=float("inf"))
+            delta_tile = tl.load(delta_rows + m_row * stride_stat, mask=m_row < seqlen_q, other=0.0)
+        else:
+            lse_tile = tl.load(lse_rows + m_row * stride_stat)
+            delta_tile = tl.load(delta_rows + m_row * stride_stat)
+        terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
+        dots = dot(k_tile, tl.trans(q_tile), T)
+        dp = dot(v_tile, tl.trans(dout_tile), T)
+        keep = True
+        if T.HAS_DROPOUT:
+            keep = tl.trans(dropout_keep(seed_ptr, m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N))
+        # A bias is read with its key bound checked: the last key tile may be ragged even where no score needs a mask.
+        p, _, ds = score_gradient(
+            dots, dp, lse_tile[None, :], delta_tile[None, :], m_row[None, :], n_idx, keep, terms, scalars, band, seqlen_q, seqlen_k,
+            EDGE or T.HAS_BIAS or T.HAS_MASK, T)  # fmt: skip
+        if T.HAS_DROPOUT:
+            p = tl.where(keep, p * scalars.keep_scale, 0.0)
+        dv = dot_add(p.to(dout_tile.dtype), dout_tile, dv, T)
+        dk = dot_add(ds.to(q_tile.dtype), q_tile, dk, T)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["sizes", "band", "scalars"])
+def key_gradient_kernel(
+    q, k, v, dout, lse_unit, delta, dk, dv, bias, mask, alibi_slopes, seed_ptr, lengths, sizes, band, scalars,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dK, dV of one (key tile, K/V head, sequence), summed over the query heads of the group inside the program."""
+    num_blocks = (sizes.seqlen_k + BLOCK_N - 1) // BLOCK_N
+    block, kv_head, batch_idx = work_item(num_blocks, sizes.num_heads // T.GROUP_SIZE, sizes, T.HAS_LEFT and not T.HAS_RIGHT)
+    q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
+    k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
+    if T.PACKED_K:
+        if batch_idx == sizes.batch - 1:
+            clear_rows(dk, kv_head, block, num_blocks, lengths.cu_seqlens_k, sizes.batch, sizes.total_k, BLOCK_N, T.HEAD_DIM, T.BLOCK_D)
+            clear_rows(dv, kv_head, block, num_blocks, lengths.cu_seqlens_k, sizes.batch, sizes.total_k, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV)
+    n_first = block * BLOCK_N
+    if n_first >= seqlen_k:
+        return
+    table = lengths.block_table
+    if T.PAGED:
+        k_base = page_base(k, kv_head)
+        v_base = page_base(v, kv_head)
+        table += tl.cast(batch_idx, tl.int64) * lengths.table_stride
+    else:
+        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
+        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
+    k_tile = load_keys(k, k_base, table, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    v_tile = load_keys(v, v_base, table, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    dk_acc = tl.zeros([BLOCK_N, T.BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, T.BLOCK_DV], tl.float32)
+    begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    for member in range(0, T.GROUP_SIZE):
+        head = kv_head * T.GROUP_SIZE + member
+        q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
+        dout_base = head_base(dout, batch_idx, head, q_start, T.PACKED_Q)
+        lse_rows = head_base(lse_unit, batch_idx, head, q_start, T.PACKED_Q)
+        delta_rows = head_base(delta, batch_idx, head, q_start, T.PACKED_Q)
+        place = (n_first, head, batch_idx, lse_unit.stride_row)
+        if T.HAS_RIGHT:
+            dk_acc, dv_acc = key_gradient_loop(
+                dk_acc, dv_acc, k_tile, v_tile, q, dout, q_base, dout_base, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place,
+                scalars, band, seqlen_q, seqlen_k, begin, full_begin, True, BLOCK_M, BLOCK_N, T)  # fmt: skip
+        dk_acc, dv_acc = key_gradient_loop(
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_base, dout_base, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place,
+            scalars, band, seqlen_q, seqlen_k, full_begin, full_end, False, BLOCK_M, BLOCK_N, T)  # fmt: skip
+        dk_acc, dv_acc = key_gradient_loop(
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_base, dout_base, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place,
+            scalars, band, seqlen_q, seqlen_k, full_end, end, True, BLOCK_M, BLOCK_N, T)  # fmt: skip
+    dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
+    dv_base = head_base(dv, batch_idx, kv_head, k_start, T.PACKED_K)
+    store_rows(dk_acc * scalars.scale, dk_base, dk.stride_row, n_first, seqlen_k, T.HEAD_DIM)
+    store_rows(dv_acc, dv_base, dv.stride_row, n_first, seqlen_k, T.HEAD_DIM_V)
+
+
+@triton.jit
+def query_gradient_loop(
+    dq, q_tile, dout_tile, lse_tile, delta_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k, begin, end,
+    EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Add to dQ what the keys begin..end contribute."""
+    m_idx, head, batch_idx = place
+    for first in tl.range(begin, end, BLOCK_N):
+        n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+        k_tile = load_keys(k, k_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+        v_tile = load_keys(v, v_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        dots = dot(q_tile, tl.trans(k_tile), T)
+        dp = dot(dout_tile, tl.trans(v_tile), T)
+        keep = True
+        if T.HAS_DROPOUT:
+            keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N)
+        _, _, ds = score_gradient(
+            dots, dp, lse_tile[:, None], delta_tile[:, None], m_idx[:, None], n_idx, keep, terms, scalars, band, seqlen_q, seqlen_k, EDGE, T)  # fmt: skip
+        dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, T)
+    return dq
+
+
+@triton.jit(do_not_specialize=["sizes", "band", "scalars"])
+def query_gradient_kernel(
+    q, k, v, dout, lse_unit, delta, dq, bias, mask, alibi_slopes, seed_ptr, lengths, sizes, band, scalars,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dQ of one (query tile, head, sequence)."""
+    num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
+    block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
+    q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
+    k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
+    if T.PACKED_Q:
+        if batch_idx == sizes.batch - 1:
+            clear_rows(dq, head, block, num_blocks, lengths.cu_seqlens_q, sizes.batch, sizes.total_q, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+    m_first = block * BLOCK_M
+    if m_first >= seqlen_q:
+        return
+    m_idx = m_first + tl.arange(0, BLOCK_M)
+    kv_head = head // T.GROUP_SIZE
+    table = lengths.block_table
+    if T.PAGED:
+        k_base = page_base(k, kv_head)
+        v_base = page_base(v, kv_head)
+        table += tl.cast(batch_idx, tl.int64) * lengths.table_stride
+    else:
+        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
+        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
+    q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
+    dout_base = head_base(dout, batch_idx, head, q_start, T.PACKED_Q)
+    q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+    dout_tile = load_rows(dout_base, dout.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+    lse_rows = head_base(lse_unit, batch_idx, head, q_start, T.PACKED_Q)
+    delta_rows = head_base(delta, batch_idx, head, q_start, T.PACKED_Q)
+    lse_tile = tl.load(lse_rows + m_idx * lse_unit.stride_row, mask=m_idx < seqlen_q, other=float("inf"))
+    delta_tile = tl.load(delta_rows + m_idx * delta.stride_row, mask=m_idx < seqlen_q, other=0.0)
+    terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
+    place = (m_idx, head, batch_idx)
+    acc = tl.zeros([BLOCK_M, T.BLOCK_D], tl.float32)
+
+    begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    if T.HAS_LEFT:
+        acc = query_gradient_loop(
+            acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k,
+            begin, full_begin, True, BLOCK_N, T)  # fmt: skip
+    acc = query_gradient_loop(
+        acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k,
+        full_begin, full_end, False, BLOCK_N, T)  # fmt: skip
+    acc = query_gradient_loop(
+        acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k,
+        full_end, end, True, BLOCK_N, T)  # fmt: skip
+    store_rows(acc * scalars.scale, head_base(dq, batch_idx, head, q_start, T.PACKED_Q), dq.stride_row, m_first, seqlen_q, T.HEAD_DIM)

@@ -1,0 +1,125 @@
+"""Decode: few query tokens against many keys. The keys are split over programs, the partial results merged by a second kernel.
+
+Grid: (split, K/V head, sequence), splits fastest. The query heads of a group are the rows of one tile, so each K/V tile is read once for
+the whole group. The number of splits depends on shapes and device only, so results are repeatable.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.forward import attend, finish, initial_state
+from tilewise.backends.triton.primitives import (
+    LN2,
+    LOG2E,
+    NEG_INF,
+    head_base,
+    key_range,
+    key_span,
+    page_base,
+    query_span,
+    score_terms,
+)
+
+
+@triton.jit(do_not_specialize=["sizes", "band", "scalars", "num_splits"])
+def decode_kernel(
+    q, k, v, out, lse, out_parts, lse_parts, bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars, num_splits,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """(out, lse) of one split of the keys for all query tokens of a (group of heads, sequence); final unless SPLIT."""
+    num_kv_heads = sizes.num_heads // T.GROUP_SIZE
+    split = tl.program_id(0) % num_splits
+    kv_head = tl.program_id(0) // num_splits % num_kv_heads
+    batch_idx = tl.program_id(0) // num_splits // num_kv_heads
+    q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
+    k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
+    rows = tl.arange(0, BLOCK_M)
+    m_idx = rows // T.GROUP_SIZE
+    head = kv_head * T.GROUP_SIZE + rows % T.GROUP_SIZE
+    row_ok = m_idx < seqlen_q
+    d_idx = tl.arange(0, T.BLOCK_D)
+    q_rows = head_base(q, batch_idx, head, q_start, T.PACKED_Q) + m_idx.to(tl.int64) * q.stride_row
+    q_tile = tl.load(q_rows[:, None] + d_idx[None, :], mask=row_ok[:, None] & (d_idx[None, :] < T.HEAD_DIM), other=0.0)
+    table = lengths.block_table
+    if T.PAGED:
+        k_base = page_base(k, kv_head)
+        v_base = page_base(v, kv_head)
+        table += tl.cast(batch_idx, tl.int64) * lengths.table_stride
+    else:
+        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
+        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
+    terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head[:, None], m_idx[:, None], seqlen_q, T)
+    place = (m_idx, head, batch_idx)
+    acc = tl.zeros([BLOCK_M, T.BLOCK_DV], tl.float32)
+    row_max, row_sum = initial_state(sinks, head, split == 0, BLOCK_M, T)
+
+    begin, full_begin, full_end, end = key_range(rows_first(seqlen_q), seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    tiles = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
+    share = (tiles + num_splits - 1) // num_splits * BLOCK_N
+    lo = begin + split * share
+    hi = tl.minimum(lo + share, end)
+    if T.HAS_LEFT:
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, q_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k,
+            lo, tl.minimum(hi, full_begin), True, BLOCK_N, T)  # fmt: skip
+    acc, row_max, row_sum = attend(
+        acc, row_max, row_sum, q_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k,
+        tl.maximum(lo, full_begin), tl.minimum(hi, full_end), False, BLOCK_N, T)  # fmt: skip
+    acc, row_max, row_sum = attend(
+        acc, row_max, row_sum, q_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k,
+        tl.maximum(lo, full_end), hi, True, BLOCK_N, T)  # fmt: skip
+
+    result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
+    dv_idx = tl.arange(0, T.BLOCK_DV)
+    tile_ok = row_ok[:, None] & (dv_idx[None, :] < T.HEAD_DIM_V)
+    if SPLIT:
+        # Row of the (split, token, head) partials; tokens count through all sequences.
+        token = q_start + m_idx
+        if not T.PACKED_Q:
+            token = batch_idx * sizes.seqlen_q + m_idx
+        part = ((split * sizes.total_q + token).to(tl.int64)) * sizes.num_heads + head
+        tl.store(out_parts + part[:, None] * T.HEAD_DIM_V + dv_idx[None, :], result, mask=tile_ok)
+        tl.store(lse_parts + part, lse_rows, mask=row_ok)
+    else:
+        out_rows = head_base(out, batch_idx, head, q_start, T.PACKED_Q) + m_idx.to(tl.int64) * out.stride_row
+        tl.store(out_rows[:, None] + dv_idx[None, :], result.to(out.ptr.dtype.element_ty), mask=tile_ok)
+        tl.store(head_base(lse, batch_idx, head, q_start, T.PACKED_Q) + m_idx * lse.stride_row, lse_rows, mask=row_ok)
+
+
+@triton.jit
+def rows_first(seqlen_q):
+    """Query 0, as a run-time number: the tile of a decode program starts there."""
+    return seqlen_q * 0
+
+
+@triton.jit(do_not_specialize=["total_q", "seqlen_q", "num_heads", "num_splits", "batch"])
+def combine_kernel(
+    out_parts, lse_parts, out, lse, cu_seqlens_q, total_q, seqlen_q, num_heads, num_splits, batch,
+    T: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial results of one (token, head). Grid: token * num_heads. Splits without keys weigh 0."""
+    head = tl.program_id(0) % num_heads
+    token = tl.program_id(0) // num_heads
+    splits = tl.arange(0, BLOCK_SPLITS)
+    ok = splits < num_splits
+    if T.PACKED_Q:
+        ok = ok & (token < tl.load(cu_seqlens_q + batch))
+    part = (splits.to(tl.int64) * total_q + token) * num_heads + head
+    logs = tl.load(lse_parts + part, mask=ok, other=NEG_INF)
+    top = tl.max(logs, 0)
+    anchor = tl.where(top == NEG_INF, 0.0, top)
+    weights = tl.exp2((logs - anchor) * LOG2E)
+    total = tl.sum(weights, 0)
+    empty = total == 0.0
+    share = weights / tl.where(empty, 1.0, total)
+    d_idx = tl.arange(0, T.BLOCK_DV)
+    parts = tl.load(out_parts + part[:, None] * T.HEAD_DIM_V + d_idx[None, :], mask=ok[:, None] & (d_idx[None, :] < T.HEAD_DIM_V), other=0.0)
+    result = tl.sum(parts * share[:, None], 0)
+    seq = token // seqlen_q
+    row = token % seqlen_q
+    at = tl.cast(seq, tl.int64) * out.stride_batch + tl.cast(head, tl.int64) * out.stride_head + tl.cast(row, tl.int64) * out.stride_row
+    tl.store(out.ptr + at + d_idx, result.to(out.ptr.dtype.element_ty), mask=d_idx < T.HEAD_DIM_V)
+    lse_at = tl.cast(seq, tl.int64) * lse.stride_batch + tl.cast(head, tl.int64) * lse.stride_head + row * lse.stride_row
+    tl.store(lse.ptr + lse_at, tl.where(empty, NEG_INF, anchor + tl.log2(tl.where(empty, 1.0, total)) * LN2))

@@ -1,0 +1,157 @@
+"""Forward: one kernel for dense, packed and paged problems.
+
+Grid: one program for each (query tile, head, sequence), in the order of `work_item`. A program owns BLOCK_M rows of `out` and `lse`
+and writes them once; K and V are streamed through it. Tiles that no row sees are not visited; only tiles at an edge of the band or
+at the end of the keys are masked. Rows of a packed `out` past the last sequence are cleared by the programs of that sequence.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.primitives import (
+    LN2,
+    LOG2E,
+    NEG_INF,
+    clear_rows,
+    dot,
+    dot_add,
+    dropout_keep,
+    head_base,
+    keep_in_band,
+    key_range,
+    key_span,
+    load_keys,
+    load_rows,
+    natural_scores,
+    page_base,
+    query_span,
+    score_terms,
+    softmax_step,
+    softmax_step_scaled,
+    store_rows,
+    work_item,
+)
+
+
+@triton.jit
+def attend(
+    acc, row_max, row_sum, q, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k, begin, end,
+    EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Advance the softmax state of a query tile over the keys begin..end; EDGE tiles are masked, others are known to be whole."""
+    m_idx, head, batch_idx = place
+    slope, bias_rows, bias, mask_rows, mask, seed_ptr = terms
+    scale_log2 = scalars.scale * LOG2E
+    for first in tl.range(begin, end, BLOCK_N):
+        n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+        k_tile = load_keys(k, k_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+        dots = dot(q, tl.trans(k_tile), T)
+        if T.TRANSFORMED:
+            scores, _ = natural_scores(dots, m_idx[:, None], n_idx, slope, bias_rows, bias, mask_rows, mask, scalars, seqlen_q, seqlen_k, EDGE, T)
+            if EDGE:
+                scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
+            p, row_max, row_sum, alpha = softmax_step(scores, row_max, row_sum, LOG2E)
+        elif EDGE:
+            keep = keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T)
+            p, row_max, row_sum, alpha = softmax_step(tl.where(keep, dots * scale_log2, NEG_INF), row_max, row_sum, 1.0)
+        else:
+            p, row_max, row_sum, alpha = softmax_step_scaled(dots, row_max, row_sum, scale_log2)
+        if T.HAS_DROPOUT:
+            p = tl.where(dropout_keep(seed_ptr, m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N), p, 0.0)
+        acc = acc * alpha[:, None]
+        v_tile = load_keys(v, v_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        acc = dot_add(p.to(v_tile.dtype), v_tile, acc, T)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def finish(acc, row_max, row_sum, scalars, T: tl.constexpr):
+    """(out, lse) of a finished state: divide once; a row without keys is 0 and -inf."""
+    empty = row_sum == 0.0
+    inverse = 1.0 / tl.where(empty, 1.0, row_sum)
+    if T.HAS_DROPOUT:
+        inverse = inverse * scalars.keep_scale
+    log_sum = tl.log2(tl.where(empty, 1.0, row_sum))
+    if T.TRANSFORMED:
+        lse = row_max + log_sum * LN2
+    else:
+        lse = (row_max + log_sum) * LN2
+    return acc * inverse[:, None], tl.where(empty, NEG_INF, lse)
+
+
+@triton.jit
+def initial_state(sinks, head, counts, BLOCK_M: tl.constexpr, T: tl.constexpr):
+    """(row_max, row_sum) before any key: a sink is a key without a value. `counts` is false where another split counts it."""
+    row_max = tl.full([BLOCK_M], NEG_INF, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if T.HAS_SINKS:
+        logit = tl.load(sinks + head).to(tl.float32)
+        if not T.TRANSFORMED:
+            logit = logit * LOG2E
+        row_max = tl.where(counts, logit + row_sum, row_max)
+        row_sum = tl.where(counts & (row_max > NEG_INF), 1.0, row_sum)
+    return row_max, row_sum
+
+
+@triton.jit
+def clear_lse(lse, head, block, num_blocks, lengths, sizes, BLOCK_M: tl.constexpr):
+    """-inf for packed rows that belong to no sequence."""
+    begin = tl.load(lengths.cu_seqlens_q + sizes.batch)
+    for first in tl.range(begin + block * BLOCK_M, sizes.total_q, num_blocks * BLOCK_M):
+        rows = first + tl.arange(0, BLOCK_M)
+        at = lse.ptr + tl.cast(head, tl.int64) * lse.stride_head + rows * lse.stride_row
+        tl.store(at, tl.full([BLOCK_M], NEG_INF, tl.float32), mask=rows < sizes.total_q)
+
+
+@triton.jit(do_not_specialize=["sizes", "band", "scalars"])
+def forward_kernel(
+    q, k, v, out, lse, bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """out, lse of one (query tile, head, sequence)."""
+    num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
+    block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
+    q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
+    k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
+    if T.PACKED_Q:
+        if batch_idx == sizes.batch - 1:
+            clear_rows(out, head, block, num_blocks, lengths.cu_seqlens_q, sizes.batch, sizes.total_q, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+            clear_lse(lse, head, block, num_blocks, lengths, sizes, BLOCK_M)
+    m_first = block * BLOCK_M
+    if m_first >= seqlen_q:
+        return
+    m_idx = m_first + tl.arange(0, BLOCK_M)
+    kv_head = head // T.GROUP_SIZE
+    q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
+    table = lengths.block_table
+    if T.PAGED:
+        k_base = page_base(k, kv_head)
+        v_base = page_base(v, kv_head)
+        table += tl.cast(batch_idx, tl.int64) * lengths.table_stride
+    else:
+        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
+        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
+    terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
+    q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+    acc = tl.zeros([BLOCK_M, T.BLOCK_DV], tl.float32)
+    row_max, row_sum = initial_state(sinks, head, True, BLOCK_M, T)
+    place = (m_idx, head, batch_idx)
+
+    begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    if T.HAS_LEFT:
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, q_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k, begin, full_begin,
+            True, BLOCK_N, T)  # fmt: skip
+    acc, row_max, row_sum = attend(
+        acc, row_max, row_sum, q_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k, full_begin, full_end,
+        False, BLOCK_N, T)  # fmt: skip
+    acc, row_max, row_sum = attend(
+        acc, row_max, row_sum, q_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k, full_end, end,
+        True, BLOCK_N, T)  # fmt: skip
+
+    result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
+    store_rows(result, head_base(out, batch_idx, head, q_start, T.PACKED_Q), out.stride_row, m_first, seqlen_q, T.HEAD_DIM_V)
+    lse_base = head_base(lse, batch_idx, head, q_start, T.PACKED_Q)
+    tl.store(lse_base + m_idx * lse.stride_row, lse_rows, mask=m_idx < seqlen_q)

@@ -1,0 +1,317 @@
+"""The shared vocabulary of the kernels: tiles in and out of memory, tile ranges, scores, online softmax, dropout bits.
+
+Orientation: `m_idx` and `n_idx` are token indices within their sequence, already shaped to broadcast against a score tile:
+(BLOCK_M, 1) and (1, BLOCK_N) in the forward and dQ kernels, (1, BLOCK_M) and (BLOCK_N, 1) where dK/dV works on transposed scores.
+`T` is a `Traits`. The tile ranges mirror tilewise.masks and are tested against it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NEG_INF = tl.constexpr(float("-inf"))
+# Below this tanh is taken from its series: 1 - 2 / (e^2x + 1) loses everything to cancellation near 0.
+TANH_SERIES_BELOW = tl.constexpr(0.25)
+
+
+@triton.jit
+def dot(a, b, T: tl.constexpr):
+    """a @ b with fp32 accumulation; the interpreter multiplies bf16 bit patterns, so it gets fp32 operands."""
+    if T.INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision=T.PRECISION)
+
+
+@triton.jit
+def dot_add(a, b, acc, T: tl.constexpr):
+    """acc + a @ b."""
+    if T.INTERPRETED:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision=T.PRECISION)
+
+
+@triton.jit
+def work_item(num_blocks, num_heads, sizes, LAST_FIRST: tl.constexpr):
+    """(block, head, batch_idx) of this program: waves of `heads_per_wave` heads whose K and V stay in L2, their blocks outermost.
+
+    With LAST_FIRST the last blocks come first: under a causal mask they are the longest, and the short ones fill the tail.
+    """
+    pid = tl.program_id(0)
+    wave_programs = sizes.heads_per_wave * num_blocks
+    first_item = pid // wave_programs * sizes.heads_per_wave
+    wave_heads = tl.minimum(sizes.heads_per_wave, sizes.batch * num_heads - first_item)
+    rank = pid % wave_programs
+    item = first_item + rank % wave_heads
+    block = rank // wave_heads
+    if LAST_FIRST:
+        block = num_blocks - 1 - block
+    return block, item % num_heads, item // num_heads
+
+
+@triton.jit
+def query_span(lengths, sizes, batch_idx, T: tl.constexpr):
+    """(first packed row, number of rows) of a sequence's queries."""
+    if T.PACKED_Q:
+        start = tl.load(lengths.cu_seqlens_q + batch_idx)
+        return start, tl.load(lengths.cu_seqlens_q + batch_idx + 1) - start
+    return batch_idx * 0, sizes.seqlen_q + batch_idx * 0
+
+
+@triton.jit
+def key_span(lengths, sizes, batch_idx, T: tl.constexpr):
+    """(first packed row, number of rows) of a sequence's keys."""
+    if T.PACKED_K:
+        start = tl.load(lengths.cu_seqlens_k + batch_idx)
+        return start, tl.load(lengths.cu_seqlens_k + batch_idx + 1) - start
+    if T.PAGED:
+        return batch_idx * 0, tl.load(lengths.seqlens_k + batch_idx)
+    return batch_idx * 0, sizes.seqlen_k + batch_idx * 0
+
+
+@triton.jit
+def head_base(rows, batch_idx, head, start, PACKED: tl.constexpr):
+    """Pointer to token 0 of a (sequence, head); 64-bit, for a tensor may pass 2^31 elements."""
+    base = rows.ptr + tl.cast(head, tl.int64) * rows.stride_head
+    if PACKED:
+        return base + tl.cast(start, tl.int64) * rows.stride_row
+    return base + tl.cast(batch_idx, tl.int64) * rows.stride_batch
+
+
+@triton.jit
+def page_base(rows, head):
+    """Pointer to slot 0 of page 0 of a head."""
+    return rows.ptr + tl.cast(head, tl.int64) * rows.stride_head
+
+
+@triton.jit
+def tile_pointers(base, stride_row, first, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(BLOCK, BLOCK_D) pointers to the rows from `first` on: one 64-bit scalar plus 32-bit offsets within the tile."""
+    origin = base + tl.cast(first, tl.int64) * stride_row
+    return origin + (tl.arange(0, BLOCK)[:, None] * stride_row + tl.arange(0, BLOCK_D)[None, :])
+
+
+@triton.jit
+def load_tile(pointers, first, num_rows, CHECK_ROWS: tl.constexpr, DIM: tl.constexpr):
+    """A (BLOCK, BLOCK_D) tile; rows past `num_rows` (if checked) and columns past DIM are 0."""
+    BLOCK: tl.constexpr = pointers.shape[0]
+    BLOCK_D: tl.constexpr = pointers.shape[1]
+    row_ok = first + tl.arange(0, BLOCK)[:, None] < num_rows
+    col_ok = tl.arange(0, BLOCK_D)[None, :] < DIM
+    if CHECK_ROWS:
+        if BLOCK_D == DIM:
+            return tl.load(pointers, mask=row_ok, other=0.0)
+        return tl.load(pointers, mask=row_ok & col_ok, other=0.0)
+    if BLOCK_D == DIM:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=col_ok, other=0.0)
+
+
+@triton.jit
+def load_rows(base, stride_row, first, num_rows, CHECK_ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows `first` to `first + BLOCK` of a (sequence, head)."""
+    return load_tile(tile_pointers(base, stride_row, first, BLOCK, BLOCK_D), first, num_rows, CHECK_ROWS, DIM)
+
+
+@triton.jit
+def store_rows(tile, base, stride_row, first, num_rows, DIM: tl.constexpr):
+    """Write a tile's rows below `num_rows` and columns below DIM, in the tensor's dtype."""
+    BLOCK: tl.constexpr = tile.shape[0]
+    BLOCK_D: tl.constexpr = tile.shape[1]
+    row_ok = first + tl.arange(0, BLOCK)[:, None] < num_rows
+    col_ok = tl.arange(0, BLOCK_D)[None, :] < DIM
+    pointers = tile_pointers(base, stride_row, first, BLOCK, BLOCK_D)
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=row_ok & col_ok)
+
+
+@triton.jit
+def clear_rows(
+    rows, head, block, num_blocks, cu_seqlens, batch, total, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Zero the packed rows that belong to no sequence, shared out over the `num_blocks` programs of a head."""
+    begin = tl.load(cu_seqlens + batch)
+    zero = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    base = rows.ptr + tl.cast(head, tl.int64) * rows.stride_head
+    for first in tl.range(begin + block * BLOCK, total, num_blocks * BLOCK):
+        store_rows(zero, base, rows.stride_row, first, total, DIM)
+
+
+@triton.jit
+def load_keys(
+    rows, base, table, first, seqlen_k, CHECK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr
+):
+    """The one loader of K and V tiles, for dense and packed rows and for pages.
+
+    A tile inside one page costs a scalar table lookup; pages smaller than a tile are gathered row by row.
+    """
+    if not T.PAGED:
+        return load_rows(base, rows.stride_row, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM, BLOCK_D)
+    if T.PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(table + first // T.PAGE_SIZE).to(tl.int64)
+        origin = base + page * rows.stride_batch + tl.cast(first % T.PAGE_SIZE, tl.int64) * rows.stride_row
+        offsets = tl.arange(0, BLOCK_N)[:, None] * rows.stride_row + tl.arange(0, BLOCK_D)[None, :]
+        return load_tile(origin + offsets, first, seqlen_k, CHECK_ROWS, DIM)
+    n_idx = first + tl.arange(0, BLOCK_N)
+    if CHECK_ROWS:
+        pages = tl.load(table + n_idx // T.PAGE_SIZE, mask=n_idx < seqlen_k, other=0).to(tl.int64)
+    else:
+        pages = tl.load(table + n_idx // T.PAGE_SIZE).to(tl.int64)
+    row_offsets = pages * rows.stride_batch + (n_idx % T.PAGE_SIZE) * rows.stride_row
+    return load_tile(base + row_offsets[:, None] + tl.arange(0, BLOCK_D)[None, :], first, seqlen_k, CHECK_ROWS, DIM)
+
+
+@triton.jit
+def key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
+    """(begin, full_begin, full_end, end): keys a query tile visits, and between them the tiles that need no mask.
+
+    All but `end` are multiples of BLOCK_N, and begin <= full_begin <= full_end <= end unless nothing is visited.
+    """
+    diagonal = seqlen_k - seqlen_q
+    m_last = tl.minimum(m_first + BLOCK_M, seqlen_q) - 1
+    begin = seqlen_k * 0
+    full_begin = begin
+    end = seqlen_k
+    full_end = seqlen_k
+    if T.HAS_LEFT:
+        begin = tl.maximum(m_first + diagonal - band.left, 0) // BLOCK_N * BLOCK_N
+        full_begin = (tl.maximum(m_last + diagonal - band.left, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    if T.HAS_RIGHT:
+        end = tl.maximum(tl.minimum(seqlen_k, m_last + diagonal + band.right + 1), 0)
+        full_end = tl.maximum(tl.minimum(seqlen_k, m_first + diagonal + band.right + 1), 0)
+    full_begin = tl.minimum(full_begin, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
+    full_end = tl.maximum(full_end // BLOCK_N * BLOCK_N, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
+    """(begin, full_begin, full_end, end): queries that see a key tile, and between them the tiles that need no mask.
+
+    Keys past seqlen_k need no mask here: row n of dK and dV depends on key n alone and is not stored.
+    """
+    diagonal = seqlen_k - seqlen_q
+    n_last = tl.minimum(n_first + BLOCK_N, seqlen_k) - 1
+    begin = seqlen_q * 0
+    full_begin = begin
+    end = seqlen_q
+    full_end = seqlen_q
+    if T.HAS_RIGHT:
+        begin = tl.maximum(n_first - diagonal - band.right, 0) // BLOCK_M * BLOCK_M
+        full_begin = (tl.maximum(n_last - diagonal - band.right, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    if T.HAS_LEFT:
+        end = tl.maximum(tl.minimum(seqlen_q, n_last - diagonal + band.left + 1), 0)
+        full_end = tl.maximum(tl.minimum(seqlen_q, n_first - diagonal + band.left + 1), 0)
+    full_begin = tl.minimum(full_begin, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
+    full_end = tl.maximum(full_end // BLOCK_M * BLOCK_M, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, band, T: tl.constexpr):
+    """Which (query, key) pairs of an edge tile exist and are not masked by causality or window."""
+    diagonal = seqlen_k - seqlen_q
+    keep = n_idx < seqlen_k
+    if T.HAS_RIGHT:
+        keep = keep & (n_idx <= m_idx + (diagonal + band.right))
+    if T.HAS_LEFT:
+        keep = keep & (n_idx >= m_idx + (diagonal - band.left))
+    return keep
+
+
+@triton.jit
+def row_pointers(grid4, batch_idx, head, m_idx, seqlen_q):
+    """Pointers to key 0 of the rows of a bias or mask; rows past the end are clamped, so no row mask is needed."""
+    row = tl.minimum(m_idx, seqlen_q - 1).to(tl.int64)
+    base = grid4.ptr + tl.cast(batch_idx, tl.int64) * grid4.stride_batch + tl.cast(head, tl.int64) * grid4.stride_head
+    return base + row * grid4.stride_row
+
+
+@triton.jit
+def score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx, seqlen_q, T: tl.constexpr):
+    """What `natural_scores` needs for these rows: (slope, bias_rows, bias, mask_rows, mask, seed_ptr)."""
+    slope = 0.0
+    bias_rows = bias
+    mask_rows = mask
+    if T.HAS_ALIBI:
+        slope = tl.load(alibi_slopes.ptr + batch_idx * alibi_slopes.stride_batch + head * alibi_slopes.stride_head)
+    if T.HAS_BIAS:
+        bias_rows = row_pointers(bias, batch_idx, head, m_idx, seqlen_q)
+    if T.HAS_MASK:
+        mask_rows = row_pointers(mask, batch_idx, head, m_idx, seqlen_q)
+    return slope, bias_rows, bias, mask_rows, mask, seed_ptr
+
+
+@triton.jit
+def load_columns(pointers, stride_col, n_idx, seqlen_k, CHECK: tl.constexpr):
+    """A score-shaped tile of a bias or mask."""
+    at = pointers + n_idx.to(tl.int64) * stride_col
+    if CHECK:
+        return tl.load(at, mask=n_idx < seqlen_k, other=0)
+    return tl.load(at)
+
+
+@triton.jit
+def tanh(x):
+    """tanh to about 1e-7 relative: a series near 0, exponentials elsewhere."""
+    x2 = x * x
+    series = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
+    decay = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    far = (1.0 - decay) / (1.0 + decay)
+    return tl.where(tl.abs(x) < TANH_SERIES_BELOW, series, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def natural_scores(dots, m_idx, n_idx, slope, bias_rows, bias, mask_rows, mask, scalars, seqlen_q, seqlen_k, CHECK: tl.constexpr, T: tl.constexpr):
+    """(scores, capped): the contract's steps 1 to 4 and the boolean mask; `capped` is the score right after the softcap."""
+    scores = dots * scalars.scale
+    if T.HAS_SOFTCAP:
+        scores = scalars.softcap * tanh(scores / scalars.softcap)
+    capped = scores
+    if T.HAS_ALIBI:
+        scores -= slope * tl.abs(m_idx + (seqlen_k - seqlen_q) - n_idx).to(tl.float32)
+    if T.HAS_BIAS:
+        scores += load_columns(bias_rows, bias.stride_col, n_idx, seqlen_k, CHECK).to(tl.float32)
+    if T.HAS_MASK:
+        scores = tl.where(load_columns(mask_rows, mask.stride_col, n_idx, seqlen_k, CHECK) != 0, scores, NEG_INF)
+    return scores, capped
+
+
+@triton.jit
+def softmax_step(scores, row_max, row_sum, unit):
+    """Online softmax: (p, row_max, row_sum, alpha) after a tile of scores; a score times `unit` is in log2.
+
+    A row that has seen no key keeps row_max -inf; its exponentials are taken against 0, so they are 0 and not NaN.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    anchor = tl.where(new_max == NEG_INF, 0.0, new_max)
+    alpha = tl.exp2((row_max - anchor) * unit)
+    p = tl.exp2((scores - anchor[:, None]) * unit)
+    return p, new_max, row_sum * alpha + tl.sum(p, 1), alpha
+
+
+@triton.jit
+def softmax_step_scaled(dots, row_max, row_sum, scale_log2):
+    """`softmax_step` for unmasked plain scores: the scale goes into one multiply-add an element (scale_log2 >= 0)."""
+    new_max = tl.maximum(row_max, tl.max(dots, 1) * scale_log2)
+    anchor = tl.where(new_max == NEG_INF, 0.0, new_max)
+    alpha = tl.exp2(row_max - anchor)
+    p = tl.exp2(dots * scale_log2 - anchor[:, None])
+    return p, new_max, row_sum * alpha + tl.sum(p, 1), alpha
+
+
+@triton.jit
+def dropout_keep(seed_ptr, m_idx, first, head, batch_idx, drop_below, BLOCK_N: tl.constexpr):
+    """The contract's bits for keys first..first+BLOCK_N as (rows, BLOCK_N); m_idx is (rows,), `head` a scalar or (rows,).
+
+    One Philox call serves four neighbouring keys, so (rows, BLOCK_N / 4) counters are drawn and their words interleaved.
+    """
+    BLOCK_M: tl.constexpr = m_idx.shape[0]
+    zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
+    draw = zero + (first // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
+    rows = zero + m_idx[:, None]
+    heads = zero + (head + tl.zeros([BLOCK_M], tl.int32))[:, None]
+    w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), draw, rows, heads, zero + batch_idx)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(words, [BLOCK_M, BLOCK_N]) >= tl.cast(drop_below, tl.uint32)

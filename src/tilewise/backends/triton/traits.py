@@ -1,0 +1,160 @@
+"""What a kernel is compiled for: everything about a problem that changes the code, and nothing that only changes a number.
+
+`Traits` is passed to the kernels as one constexpr. Lengths, strides, scale, window sizes and the dropout rate are not in it, so no
+new sequence length ever compiles anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.problem import AttentionProblem
+
+__all__ = ["Band", "Grid4", "Lengths", "Rows", "ScoreScalars", "Sizes", "Traits", "traits_of"]
+
+# tl.dot takes no inner dimension below this, and a tile's sides are powers of two.
+MIN_DOT_SIDE = 16
+
+
+class Rows(NamedTuple):
+    """A tensor of token rows: pointer and the strides of (sequence or page, head, token)."""
+
+    ptr: Any
+    stride_batch: int
+    stride_head: int
+    stride_row: int
+
+
+class Grid4(NamedTuple):
+    """A (batch, head, query, key) tensor: pointer and strides, 0 where it is broadcast."""
+
+    ptr: Any
+    stride_batch: int
+    stride_head: int
+    stride_row: int
+    stride_col: int
+
+
+class Lengths(NamedTuple):
+    """The index tensors of packed and paged problems; None where the problem has none."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    block_table: Any
+    seqlens_k: Any
+    table_stride: int | None
+
+
+class Sizes(NamedTuple):
+    """Numbers the kernels never specialise on."""
+
+    batch: int
+    num_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    total_k: int
+    heads_per_wave: int
+
+
+class Band(NamedTuple):
+    """The window with causality folded in: keys from `i + diagonal - left` to `i + diagonal + right`."""
+
+    left: int
+    right: int
+
+
+class ScoreScalars(NamedTuple):
+    """Run-time numbers of the score function."""
+
+    scale: float
+    softcap: float
+    keep_scale: float
+    drop_below: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Compile-time facts of a problem."""
+
+    PACKED_Q: bool
+    KEYS: str
+    PAGE_SIZE: int
+    GROUP_SIZE: int
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_BIAS: bool
+    HAS_MASK: bool
+    HAS_ALIBI: bool
+    HAS_SOFTCAP: bool
+    HAS_SINKS: bool
+    HAS_DROPOUT: bool
+    NEGATIVE_SCALE: bool
+    PRECISION: str
+    INTERPRETED: bool
+
+    @property
+    def BLOCK_D(self) -> int:
+        """head_dim padded to what the matrix units take."""
+        return padded(self.HEAD_DIM)
+
+    @property
+    def BLOCK_DV(self) -> int:
+        """head_dim_v padded to what the matrix units take."""
+        return padded(self.HEAD_DIM_V)
+
+    @property
+    def TRANSFORMED(self) -> bool:
+        """Scores are more than scale * q.k, so they are kept in natural units instead of log2 ones.
+
+        A negative scale is counted in: the fast path takes the maximum before it scales.
+        """
+        return self.HAS_SOFTCAP or self.HAS_ALIBI or self.HAS_BIAS or self.HAS_MASK or self.NEGATIVE_SCALE
+
+    @property
+    def PACKED_K(self) -> bool:
+        """Keys of all sequences lie behind one another."""
+        return self.KEYS == "varlen"
+
+    @property
+    def PAGED(self) -> bool:
+        """Keys lie in pages named by a block table."""
+        return self.KEYS == "paged"
+
+    def as_dense_keys(self) -> Traits:
+        """The same problem with keys at batch strides, as the gradient of paged keys is first written."""
+        return replace(self, KEYS="dense")
+
+
+def padded(head_dim: int) -> int:
+    """The next power of two that a matrix product takes."""
+    return max(MIN_DOT_SIDE, 1 << (head_dim - 1).bit_length())
+
+
+def traits_of(problem: AttentionProblem, *, packed_q: bool, precision: str, interpreted: bool) -> Traits:
+    """The compile-time facts of `problem`."""
+    left, right = problem.band
+    return Traits(
+        PACKED_Q=packed_q,
+        KEYS=problem.kind,
+        PAGE_SIZE=problem.page_size or 0,
+        GROUP_SIZE=problem.group_size,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
+        HAS_BIAS=problem.bias_shape is not None,
+        HAS_MASK=problem.mask_shape is not None,
+        HAS_ALIBI=problem.has_alibi,
+        HAS_SOFTCAP=problem.softcap is not None,
+        HAS_SINKS=problem.has_sinks,
+        HAS_DROPOUT=problem.dropout > 0.0,
+        NEGATIVE_SCALE=problem.scale < 0.0,
+        PRECISION=precision if problem.dtype == torch.float32 else "ieee",
+        INTERPRETED=interpreted,
+    )
