@@ -29,6 +29,7 @@ from tilewise.backends.triton.primitives import (
     score_terms,
     store_rows,
     work_item,
+    zeros,
 )
 
 
@@ -63,9 +64,8 @@ def score_gradient(
 
     `keep` holds the dropout bits (used only with dropout); `lse_rows` and `delta_rows` broadcast against the tile like `m_idx`.
     """
-    slope, bias_rows, bias, mask_rows, mask, _ = terms
     if T.TRANSFORMED:
-        scores, capped = natural_scores(dots, m_idx, n_idx, slope, bias_rows, bias, mask_rows, mask, scalars, seqlen_q, seqlen_k, EDGE, T)
+        scores, capped = natural_scores(dots, m_idx, n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE, T)
         p = tl.exp2((scores - lse_rows) * LOG2E)
     else:
         capped = dots
@@ -90,31 +90,34 @@ def key_gradient_loop(
     """Add to dK and dV what the queries begin..end of one head contribute. Works on transposed scores (keys are rows)."""
     n_first, head, batch_idx, stride_stat = place
     n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
-    for first in tl.range(begin, end, BLOCK_M):
-        m_row = first + tl.arange(0, BLOCK_M)
-        q_tile = load_rows(q_base, q.stride_row, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
-        dout_tile = load_rows(dout_base, dout.stride_row, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
-        if EDGE:
-            # +inf makes P of rows past the end 0.
-            lse_tile = tl.load(lse_rows + m_row * stride_stat, mask=m_row < seqlen_q, other=float("inf"))
-            delta_tile = tl.load(delta_rows + m_row * stride_stat, mask=m_row < seqlen_q, other=0.0)
-        else:
-            lse_tile = tl.load(lse_rows + m_row * stride_stat)
-            delta_tile = tl.load(delta_rows + m_row * stride_stat)
-        terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
-        dots = dot(k_tile, tl.trans(q_tile), T)
-        dp = dot(v_tile, tl.trans(dout_tile), T)
-        keep = True
-        if T.HAS_DROPOUT:
-            keep = tl.trans(dropout_keep(seed_ptr, m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N))
-        # A bias is read with its key bound checked: the last key tile may be ragged even where no score needs a mask.
-        p, _, ds = score_gradient(
-            dots, dp, lse_tile[None, :], delta_tile[None, :], m_row[None, :], n_idx, keep, terms, scalars, band, seqlen_q, seqlen_k,
-            EDGE or T.HAS_BIAS or T.HAS_MASK, T)  # fmt: skip
-        if T.HAS_DROPOUT:
-            p = tl.where(keep, p * scalars.keep_scale, 0.0)
-        dv = dot_add(p.to(dout_tile.dtype), dout_tile, dv, T)
-        dk = dot_add(ds.to(q_tile.dtype), q_tile, dk, T)
+    # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one (C7515).
+    if begin < end:
+        tl.assume(begin < end)
+        for first in tl.range(begin, end, BLOCK_M):
+            m_row = first + tl.arange(0, BLOCK_M)
+            q_tile = load_rows(q_base, q.stride_row, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+            dout_tile = load_rows(dout_base, dout.stride_row, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+            if EDGE:
+                # +inf makes P of rows past the end 0.
+                lse_tile = tl.load(lse_rows + m_row * stride_stat, mask=m_row < seqlen_q, other=float("inf"))
+                delta_tile = tl.load(delta_rows + m_row * stride_stat, mask=m_row < seqlen_q, other=0.0)
+            else:
+                lse_tile = tl.load(lse_rows + m_row * stride_stat)
+                delta_tile = tl.load(delta_rows + m_row * stride_stat)
+            terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
+            dots = dot(k_tile, tl.trans(q_tile), T)
+            dp = dot(v_tile, tl.trans(dout_tile), T)
+            keep = True
+            if T.HAS_DROPOUT:
+                keep = tl.trans(dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N))
+            # A bias is read with its key bound checked: the last key tile may be ragged even where no score needs a mask.
+            p, _, ds = score_gradient(
+                dots, dp, lse_tile[None, :], delta_tile[None, :], m_row[None, :], n_idx, keep, terms, scalars, band, seqlen_q, seqlen_k,
+                EDGE or T.HAS_BIAS or T.HAS_MASK, T)  # fmt: skip
+            if T.HAS_DROPOUT:
+                p = tl.where(keep, p * scalars.keep_scale, 0.0)
+            dv = dot_add(p.to(dout_tile.dtype), dout_tile, dv, T)
+            dk = dot_add(ds.to(q_tile.dtype), q_tile, dk, T)
     return dk, dv
 
 
@@ -145,8 +148,8 @@ def key_gradient_kernel(
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
     k_tile = load_keys(k, k_base, table, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     v_tile = load_keys(v, v_base, table, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
-    dk_acc = tl.zeros([BLOCK_N, T.BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, T.BLOCK_DV], tl.float32)
+    dk_acc = zeros(BLOCK_N, T.BLOCK_D)
+    dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
     begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     for member in range(0, T.GROUP_SIZE):
         head = kv_head * T.GROUP_SIZE + member
@@ -178,18 +181,21 @@ def query_gradient_loop(
 ):  # fmt: skip
     """Add to dQ what the keys begin..end contribute."""
     m_idx, head, batch_idx = place
-    for first in tl.range(begin, end, BLOCK_N):
-        n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-        k_tile = load_keys(k, k_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-        v_tile = load_keys(v, v_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
-        dots = dot(q_tile, tl.trans(k_tile), T)
-        dp = dot(dout_tile, tl.trans(v_tile), T)
-        keep = True
-        if T.HAS_DROPOUT:
-            keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N)
-        _, _, ds = score_gradient(
-            dots, dp, lse_tile[:, None], delta_tile[:, None], m_idx[:, None], n_idx, keep, terms, scalars, band, seqlen_q, seqlen_k, EDGE, T)  # fmt: skip
-        dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, T)
+    # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one (C7515).
+    if begin < end:
+        tl.assume(begin < end)
+        for first in tl.range(begin, end, BLOCK_N):
+            n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+            k_tile = load_keys(k, k_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+            v_tile = load_keys(v, v_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+            dots = dot(q_tile, tl.trans(k_tile), T)
+            dp = dot(dout_tile, tl.trans(v_tile), T)
+            keep = True
+            if T.HAS_DROPOUT:
+                keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N)
+            _, _, ds = score_gradient(
+                dots, dp, lse_tile[:, None], delta_tile[:, None], m_idx[:, None], n_idx, keep, terms, scalars, band, seqlen_q, seqlen_k, EDGE, T)  # fmt: skip
+            dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, T)
     return dq
 
 
@@ -229,7 +235,7 @@ def query_gradient_kernel(
     delta_tile = tl.load(delta_rows + m_idx * delta.stride_row, mask=m_idx < seqlen_q, other=0.0)
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
     place = (m_idx, head, batch_idx)
-    acc = tl.zeros([BLOCK_M, T.BLOCK_D], tl.float32)
+    acc = zeros(BLOCK_M, T.BLOCK_D)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     if T.HAS_LEFT:

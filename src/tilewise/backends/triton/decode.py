@@ -20,6 +20,7 @@ from tilewise.backends.triton.primitives import (
     page_base,
     query_span,
     score_terms,
+    zeros,
 )
 
 
@@ -52,7 +53,7 @@ def decode_kernel(
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head[:, None], m_idx[:, None], seqlen_q, T)
     place = (m_idx, head, batch_idx)
-    acc = tl.zeros([BLOCK_M, T.BLOCK_DV], tl.float32)
+    acc = zeros(BLOCK_M, T.BLOCK_DV)
     row_max, row_sum = initial_state(sinks, head, split == 0, BLOCK_M, T)
 
     begin, full_begin, full_end, end = key_range(rows_first(seqlen_q), seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)

@@ -32,6 +32,7 @@ from tilewise.backends.triton.primitives import (
     softmax_step_scaled,
     store_rows,
     work_item,
+    zeros,
 )
 
 
@@ -42,27 +43,29 @@ def attend(
 ):  # fmt: skip
     """Advance the softmax state of a query tile over the keys begin..end; EDGE tiles are masked, others are known to be whole."""
     m_idx, head, batch_idx = place
-    slope, bias_rows, bias, mask_rows, mask, seed_ptr = terms
     scale_log2 = scalars.scale * LOG2E
-    for first in tl.range(begin, end, BLOCK_N):
-        n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-        k_tile = load_keys(k, k_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-        dots = dot(q, tl.trans(k_tile), T)
-        if T.TRANSFORMED:
-            scores, _ = natural_scores(dots, m_idx[:, None], n_idx, slope, bias_rows, bias, mask_rows, mask, scalars, seqlen_q, seqlen_k, EDGE, T)
-            if EDGE:
-                scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
-            p, row_max, row_sum, alpha = softmax_step(scores, row_max, row_sum, LOG2E)
-        elif EDGE:
-            keep = keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T)
-            p, row_max, row_sum, alpha = softmax_step(tl.where(keep, dots * scale_log2, NEG_INF), row_max, row_sum, 1.0)
-        else:
-            p, row_max, row_sum, alpha = softmax_step_scaled(dots, row_max, row_sum, scale_log2)
-        if T.HAS_DROPOUT:
-            p = tl.where(dropout_keep(seed_ptr, m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N), p, 0.0)
-        acc = acc * alpha[:, None]
-        v_tile = load_keys(v, v_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
-        acc = dot_add(p.to(v_tile.dtype), v_tile, acc, T)
+    # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one (C7515).
+    if begin < end:
+        tl.assume(begin < end)
+        for first in tl.range(begin, end, BLOCK_N):
+            n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+            k_tile = load_keys(k, k_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+            dots = dot(q, tl.trans(k_tile), T)
+            if T.TRANSFORMED:
+                scores, _ = natural_scores(dots, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE, T)
+                if EDGE:
+                    scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
+                p, row_max, row_sum, alpha = softmax_step(scores, row_max, row_sum, LOG2E)
+            elif EDGE:
+                keep = keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T)
+                p, row_max, row_sum, alpha = softmax_step(tl.where(keep, dots * scale_log2, NEG_INF), row_max, row_sum, 1.0)
+            else:
+                p, row_max, row_sum, alpha = softmax_step_scaled(dots, row_max, row_sum, scale_log2)
+            if T.HAS_DROPOUT:
+                p = tl.where(dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N), p, 0.0)
+            acc = acc * alpha[:, None]
+            v_tile = load_keys(v, v_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+            acc = dot_add(p.to(v_tile.dtype), v_tile, acc, T)
     return acc, row_max, row_sum
 
 
@@ -135,7 +138,7 @@ def forward_kernel(
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
     q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
-    acc = tl.zeros([BLOCK_M, T.BLOCK_DV], tl.float32)
+    acc = zeros(BLOCK_M, T.BLOCK_DV)
     row_max, row_sum = initial_state(sinks, head, True, BLOCK_M, T)
     place = (m_idx, head, batch_idx)
 

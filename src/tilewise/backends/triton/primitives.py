@@ -18,6 +18,12 @@ TANH_SERIES_BELOW = tl.constexpr(0.25)
 
 
 @triton.jit
+def zeros(ROWS: tl.constexpr, COLS: tl.constexpr):
+    """An empty accumulator."""
+    return tl.zeros([ROWS, COLS], tl.float32)
+
+
+@triton.jit
 def dot(a, b, T: tl.constexpr):
     """a @ b with fp32 accumulation; the interpreter multiplies bf16 bit patterns, so it gets fp32 operands."""
     if T.INTERPRETED:
@@ -66,9 +72,10 @@ def key_span(lengths, sizes, batch_idx, T: tl.constexpr):
     if T.PACKED_K:
         start = tl.load(lengths.cu_seqlens_k + batch_idx)
         return start, tl.load(lengths.cu_seqlens_k + batch_idx + 1) - start
-    if T.PAGED:
+    elif T.PAGED:
         return batch_idx * 0, tl.load(lengths.seqlens_k + batch_idx)
-    return batch_idx * 0, sizes.seqlen_k + batch_idx * 0
+    else:
+        return batch_idx * 0, sizes.seqlen_k + batch_idx * 0
 
 
 @triton.jit
@@ -148,18 +155,19 @@ def load_keys(
     """
     if not T.PAGED:
         return load_rows(base, rows.stride_row, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM, BLOCK_D)
-    if T.PAGE_SIZE % BLOCK_N == 0:
+    elif T.PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + first // T.PAGE_SIZE).to(tl.int64)
         origin = base + page * rows.stride_batch + tl.cast(first % T.PAGE_SIZE, tl.int64) * rows.stride_row
         offsets = tl.arange(0, BLOCK_N)[:, None] * rows.stride_row + tl.arange(0, BLOCK_D)[None, :]
         return load_tile(origin + offsets, first, seqlen_k, CHECK_ROWS, DIM)
-    n_idx = first + tl.arange(0, BLOCK_N)
-    if CHECK_ROWS:
-        pages = tl.load(table + n_idx // T.PAGE_SIZE, mask=n_idx < seqlen_k, other=0).to(tl.int64)
     else:
-        pages = tl.load(table + n_idx // T.PAGE_SIZE).to(tl.int64)
-    row_offsets = pages * rows.stride_batch + (n_idx % T.PAGE_SIZE) * rows.stride_row
-    return load_tile(base + row_offsets[:, None] + tl.arange(0, BLOCK_D)[None, :], first, seqlen_k, CHECK_ROWS, DIM)
+        n_idx = first + tl.arange(0, BLOCK_N)
+        if CHECK_ROWS:
+            pages = tl.load(table + n_idx // T.PAGE_SIZE, mask=n_idx < seqlen_k, other=0).to(tl.int64)
+        else:
+            pages = tl.load(table + n_idx // T.PAGE_SIZE).to(tl.int64)
+        row_offsets = pages * rows.stride_batch + (n_idx % T.PAGE_SIZE) * rows.stride_row
+        return load_tile(base + row_offsets[:, None] + tl.arange(0, BLOCK_D)[None, :], first, seqlen_k, CHECK_ROWS, DIM)
 
 
 @triton.jit
@@ -230,17 +238,24 @@ def row_pointers(grid4, batch_idx, head, m_idx, seqlen_q):
 
 @triton.jit
 def score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx, seqlen_q, T: tl.constexpr):
-    """What `natural_scores` needs for these rows: (slope, bias_rows, bias, mask_rows, mask, seed_ptr)."""
+    """What the scores of these rows need: (slope, bias_rows, bias_stride, mask_rows, mask_stride, seed); 0 where unused."""
     slope = 0.0
-    bias_rows = bias
-    mask_rows = mask
+    bias_rows = 0
+    bias_stride = 0
+    mask_rows = 0
+    mask_stride = 0
+    seed = 0
     if T.HAS_ALIBI:
         slope = tl.load(alibi_slopes.ptr + batch_idx * alibi_slopes.stride_batch + head * alibi_slopes.stride_head)
     if T.HAS_BIAS:
         bias_rows = row_pointers(bias, batch_idx, head, m_idx, seqlen_q)
+        bias_stride = bias.stride_col
     if T.HAS_MASK:
         mask_rows = row_pointers(mask, batch_idx, head, m_idx, seqlen_q)
-    return slope, bias_rows, bias, mask_rows, mask, seed_ptr
+        mask_stride = mask.stride_col
+    if T.HAS_DROPOUT:
+        seed = tl.load(seed_ptr)
+    return slope, bias_rows, bias_stride, mask_rows, mask_stride, seed
 
 
 @triton.jit
@@ -263,8 +278,9 @@ def tanh(x):
 
 
 @triton.jit
-def natural_scores(dots, m_idx, n_idx, slope, bias_rows, bias, mask_rows, mask, scalars, seqlen_q, seqlen_k, CHECK: tl.constexpr, T: tl.constexpr):
+def natural_scores(dots, m_idx, n_idx, terms, scalars, seqlen_q, seqlen_k, CHECK: tl.constexpr, T: tl.constexpr):
     """(scores, capped): the contract's steps 1 to 4 and the boolean mask; `capped` is the score right after the softcap."""
+    slope, bias_rows, bias_stride, mask_rows, mask_stride, _ = terms
     scores = dots * scalars.scale
     if T.HAS_SOFTCAP:
         scores = scalars.softcap * tanh(scores / scalars.softcap)
@@ -272,9 +288,9 @@ def natural_scores(dots, m_idx, n_idx, slope, bias_rows, bias, mask_rows, mask, 
     if T.HAS_ALIBI:
         scores -= slope * tl.abs(m_idx + (seqlen_k - seqlen_q) - n_idx).to(tl.float32)
     if T.HAS_BIAS:
-        scores += load_columns(bias_rows, bias.stride_col, n_idx, seqlen_k, CHECK).to(tl.float32)
+        scores += load_columns(bias_rows, bias_stride, n_idx, seqlen_k, CHECK).to(tl.float32)
     if T.HAS_MASK:
-        scores = tl.where(load_columns(mask_rows, mask.stride_col, n_idx, seqlen_k, CHECK) != 0, scores, NEG_INF)
+        scores = tl.where(load_columns(mask_rows, mask_stride, n_idx, seqlen_k, CHECK) != 0, scores, NEG_INF)
     return scores, capped
 
 
@@ -302,7 +318,7 @@ def softmax_step_scaled(dots, row_max, row_sum, scale_log2):
 
 
 @triton.jit
-def dropout_keep(seed_ptr, m_idx, first, head, batch_idx, drop_below, BLOCK_N: tl.constexpr):
+def dropout_keep(seed, m_idx, first, head, batch_idx, drop_below, BLOCK_N: tl.constexpr):
     """The contract's bits for keys first..first+BLOCK_N as (rows, BLOCK_N); m_idx is (rows,), `head` a scalar or (rows,).
 
     One Philox call serves four neighbouring keys, so (rows, BLOCK_N / 4) counters are drawn and their words interleaved.
@@ -312,6 +328,6 @@ def dropout_keep(seed_ptr, m_idx, first, head, batch_idx, drop_below, BLOCK_N: t
     draw = zero + (first // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
     rows = zero + m_idx[:, None]
     heads = zero + (head + tl.zeros([BLOCK_M], tl.int32))[:, None]
-    w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), draw, rows, heads, zero + batch_idx)
+    w0, w1, w2, w3 = tl.philox(seed, draw, rows, heads, zero + batch_idx)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.reshape(words, [BLOCK_M, BLOCK_N]) >= tl.cast(drop_below, tl.uint32)
