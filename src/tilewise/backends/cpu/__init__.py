@@ -1,0 +1,62 @@
+"""The CPU backend: every feature on fp32, bf16 and fp16, forward and backward, compiled for the processor at hand on first use."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import TileShape
+from tilewise.device import DeviceSpec
+from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.problem import AttentionProblem
+
+__all__ = ["BACKEND", "CpuBackend"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 512
+
+
+class CpuBackend:
+    """Vector kernels on torch's own threads."""
+
+    name = "cpu"
+
+    def unavailable(self) -> str | None:
+        """None if the compiler is installed."""
+        from importlib.util import find_spec
+
+        return None if find_spec("llvmlite") else "llvmlite is not installed; pip install numba brings it"
+
+    def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
+        """None, or the reason against it."""
+        if device.type != "cpu":
+            return f"runs on a CPU, the tensors are on {device.type}"
+        if problem.dtype not in DTYPES:
+            return f"computes in fp32, so takes float32, bfloat16 and float16, not {str(problem.dtype).removeprefix('torch.')}"
+        if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+            return f"head_dim and head_dim_v are at most {MAX_HEAD_DIM}"
+        return None
+
+    def tile_shape(self, problem: AttentionProblem, _device: DeviceSpec) -> TileShape:
+        """Rows of a work item and keys of a tile."""
+        from tilewise.backends.cpu.isa import host
+        from tilewise.backends.cpu.schedule import block_rows
+
+        return TileShape(block_rows(problem, torch.get_num_threads()), host().block_n)
+
+    def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+        """(out, lse) of canonical operands."""
+        from tilewise.backends.cpu import launch
+
+        return launch.forward(problem, operands)
+
+    def backward(
+        self, problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
+    ) -> Gradients:
+        """Gradients of `sum(out * dout) + sum(lse * dlse)`."""
+        from tilewise.backends.cpu import launch_backward
+
+        return launch_backward.backward(problem, operands, out, lse, dout, dlse, wanted)
+
+
+BACKEND = CpuBackend()

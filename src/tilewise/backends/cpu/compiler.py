@@ -1,0 +1,134 @@
+"""From drivers and micro-kernels to machine code.
+
+A program is an entry point, which is a driver (language.py), with all drivers and kernels it calls. A kernel is a Python function that
+emits LLVM IR itself. `compile_object` collects them into one module and optimises it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+
+from llvmlite import binding, ir
+
+from tilewise.backends.cpu.emit import F32, I64, Emitter, Value
+from tilewise.backends.cpu.isa import Isa, host
+from tilewise.backends.cpu.language import Translator, signature_of
+
+__all__ = ["Part", "build_module", "compile_object", "driver", "kernel", "optimise", "part_of"]
+
+LLVM_TYPES = {"i": I64, "f": F32, "v": ir.VoidType()}
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Part(NamedTuple):
+    """One function of a program: its symbol, its C-like type, and the Python function that is translated or that emits its code."""
+
+    symbol: str
+    kind: ir.FunctionType
+    function: Callable[..., Any]
+    is_driver: bool
+
+
+class _Callable:
+    """What a driver's source names; it exists to be translated, not to be called."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.__doc__ = part.function.__doc__
+
+    def __call__(self, *_arguments: Any) -> Any:
+        raise TypeError(f"{self.part.symbol} is compiled code: launch it through tilewise.backends.cpu.launch")
+
+
+def part_of(named: Any) -> Part:
+    """The part behind a decorated function."""
+    assert isinstance(named, _Callable)
+    return named.part
+
+
+def kernel(arguments: str, result: str = "v") -> Callable[[Callable[..., Value]], Any]:
+    """Make `emit(e, *arguments)` callable from drivers; "i" is an int64, "f" an fp32 number and "v" nothing."""
+
+    def decorate(emit: Callable[..., Value]) -> Any:
+        kind = ir.FunctionType(LLVM_TYPES[result], [LLVM_TYPES[a] for a in arguments])
+        return _Callable(Part(f"tilewise_kernel_{emit.__name__}", kind, emit, is_driver=False))
+
+    return decorate
+
+
+def driver(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make a Python function of ints and floats part of compiled programs."""
+    part = Part(f"tilewise_{function.__name__}", signature_of(function), function, is_driver=True)
+    return cast(Callable[Arguments, Result], _Callable(part))
+
+
+def _called(function: Callable[..., Any]) -> Iterator[tuple[str, Part]]:
+    for name in function.__code__.co_names:
+        found = function.__globals__.get(name)
+        if isinstance(found, _Callable):
+            yield name, found.part
+
+
+def reached(entry: Part) -> list[Part]:
+    """The entry point and every part its source leads to."""
+    found: dict[str, Part] = {}
+    waiting = [entry]
+    while waiting:
+        part = waiting.pop()
+        if part.symbol not in found:
+            found[part.symbol] = part
+            if part.is_driver:
+                waiting += [called for _, called in _called(part.function)]
+    return list(found.values())
+
+
+def build_module(parts: list[Part], isa: Isa, exported: frozenset[str]) -> ir.Module:
+    """The LLVM IR of some parts (with all that they call) for an instruction set; only `exported` symbols are visible."""
+    module = ir.Module("tilewise")
+    functions = {part.symbol: ir.Function(module, part.kind, part.symbol) for part in parts}
+    for part in parts:
+        function = functions[part.symbol]
+        function.linkage = "external" if part.symbol in exported else "internal"
+        if part.is_driver:
+            names = {name: functions[called.symbol] for name, called in _called(part.function)}
+            Translator(part.function, function, names.get)
+            continue
+        emitter = Emitter(ir.IRBuilder(function.append_basic_block("entry")), isa)
+        returned = part.function(emitter, *function.args)
+        if isinstance(part.kind.return_type, ir.VoidType):
+            emitter.b.ret_void()
+        else:
+            emitter.b.ret(returned)
+    return module
+
+
+def target_machine() -> Any:
+    """A code generator for this very processor."""
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    target = binding.Target.from_default_triple()
+    features = binding.get_host_cpu_features().flatten()
+    return target.create_target_machine(cpu=binding.get_host_cpu_name(), features=features, opt=3, reloc="pic", codemodel="jitdefault", jit=True)
+
+
+def optimise(module: ir.Module, machine: Any) -> Any:
+    """The module parsed, with the usual passes run over it."""
+    parsed = binding.parse_assembly(str(module))
+    parsed.triple, parsed.data_layout = machine.triple, str(machine.target_data)
+    options = binding.create_pipeline_tuning_options(speed_level=2)
+    # The kernels are vectors already; what is left is address arithmetic, which these passes would only bloat.
+    options.loop_vectorization = False
+    options.slp_vectorization = False
+    options.loop_unrolling = False
+    passes = binding.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(parsed, passes)
+    return parsed
+
+
+def compile_object(entry: Any) -> bytes:
+    """The machine code of an entry point and all it calls, as an object file for this processor."""
+    part = part_of(entry)
+    machine = target_machine()
+    return bytes(machine.emit_object(optimise(build_module(reached(part), host(), frozenset({part.symbol})), machine)))

@@ -1,0 +1,221 @@
+"""What lies between the raw product and the softmax: softcap, ALiBi, bias, mask, band edges; and dropout after it.
+
+Every kernel works on a panel of transposed scores S[key][query] in log2 units. What differs between rows is read from the panel's row
+table, so that rows of different heads (a GQA group decoded together) may share a panel. None of this runs where it is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from tilewise.backends.cpu.emit import BF16, BOOL, F32, FP16, FP32, I64, ITEM_BYTES, Emitter, Value
+from tilewise.backends.cpu.compiler import kernel
+from tilewise.backends.cpu.isa import Isa, host
+from tilewise.backends.cpu.packing import by_dtype
+from tilewise.numerics import LOG2E, PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1
+
+__all__ = ["add_alibi", "add_panel", "apply_softcap", "drop", "gather_row", "mask_band", "multiply_panel"]
+
+# Row table: fields of one panel, each `panel` 4-byte numbers wide, then two of 8-byte addresses.
+ROW_LAST, ROW_FIRST, ROW_POSITION, ROW_SLOPE, ROW_INDEX, ROW_HEAD, ROW_BIAS, ROW_MASK = 0, 1, 2, 3, 4, 5, 6, 8
+ROW_FIELDS = 10
+
+
+def row_table_bytes(isa: Isa) -> int:
+    """Size of one panel's row table."""
+    return ROW_FIELDS * 4 * isa.panel
+
+
+PANEL = host().panel
+FIELD_BYTES = 4 * PANEL
+TABLE_BYTES = row_table_bytes(host())
+
+
+def each_score(e: Emitter, vectors: Value, num_keys: Value, prepare: Callable[[Value], Callable[[Value, Value], None]]) -> None:
+    """Visit a panel: `prepare(byte offset of the vector)` returns the body, called with (key index, byte offset into the panel)."""
+    b = e.b
+
+    def column(v: Value) -> None:
+        at = b.mul(v, e.i64(4 * e.lanes))
+        body = prepare(at)
+        e.loop(num_keys, 1, (), lambda n: body(n, b.add(at, b.mul(n, e.i64(4 * e.isa.panel)))))
+
+    e.loop(vectors, 1, (), column)
+
+
+def table_vector(e: Emitter, table: Value, field: int, at: Value, *, integer: bool) -> Value:
+    """One vector of a row table's field."""
+    address = e.b.add(e.b.add(table, e.i64(field * 4 * e.isa.panel)), at)
+    return e.load(address, e.int_vector if integer else e.vector)
+
+
+@kernel("iiiii")
+def mask_band(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Value, vectors: Value) -> None:
+    """s = -inf where the key lies outside the row's [first, last]."""
+    b = e.b
+
+    def prepare(at: Value) -> Callable[[Value, Value], None]:
+        last = table_vector(e, table, ROW_LAST, at, integer=True)
+        first = table_vector(e, table, ROW_FIRST, at, integer=True)
+
+        def body(n: Value, offset: Value) -> None:
+            key = e.splat(b.trunc(b.add(first_key, n), ir.IntType(32)))
+            inside = b.and_(b.icmp_signed("<=", key, last), b.icmp_signed(">=", key, first))
+            place = b.add(s, offset)
+            e.store(place, b.select(inside, e.load(place), e.f32s(-float("inf"))))
+
+        return body
+
+    each_score(e, vectors, num_keys, prepare)
+
+
+@kernel("iiifi")
+def apply_softcap(e: Emitter, s: Value, num_keys: Value, vectors: Value, cap: Value, slope: Value) -> None:
+    """s (already divided by the cap) = cap * log2(e) * tanh(s); where `slope` is an address, 1 - tanh^2 is left there."""
+    b = e.b
+    factor = e.splat(b.fmul(cap, ir.Constant(F32, LOG2E)))
+    one = e.f32s(1.0)
+
+    def prepare(_at: Value) -> Callable[[Value, Value], None]:
+        def body(_n: Value, offset: Value) -> None:
+            place = b.add(s, offset)
+            t = e.tanh(e.load(place))
+            e.store(place, b.fmul(t, factor))
+            e.when(b.icmp_signed("!=", slope, e.i64(0)), lambda: e.store(b.add(slope, offset), e.fma(b.fneg(t), t, one)))
+
+        return body
+
+    each_score(e, vectors, num_keys, prepare)
+
+
+@kernel("iiiii")
+def add_alibi(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Value, vectors: Value) -> None:
+    """s -= slope * |position - key|, the slope already times log2(e)."""
+    b = e.b
+
+    def prepare(at: Value) -> Callable[[Value, Value], None]:
+        position = table_vector(e, table, ROW_POSITION, at, integer=False)
+        slope = table_vector(e, table, ROW_SLOPE, at, integer=False)
+
+        def body(n: Value, offset: Value) -> None:
+            key = e.splat(b.sitofp(b.add(first_key, n), F32))
+            distance = e.call("fabs", b.fsub(position, key))
+            place = b.add(s, offset)
+            e.store(place, e.fma(b.fneg(slope), distance, e.load(place)))
+
+        return body
+
+    each_score(e, vectors, num_keys, prepare)
+
+
+@kernel("iiii")
+def add_panel(e: Emitter, s: Value, num_keys: Value, addend: Value, vectors: Value) -> None:
+    """s += addend, a panel; -inf in the addend wins over anything, NaN included."""
+    b = e.b
+    never = e.f32s(-float("inf"))
+
+    def prepare(_at: Value) -> Callable[[Value, Value], None]:
+        def body(_n: Value, offset: Value) -> None:
+            place = b.add(s, offset)
+            extra = e.load(b.add(addend, offset))
+            e.store(place, b.select(b.fcmp_ordered("==", extra, never), never, b.fadd(e.load(place), extra)))
+
+        return body
+
+    each_score(e, vectors, num_keys, prepare)
+
+
+@kernel("iiii")
+def multiply_panel(e: Emitter, s: Value, num_keys: Value, factor: Value, vectors: Value) -> None:
+    """s *= factor, a panel."""
+
+    def prepare(_at: Value) -> Callable[[Value, Value], None]:
+        def body(_n: Value, offset: Value) -> None:
+            place = e.b.add(s, offset)
+            e.store(place, e.b.fmul(e.load(place), e.load(e.b.add(factor, offset))))
+
+        return body
+
+    each_score(e, vectors, num_keys, prepare)
+
+
+@kernel("iiiii")
+def gather_row(e: Emitter, source: Value, element_stride: Value, count: Value, dtype: Value, target: Value) -> None:
+    """target[count] = elements `element_stride` bytes apart, as fp32; count >= 1."""
+    b = e.b
+
+    def convert(code: int) -> None:
+        item = ITEM_BYTES[code]
+        adjacent = b.icmp_signed("==", element_stride, e.i64(item))
+        whole = b.select(adjacent, b.and_(count, e.i64(-e.lanes)), e.i64(0))
+
+        def vector(i: Value) -> None:
+            e.store(e.at(target, i), e.load_as_f32(b.add(source, b.mul(i, e.i64(item))), code))
+
+        def single(i: Value) -> None:
+            n = b.add(whole, i)
+            e.store(e.at(target, n), e.load_as_f32(b.add(source, b.mul(n, element_stride)), code, lanes=1))
+
+        e.positive(whole, e.lanes, vector)
+        e.positive(b.sub(count, whole), 1, single)
+
+    by_dtype(e, dtype, (FP32, BF16, FP16, BOOL), convert)
+
+
+@kernel("iiiiiiiifi")
+def drop(
+    e: Emitter,
+    p: Value,
+    num_keys: Value,
+    first_key: Value,
+    table: Value,
+    batch: Value,
+    seed_low: Value,
+    seed_high: Value,
+    threshold: Value,
+    keep_scale: Value,
+    vectors: Value,
+) -> None:
+    """p = keep_scale * p where the key's random word is at least the threshold, else 0; first_key and num_keys are multiples of 4."""
+    b = e.b
+    key0, key1, bound = (e.splat(b.trunc(x, ir.IntType(32))) for x in (seed_low, seed_high, threshold))
+    batch_word = e.splat(b.trunc(batch, ir.IntType(32)))
+    factor = e.splat(keep_scale)
+
+    def column(v: Value) -> None:
+        at = b.mul(v, e.i64(4 * e.lanes))
+        row = table_vector(e, table, ROW_INDEX, at, integer=True)
+        head = table_vector(e, table, ROW_HEAD, at, integer=True)
+
+        def step(n: Value) -> None:
+            draw = e.splat(b.trunc(b.lshr(b.add(first_key, n), e.i64(2)), ir.IntType(32)))
+            words = philox(e, [draw, row, head, batch_word], key0, key1)
+            base = b.add(b.add(p, at), b.mul(n, e.i64(4 * e.isa.panel)))
+            for u, word in enumerate(words):
+                place = e.at(base, u * e.isa.panel)
+                kept = b.fmul(e.load(place), factor)
+                e.store(place, b.select(b.icmp_unsigned(">=", word, bound), kept, e.f32s(0.0)))
+
+        e.loop(num_keys, 4, (), step)
+
+    e.loop(vectors, 1, (), column)
+
+
+def philox(e: Emitter, counter: list[Value], key0: Value, key1: Value) -> list[Value]:
+    """Philox 4x32-10 on lanes of counters: the four words of tilewise.numerics.philox_4x32."""
+    b = e.b
+    wide = ir.VectorType(I64, e.lanes)
+
+    def multiply(x: Value, factor: int) -> tuple[Value, Value]:
+        product = b.mul(b.zext(x, wide), ir.Constant(wide, [factor] * e.lanes))
+        high = b.trunc(b.lshr(product, ir.Constant(wide, [32] * e.lanes)), e.int_vector)
+        return high, b.trunc(product, e.int_vector)
+
+    c0, c1, c2, c3 = counter
+    for _ in range(PHILOX_ROUNDS):
+        (high0, low0), (high1, low1) = multiply(c0, PHILOX_M0), multiply(c2, PHILOX_M1)
+        c0, c1, c2, c3 = b.xor(b.xor(high1, c1), key0), low1, b.xor(b.xor(high0, c3), key1), low0
+        key0, key1 = b.add(key0, e.i32s(PHILOX_W0)), b.add(key1, e.i32s(PHILOX_W1))
+    return [c0, c1, c2, c3]

@@ -1,0 +1,166 @@
+"""Forward pass: one tile loop for dense, packed and paged K/V; work items are (batch, rows, key chunk) x head.
+
+A work item keeps its query rows packed and resident, streams tiles of K and V through the cache, and takes one panel of queries at a
+time through scores, softmax and values. Keys are clipped per panel, so a causal or windowed item touches little more than its band.
+Every item is computed the same way whoever takes it: results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from tilewise.backends.cpu import params as P
+from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, drop
+from tilewise.backends.cpu.compiler import driver
+from tilewise.backends.cpu.intrinsics import atomic_add, field, load_f32, load_i64, scalar_bits
+from tilewise.backends.cpu.isa import host
+from tilewise.backends.cpu.merging import finish_rows, merge_chunks
+from tilewise.backends.cpu.microkernels import row_max, scores, softmax, weigh_values
+from tilewise.backends.cpu.packing import copy_rows, fill, pack_rows, transpose_panel
+from tilewise.backends.cpu.scoring import (
+    BLOCK_N,
+    KEY_STEP,
+    LANES,
+    MAX_FIRST,
+    MAX_LAST,
+    MIN_FIRST,
+    MIN_LAST,
+    PANEL_BYTES,
+    VALUE_STEP,
+    change_scores,
+    k_length,
+    pack_keys,
+    pack_values_tile,
+    prepare_rows,
+    q_length,
+    q_start,
+)
+
+__all__ = ["forward"]
+
+SCORE_KEYS = host().score_keys
+VALUE_ROWS = host().value_rows
+MINUS_INF = float("-inf")
+# Schedule entries: (batch, first row, number of rows, chunk of keys, number of chunks), int64 each.
+ENTRY_BYTES = 40
+
+
+@driver
+def pack_queries(p: int, tensor: int, batch: int, head: int, first_row: int, count: int, stage: int, target: int) -> None:
+    """Rows of q (or dout) into transposed, scaled panels; stage holds one panel of rows."""
+    width, q_len = field(p, P.DIM_LANES), q_length(p, batch)
+    base = field(p, tensor) + batch * field(p, tensor + 1) + q_start(p, batch) * field(p, tensor + 3)
+    row = first_row
+    for panel in range((count + PANEL - 1) // PANEL):
+        lane = 0
+        rows = min(PANEL, count - panel * PANEL)
+        while lane < rows:
+            if row == q_len:
+                row = 0
+                head += 1
+            run = min(rows - lane, q_len - row)
+            source = base + head * field(p, tensor + 2) + row * field(p, tensor + 3)
+            place = stage + 4 * lane * width
+            pack_rows(source, field(p, tensor + 3), run, field(p, P.DTYPE), field(p, P.HEAD_DIM), place, 4 * width, width)
+            lane += run
+            row += run
+        fill(stage + 4 * rows * width, (PANEL - rows) * width, 0.0)
+        transpose_panel(stage, 4 * width, width, target + 4 * panel * PANEL * width, scalar_bits(field(p, P.Q_SCALE)))
+
+
+@driver
+def acc_state(p: int, ws: int) -> int:
+    """Where the running maxima of a block are; the running sums follow them."""
+    return ws + field(p, P.WS_ACC) + 4 * field(p, P.BLOCK_M) * field(p, P.DIM_V_PADDED)
+
+
+@driver
+def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int) -> None:
+    """One panel against keys [begin, end) of the tile at k0: scores, softmax, and values into the accumulator."""
+    s = ws + field(p, P.WS_SCORES)
+    new_max, alpha = ws + field(p, P.WS_MAX), ws + field(p, P.WS_ALPHA)
+    width, width_v, block_rows = field(p, P.DIM_PADDED), field(p, P.DIM_V_PADDED), field(p, P.BLOCK_M)
+    table = ws + field(p, P.WS_ROWS) + panel * TABLE_BYTES
+    bounds = ws + field(p, P.WS_PANELS) + panel * PANEL_BYTES
+    q = ws + field(p, P.WS_Q) + 4 * panel * PANEL * field(p, P.DIM_LANES)
+    k = ws + field(p, P.WS_K) + 4 * begin * width
+    acc = ws + field(p, P.WS_ACC) + 4 * panel * PANEL * width_v
+    running = acc_state(p, ws) + 4 * panel * PANEL
+    vectors = (num_rows + LANES - 1) // LANES
+    copy_rows(running, new_max, PANEL)
+    for j in range(0, end - begin, SCORE_KEYS):
+        scores(k + 4 * j * width, 4 * width, width, q, s + 4 * j * PANEL, new_max)
+    edge = k0 + begin < load_i64(bounds + MAX_FIRST) or k0 + end - 1 > load_i64(bounds + MIN_LAST)
+    if edge or (field(p, P.FEATURES) & P.CHANGES_SCORES) != 0:
+        valid = min(end - begin, load_i64(bounds + MAX_LAST) + 1 - k0 - begin)
+        change_scores(p, ws, s, end - begin, valid, k0 + begin, table, num_rows, 0)
+        copy_rows(running, new_max, PANEL)
+        row_max(s, end - begin, new_max, vectors)
+    softmax(s, end - begin, running, running + 4 * block_rows, new_max, alpha, vectors)
+    if field(p, P.FEATURES) & P.HAS_DROPOUT:
+        threshold, keep = field(p, P.DROPOUT_THRESHOLD), scalar_bits(field(p, P.KEEP_SCALE))
+        drop(s, end - begin, k0 + begin, table, batch, field(p, P.SEED_LOW), field(p, P.SEED_HIGH), threshold, keep, vectors)
+    v = ws + field(p, P.WS_V) + 4 * begin * VALUE_STEP
+    for i in range(0, num_rows, VALUE_ROWS):
+        for d in range(0, width_v, VALUE_STEP):
+            place = acc + 4 * (i * width_v + d)
+            weigh_values(s + 4 * i, v + 4 * BLOCK_N * d, 4 * VALUE_STEP, end - begin, place, 4 * width_v, alpha + 4 * i)
+
+
+@driver
+def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
+    """Stream the keys that any row of the block sees, tile by tile, panel by panel."""
+    panels = (count + PANEL - 1) // PANEL
+    bounds = ws + field(p, P.WS_PANELS)
+    first, last = P.UNBOUNDED, -1
+    for panel in range(panels):
+        first = min(first, load_i64(bounds + panel * PANEL_BYTES + MIN_FIRST))
+        last = max(last, load_i64(bounds + panel * PANEL_BYTES + MAX_LAST))
+    k0 = max(0, first) // BLOCK_N * BLOCK_N
+    while k0 <= last:
+        size = min(BLOCK_N, last + 1 - k0)
+        pack_keys(p, batch, kv_head, k0, k0 + size, ws + field(p, P.WS_K))
+        pack_values_tile(p, batch, kv_head, k0, k0 + size, ws + field(p, P.WS_V))
+        for panel in range(panels):
+            low = max(0, load_i64(bounds + panel * PANEL_BYTES + MIN_FIRST) - k0)
+            high = min(size, load_i64(bounds + panel * PANEL_BYTES + MAX_LAST) + 1 - k0)
+            if low < high:
+                begin, end = low // KEY_STEP * KEY_STEP, (high + KEY_STEP - 1) // KEY_STEP * KEY_STEP
+                panel_step(p, ws, batch, panel, min(PANEL, count - panel * PANEL), k0, begin, end)
+        k0 += BLOCK_N
+
+
+@driver
+def forward_item(p: int, ws: int, item: int) -> None:
+    """One work item: the rows of a schedule entry for one head (or the heads of a group), against one chunk of keys."""
+    unit = item % field(p, P.UNITS)
+    place = field(p, P.SCHEDULE) + item // field(p, P.UNITS) * ENTRY_BYTES
+    batch, first_row, count = load_i64(place), load_i64(place + 8), load_i64(place + 16)
+    chunk, num_chunks = load_i64(place + 24), load_i64(place + 32)
+    head = unit * field(p, P.HEADS_PER_UNIT)
+    kv_head = head // field(p, P.GROUP_SIZE)
+    k_len = k_length(p, batch)
+    k_begin = chunk * field(p, P.CHUNK)
+    k_end = k_len if chunk == num_chunks - 1 else min(k_len, k_begin + field(p, P.CHUNK))
+    prepare_rows(p, ws, batch, head, first_row, count, k_begin, k_end)
+    pack_queries(p, P.Q, batch, head, first_row, count, ws + field(p, P.WS_STAGE), ws + field(p, P.WS_Q))
+    padded = (count + PANEL - 1) // PANEL * PANEL
+    state = acc_state(p, ws)
+    fill(ws + field(p, P.WS_ACC), padded * field(p, P.DIM_V_PADDED), 0.0)
+    fill(state, padded, MINUS_INF)
+    fill(state + 4 * field(p, P.BLOCK_M), padded, 0.0)
+    tile_loop(p, ws, batch, kv_head, count)
+    if num_chunks == 1:
+        finish_rows(p, batch, head, first_row, count, ws + field(p, P.WS_ACC))
+    else:
+        merge_chunks(p, ws + field(p, P.WS_ACC), item, batch, head, first_row, count, chunk, num_chunks)
+
+
+@driver
+def forward(p: int) -> None:
+    """What each thread runs: take work items until none is left."""
+    counters = field(p, P.COUNTERS)
+    ws = field(p, P.WORKSPACE) + atomic_add(counters, 1) * field(p, P.WORKSPACE_BYTES)
+    while True:
+        item = atomic_add(counters + 64, 1)
+        if item >= field(p, P.NUM_ITEMS):
+            break
+        forward_item(p, ws, item)

@@ -1,0 +1,100 @@
+"""Instruction shapes: one row per instruction set, everything a micro-kernel emitter needs to know about the processor.
+
+A panel is `query_vectors * lanes` queries: it goes through scores, softmax and values together, so that its scores stay in the
+first-level cache. The score kernel keeps `score_keys * query_vectors` accumulators, the value kernel `value_rows * value_vectors`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["AVX2", "AVX512", "GENERIC", "NEON", "Isa", "choose", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Isa:
+    """Register shapes of one instruction set."""
+
+    name: str
+    # fp32 numbers in a vector register
+    lanes: int
+    query_vectors: int
+    score_keys: int
+    score_unroll: int
+    value_rows: int
+    value_vectors: int
+    value_unroll: int
+    # keys in a tile
+    block_n: int
+    # multiplies by one lane of a register (fmla by element); elsewhere a scalar is broadcast while loading
+    by_lane: bool = False
+    # converts fp16 in hardware
+    has_half: bool = True
+    # has vscalef and vreduce, which make 2^x two instructions shorter and right for -inf
+    has_scalef: bool = False
+
+    @property
+    def panel(self) -> int:
+        """Queries in a panel."""
+        return self.query_vectors * self.lanes
+
+    @property
+    def key_step(self) -> int:
+        """Granularity in which keys are clipped: whole score kernels, whole value iterations, whole Philox draws."""
+        return math.lcm(self.score_keys, self.value_unroll, 4)
+
+    @property
+    def dim_step(self) -> int:
+        """Packed head dims of q and k are padded to a multiple of this."""
+        return self.score_unroll * (self.lanes if self.by_lane else 1)
+
+    @property
+    def value_step(self) -> int:
+        """Packed head dims of v and of accumulators are padded to a multiple of this."""
+        return self.value_vectors * self.lanes
+
+
+# 16 accumulators each: 24 run at 27 instead of 31 GFLOP/s on Neoverse-N1.
+NEON = Isa(
+    "neon", lanes=4, query_vectors=4, score_keys=4, score_unroll=4, value_rows=8, value_vectors=2, value_unroll=8, block_n=64, by_lane=True
+)
+# 12 accumulators of 16 registers leave room for the operands.
+AVX2 = Isa("avx2", lanes=8, query_vectors=2, score_keys=6, score_unroll=4, value_rows=4, value_vectors=3, value_unroll=4, block_n=72)
+AVX512 = Isa(
+    "avx512",
+    lanes=16,
+    query_vectors=2,
+    score_keys=8,
+    score_unroll=4,
+    value_rows=8,
+    value_vectors=2,
+    value_unroll=4,
+    block_n=64,
+    has_scalef=True,
+)
+GENERIC = Isa(
+    "generic", lanes=4, query_vectors=2, score_keys=4, score_unroll=4, value_rows=4, value_vectors=2, value_unroll=4, block_n=64, has_half=False
+)
+
+
+def choose(machine: str, features: Mapping[str, bool]) -> Isa:
+    """The widest row of the table that a processor with these LLVM features has."""
+    if machine in ("aarch64", "arm64"):
+        return NEON
+    if features.get("avx512f") and features.get("avx512dq") and features.get("avx512vl"):
+        return AVX512
+    if features.get("avx2") and features.get("fma") and features.get("f16c"):
+        return AVX2
+    return GENERIC
+
+
+@functools.cache
+def host() -> Isa:
+    """The row for this machine."""
+    from llvmlite import binding
+
+    return choose(platform.machine().lower(), binding.get_host_cpu_features())

@@ -1,0 +1,271 @@
+"""From a problem and its tensors to a parameter block, a workspace and a run."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.backends.cpu import params as P
+from tilewise.backends.cpu import schedule, threads
+from tilewise.backends.cpu.cache import program
+from tilewise.backends.cpu.emit import BF16, FP16, FP32
+from tilewise.backends.cpu.isa import host
+from tilewise.backends.cpu.schedule import Schedule, round_up
+from tilewise.numerics import LOG2E, dropout_threshold
+from tilewise.operands import Operands
+from tilewise.problem import AttentionProblem
+
+__all__ = ["Block", "forward", "operand_fields", "problem_fields"]
+
+DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+# Row tables hold 10 numbers of 4 bytes per row (features.ROW_FIELDS), panel bounds 4 of 8 bytes.
+ROW_TABLE_FIELDS, PANEL_BOUNDS_BYTES = 10, 32
+# Counters of a run, a cache line apart: workspaces taken, items taken.
+COUNTER_BYTES = 128
+
+Block = dict[int, int]
+
+
+class Dims(NamedTuple):
+    """Head dims as the packed buffers have them."""
+
+    padded: int
+    lanes: int
+    v_padded: int
+
+
+def dims(problem: AttentionProblem) -> Dims:
+    """Padded head dims of a problem."""
+    isa = host()
+    padded = round_up(problem.head_dim, isa.dim_step)
+    return Dims(padded, round_up(padded, isa.lanes), round_up(problem.head_dim_v, isa.value_step))
+
+
+@functools.lru_cache(maxsize=256)
+def problem_fields(problem: AttentionProblem) -> Block:
+    """The part of the block that depends on the problem alone."""
+    left, right = problem.band
+    padded = dims(problem)
+    softcap = problem.softcap
+    q_scale = problem.scale * LOG2E if softcap is None else problem.scale / softcap
+    features = (
+        P.HAS_SOFTCAP * (softcap is not None)
+        | P.HAS_ALIBI * problem.has_alibi
+        | P.HAS_BIAS * (problem.bias_shape is not None)
+        | P.HAS_MASK * (problem.mask_shape is not None)
+        | P.HAS_DROPOUT * (problem.dropout > 0.0)
+    )
+    return {
+        P.SEQLEN_Q: problem.seqlen_q,
+        P.SEQLEN_K: problem.seqlen_k,
+        P.PAGE_SIZE: problem.page_size or 0,
+        P.NUM_HEADS: problem.num_heads,
+        P.GROUP_SIZE: problem.group_size,
+        P.HEAD_DIM: problem.head_dim,
+        P.HEAD_DIM_V: problem.head_dim_v,
+        P.DIM_PADDED: padded.padded,
+        P.DIM_LANES: padded.lanes,
+        P.DIM_V_PADDED: padded.v_padded,
+        P.DTYPE: DTYPES[problem.dtype],
+        P.Q_SCALE: P.float_bits(q_scale),
+        P.SCALE: P.float_bits(problem.scale),
+        P.WINDOW_LEFT: P.UNBOUNDED if left is None else left,
+        P.WINDOW_RIGHT: P.UNBOUNDED if right is None else right,
+        P.SOFTCAP: P.float_bits(softcap or 0.0),
+        P.FEATURES: features,
+        P.DROPOUT_THRESHOLD: dropout_threshold(problem.dropout),
+        P.KEEP_SCALE: P.float_bits(1.0 / (1.0 - problem.dropout) if problem.dropout < 1.0 else 0.0),
+    }
+
+
+def tensor_fields(position: int, tensor: Tensor, kind: str) -> Block:
+    """Address and byte strides (batch or page, head, row) of a q- or k-like tensor."""
+    item = tensor.element_size()
+    strides = [stride * item for stride in tensor.stride()]
+    if kind == "dense":
+        batch, head, row = strides[0], strides[1], strides[2]
+    elif kind == "paged":
+        batch, row, head = strides[0], strides[1], strides[2]
+    elif kind == "token":
+        batch, row, head = strides[0], 0, strides[1]
+    else:
+        batch, row, head = 0, strides[0], strides[1]
+    return {position: tensor.data_ptr(), position + 1: batch, position + 2: head, position + 3: row}
+
+
+def query_kind(problem: AttentionProblem, operands: Operands) -> str:
+    """How query rows are addressed: dense, packed, or one token a sequence."""
+    if problem.kind == "dense":
+        return "dense"
+    return "token" if operands.cu_seqlens_q is None else "packed"
+
+
+def lse_fields(problem: AttentionProblem, lse: Tensor, kind: str) -> Block:
+    """Address and byte strides of lse, contiguous in the problem's lse_shape."""
+    if kind == "dense":
+        return {P.LSE: lse.data_ptr(), P.LSE_BATCH: 4 * problem.num_heads * problem.seqlen_q, P.LSE_HEAD: 4 * problem.seqlen_q}
+    return {P.LSE: lse.data_ptr(), P.LSE_BATCH: 4 if kind == "token" else 0, P.LSE_HEAD: 4 * problem.total_q}
+
+
+def operand_fields(problem: AttentionProblem, operands: Operands, keep: list[Tensor]) -> Block:
+    """The part of the block that comes from the operands; tensors made on the way are put into `keep`."""
+    kind = query_kind(problem, operands)
+    kv_kind = problem.kind if problem.kind in ("dense", "paged") else "packed"
+    block = dict(problem_fields(problem))
+    block |= tensor_fields(P.Q, operands.q, kind)
+    block |= tensor_fields(P.K, operands.k, kv_kind)
+    block |= tensor_fields(P.V, operands.v, kv_kind)
+    if kind == "token":
+        block[P.SEQLEN_Q] = 1
+    if problem.kind != "dense":
+        block |= _sequence_fields(operands, keep)
+    if len(operands) != operands.count(None) + 3:
+        block |= _feature_fields(problem, operands, keep)
+    return block
+
+
+def _sequence_fields(operands: Operands, keep: list[Tensor]) -> Block:
+    block: Block = {}
+    tables = ((P.CU_SEQLENS_Q, operands.cu_seqlens_q), (P.CU_SEQLENS_K, operands.cu_seqlens_k), (P.SEQLENS_K, operands.seqlens_k))
+    for position, table in tables:
+        if table is not None:
+            keep.append(table.to(torch.int32).contiguous())
+            block[position] = keep[-1].data_ptr()
+    if operands.block_table is not None:
+        keep.append(operands.block_table.to(torch.int32).contiguous())
+        block |= {P.BLOCK_TABLE: keep[-1].data_ptr(), P.BLOCK_TABLE_ROW: 4 * keep[-1].shape[1]}
+    return block
+
+
+def _feature_fields(problem: AttentionProblem, operands: Operands, keep: list[Tensor]) -> Block:
+    block: Block = {}
+    if operands.bias is not None:
+        bias = _readable(operands.bias)
+        block |= _score_fields(P.BIAS, bias) | {P.BIAS_DTYPE: DTYPES[bias.dtype]}
+        keep.append(bias)
+    if operands.mask is not None:
+        block |= _score_fields(P.MASK, operands.mask)
+    if operands.alibi_slopes is not None:
+        slopes = operands.alibi_slopes
+        block |= {P.ALIBI: slopes.data_ptr(), P.ALIBI_BATCH: 4 * slopes.stride(0), P.ALIBI_HEAD: 4 * slopes.stride(1)}
+    if operands.sinks is not None:
+        keep.append(operands.sinks.to(torch.float32).contiguous())
+        block[P.SINKS] = keep[-1].data_ptr()
+    if problem.dropout > 0.0 and operands.seed is not None:
+        seed = int(operands.seed)
+        block |= {P.SEED_LOW: seed & 0xFFFFFFFF, P.SEED_HIGH: (seed >> 32) & 0xFFFFFFFF}
+    return block
+
+
+def _score_fields(position: int, tensor: Tensor) -> Block:
+    item = tensor.element_size()
+    strides = {position + 1 + i: stride * item for i, stride in enumerate(tensor.stride())}
+    return {position: tensor.data_ptr(), **strides}
+
+
+def _readable(bias: Tensor) -> Tensor:
+    """A bias the kernels can read: fp64 is rounded to fp32, before being expanded."""
+    if bias.dtype in DTYPES:
+        return bias
+    stored = bias[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in bias.stride())]
+    return stored.to(torch.float32).expand(bias.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, int]:
+    """Places in one thread's workspace, and its size in bytes."""
+    isa, padded = host(), dims(problem)
+    floats = {
+        P.WS_Q: block_m * padded.lanes,
+        P.WS_ACC: block_m * (padded.v_padded + 2),
+        P.WS_K: isa.block_n * padded.padded,
+        P.WS_V: isa.block_n * padded.v_padded,
+        P.WS_SCORES: isa.block_n * isa.panel,
+        P.WS_EXTRA: (isa.block_n + isa.lanes) * isa.panel,
+        P.WS_STAGE: isa.panel * max(padded.lanes, isa.block_n),
+        P.WS_MAX: isa.panel,
+        P.WS_ALPHA: isa.panel,
+        P.WS_ROWS: ROW_TABLE_FIELDS * block_m,
+        P.WS_PANELS: PANEL_BOUNDS_BYTES // 4 * (block_m // isa.panel),
+    }
+    return places(floats)
+
+
+def places(floats: dict[int, int]) -> tuple[Block, int]:
+    """Offsets of buffers one after another, each on its own cache lines, and the bytes they take together."""
+    offsets: Block = {}
+    end = 0
+    for position, count in floats.items():
+        offsets[position] = end
+        end += round_up(4 * count, 64)
+    # A multiple of 4 KiB would put the same buffer of all threads on the same cache sets.
+    return offsets, round_up(end, 4096) + 64
+
+
+def lengths(problem: AttentionProblem, operands: Operands) -> tuple[schedule.Lengths, schedule.Lengths]:
+    """Query and key lengths of packed or paged sequences."""
+    if operands.cu_seqlens_q is None:
+        q_lengths = np.ones(problem.batch, np.int64)
+    else:
+        q_lengths = np.diff(operands.cu_seqlens_q.numpy()).astype(np.int64)
+    if operands.seqlens_k is not None:
+        return q_lengths, operands.seqlens_k.numpy().astype(np.int64)
+    assert operands.cu_seqlens_k is not None
+    return q_lengths, np.diff(operands.cu_seqlens_k.numpy()).astype(np.int64)
+
+
+def empty_out(problem: AttentionProblem, like: Tensor) -> Tensor:
+    """The output: a heads-first view of memory in the caller's layout."""
+    out = torch.empty(problem.out_shape, dtype=like.dtype)
+    return out.transpose(1, 2) if problem.kind == "dense" and problem.layout == "bshd" else out
+
+
+def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of canonical operands."""
+    out, lse = empty_out(problem, operands.q), torch.empty(problem.lse_shape, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse.fill_(-torch.inf)
+    count = threads.num_threads()
+    if problem.kind == "dense":
+        plan = schedule.dense_forward_schedule(problem, count)
+    else:
+        plan = schedule.forward_schedule(problem, *lengths(problem, operands), count)
+    keep: list[Tensor] = []
+    block = operand_fields(problem, operands, keep)
+    kind = query_kind(problem, operands)
+    block |= tensor_fields(P.OUT, out, kind)
+    block |= lse_fields(problem, lse, kind)
+    offsets, size = forward_workspace(problem, plan.block_m)
+    run_items("forward", block | offsets, plan, size, count)
+    return out, lse
+
+
+def run_items(name: str, block: Block, plan: Schedule, workspace_bytes: int, count: int) -> None:
+    """Run a program over a schedule with as many threads as there is work for."""
+    items = len(plan.entries) * plan.units
+    count = max(1, min(count, items))
+    split = bool(len(plan.entries)) and int(plan.entries[:, 4].max()) > 1
+    partial_bytes = 4 * plan.block_m * (block[P.DIM_V_PADDED] + 2)
+    workspace = torch.empty(count * workspace_bytes, dtype=torch.uint8)
+    counters = np.zeros(COUNTER_BYTES // 8 + (items if split else 0), np.int64)
+    partials = torch.empty(items * partial_bytes if split else 0, dtype=torch.uint8)
+    address = counters.ctypes.data
+    block |= {
+        P.COUNTERS: address,
+        P.DONE: address + COUNTER_BYTES,
+        P.NUM_ITEMS: items,
+        P.SCHEDULE: plan.entries.ctypes.data,
+        P.UNITS: plan.units,
+        P.HEADS_PER_UNIT: plan.heads_per_unit,
+        P.BLOCK_M: plan.block_m,
+        P.CHUNK: plan.chunk,
+        P.WORKSPACE: workspace.data_ptr(),
+        P.WORKSPACE_BYTES: workspace_bytes,
+        P.PARTIALS: partials.data_ptr(),
+        P.PARTIAL_BYTES: partial_bytes,
+    }
+    threads.run(program(name).address, P.pack(block), count)

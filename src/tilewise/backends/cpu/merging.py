@@ -1,0 +1,76 @@
+"""The end of a work item: normalise its rows and write them, or leave a partial result that the last chunk to finish merges.
+
+A block of results is `acc[BLOCK_M][DIM_V_PADDED]`, then `row_max[BLOCK_M]` (log2 units), then `row_sum[BLOCK_M]`, all fp32.
+"""
+
+from __future__ import annotations
+
+from tilewise.backends.cpu import params as P
+from tilewise.backends.cpu.compiler import driver
+from tilewise.backends.cpu.intrinsics import atomic_add, exp2, field, load_f32, log2, store_f32
+from tilewise.backends.cpu.packing import add_rows, copy_rows, fill, store_row
+from tilewise.backends.cpu.scoring import LOG2E_F32, q_length, q_start
+from tilewise.numerics import LN2
+
+__all__ = ["finish_rows", "merge_chunks"]
+
+LN2_F32 = float(LN2)
+MINUS_INF = float("-inf")
+
+
+@driver
+def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block: int) -> None:
+    """Fold the sinks in, divide by the row sums, write out and lse. A row without keys or sink gives 0 and -inf."""
+    width, q_len, start = field(p, P.DIM_V_PADDED), q_length(p, batch), q_start(p, batch)
+    maxima = block + 4 * field(p, P.BLOCK_M) * width
+    sums = maxima + 4 * field(p, P.BLOCK_M)
+    out_base = field(p, P.OUT) + batch * field(p, P.OUT_BATCH) + start * field(p, P.OUT_ROW)
+    lse_base = field(p, P.LSE) + batch * field(p, P.LSE_BATCH) + 4 * start
+    row = first_row
+    for r in range(count):
+        if row == q_len:
+            row = 0
+            head += 1
+        top, total, factor = load_f32(maxima + 4 * r), load_f32(sums + 4 * r), 1.0
+        if field(p, P.SINKS) != 0:
+            sink = load_f32(field(p, P.SINKS) + 4 * head) * LOG2E_F32
+            new_top = max(top, sink)
+            if new_top > MINUS_INF:
+                factor = exp2(top - new_top)
+                total = total * factor + exp2(sink - new_top)
+            top = new_top
+        inverse = factor / total if total > 0.0 else 0.0
+        lse = (top + log2(total)) * LN2_F32 if total > 0.0 else MINUS_INF
+        out = out_base + head * field(p, P.OUT_HEAD) + row * field(p, P.OUT_ROW)
+        store_row(block + 4 * r * width, field(p, P.HEAD_DIM_V), out, field(p, P.DTYPE), inverse)
+        store_f32(lse_base + head * field(p, P.LSE_HEAD) + 4 * row, lse)
+        row += 1
+
+
+@driver
+def merge_chunks(p: int, block: int, item: int, batch: int, head: int, first_row: int, count: int, chunk: int, num_chunks: int) -> None:
+    """Leave this chunk's block among the partial results; the last one to arrive adds them up in the order of the chunks."""
+    width, block_m, units = field(p, P.DIM_V_PADDED), field(p, P.BLOCK_M), field(p, P.UNITS)
+    floats = field(p, P.PARTIAL_BYTES) // 4
+    first_slot = field(p, P.PARTIALS) + (item - chunk * units) * field(p, P.PARTIAL_BYTES)
+    step = units * field(p, P.PARTIAL_BYTES)
+    copy_rows(block, first_slot + chunk * step, floats)
+    if atomic_add(field(p, P.DONE) + 8 * (item - chunk * units), 1) + 1 < num_chunks:
+        return
+    maxima = 4 * block_m * width
+    sums = maxima + 4 * block_m
+    fill(block, count * width, 0.0)
+    for r in range(count):
+        top = MINUS_INF
+        for c in range(num_chunks):
+            top = max(top, load_f32(first_slot + c * step + maxima + 4 * r))
+        total = 0.0
+        if top > MINUS_INF:
+            for c in range(num_chunks):
+                part = first_slot + c * step
+                weight = exp2(load_f32(part + maxima + 4 * r) - top)
+                total += weight * load_f32(part + sums + 4 * r)
+                add_rows(block + 4 * r * width, part + 4 * r * width, width, weight)
+        store_f32(block + maxima + 4 * r, top)
+        store_f32(block + sums + 4 * r, total)
+    finish_rows(p, batch, head, first_row, count, block)

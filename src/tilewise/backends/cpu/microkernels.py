@@ -1,0 +1,197 @@
+"""The inner loops: scores, softmax, values, and their counterparts of the backward pass.
+
+Scores are held transposed, S[key][query] with vector lanes = queries: row maximum and sum are lane-wise and need no shuffles, and P is
+already in the order the value product reads it. All addresses are of packed fp32 buffers, padded so that no kernel has a tail.
+"""
+
+from __future__ import annotations
+
+from tilewise.backends.cpu.emit import Emitter, Value
+from tilewise.backends.cpu.compiler import kernel
+
+__all__ = ["accumulate_keys", "rescaled_max", "row_max", "scores", "softmax", "softmax_gradient", "weigh_values"]
+
+# The running maximum of a row that saw no key; keeps -inf - max from being NaN.
+NO_KEY = -1e30
+
+
+@kernel("iiiiii")
+def scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: Value, running_max: Value) -> None:
+    """s[score_keys][panel] = k[score_keys][head_dim] . q[head_dim][panel]; running_max = max(running_max, s)."""
+    isa, b = e.isa, e.b
+    keys, vectors, panel = isa.score_keys, isa.query_vectors, isa.panel
+    k_rows = e.rows(k, k_stride, keys)
+
+    def step(d: Value, *acc: Value) -> list[Value]:
+        sums = list(acc)
+        offset = b.mul(d, e.i64(4))
+        q_row = b.add(q, b.mul(d, e.i64(4 * panel)))
+        for u in range(isa.score_unroll):
+            weights = _multipliers(e, [b.add(row, offset) for row in k_rows], u)
+            for w in range(len(weights[0])):
+                queries = e.load_vectors(e.at(q_row, (u * len(weights[0]) + w) * panel), vectors)
+                for i in range(keys):
+                    for j in range(vectors):
+                        sums[i * vectors + j] = e.fma(queries[j], weights[i][w], sums[i * vectors + j])
+        return sums
+
+    acc = e.loop(head_dim, isa.dim_step, [e.f32s(0.0)] * (keys * vectors), step)
+    top = e.load_vectors(running_max, vectors)
+    for i in range(keys):
+        e.store_vectors(e.at(s, i * panel), acc[i * vectors : (i + 1) * vectors])
+        top = [e.maximum(top[j], acc[i * vectors + j]) for j in range(vectors)]
+    e.store_vectors(running_max, top)
+
+
+def _multipliers(e: Emitter, rows: list[Value], u: int) -> list[list[Value]]:
+    """Per row the splats of step u: lanes of one loaded register (by element), or one broadcast load."""
+    if not e.isa.by_lane:
+        return [[e.broadcast(e.at(row, u))] for row in rows]
+    loaded = [e.load(e.at(row, u * e.lanes)) for row in rows]
+    return [[e.lane(register, n) for n in range(e.lanes)] for register in loaded]
+
+
+@kernel("iiiiiii")
+def weigh_values(
+    e: Emitter, p: Value, v: Value, v_stride: Value, num_keys: Value, acc: Value, acc_stride: Value, alpha: Value
+) -> None:
+    """acc[value_rows][value_step] = alpha[value_rows] * acc + p[num_keys][panel]^T v[num_keys][value_step]."""
+    isa, b = e.isa, e.b
+    rows, vectors = isa.value_rows, isa.value_vectors
+    acc_rows = e.rows(acc, acc_stride, rows)
+    start = []
+    for i, row in enumerate(acc_rows):
+        factor = e.broadcast(e.at(alpha, i))
+        start += [b.fmul(old, factor) for old in e.load_vectors(row, vectors)]
+
+    def step(n: Value, *sums: Value) -> list[Value]:
+        current = list(sums)
+        p_row = b.add(p, b.mul(n, e.i64(4 * isa.panel)))
+        v_row = b.add(v, b.mul(n, v_stride))
+        for u in range(isa.value_unroll):
+            values = e.load_vectors(v_row, vectors)
+            for i, weight in enumerate(_adjacent_splats(e, e.at(p_row, u * isa.panel), rows)):
+                for j in range(vectors):
+                    current[i * vectors + j] = e.fma(values[j], weight, current[i * vectors + j])
+            v_row = b.add(v_row, v_stride)
+        return current
+
+    sums = e.loop(num_keys, isa.value_unroll, start, step)
+    for i, row in enumerate(acc_rows):
+        e.store_vectors(row, sums[i * vectors : (i + 1) * vectors])
+
+
+def _adjacent_splats(e: Emitter, address: Value, count: int) -> list[Value]:
+    """Splats of `count` adjacent numbers."""
+    if not e.isa.by_lane:
+        return [e.broadcast(e.at(address, i)) for i in range(count)]
+    registers = e.load_vectors(address, count // e.lanes)
+    return [e.lane(registers[i // e.lanes], i % e.lanes) for i in range(count)]
+
+
+@kernel("iiiiii")
+def accumulate_keys(
+    e: Emitter, weights: Value, x: Value, x_stride: Value, num_rows: Value, acc: Value, acc_stride: Value
+) -> None:
+    """acc[value_rows keys][value_step] += weights[value_rows][num_rows of panel] . x[num_rows][value_step]: dV += P dO, dK += dS Q."""
+    isa, b = e.isa, e.b
+    keys, vectors = isa.value_rows, isa.value_vectors
+    acc_rows = e.rows(acc, acc_stride, keys)
+    weight_rows = e.rows(weights, e.i64(4 * isa.panel), keys)
+    start = [old for row in acc_rows for old in e.load_vectors(row, vectors)]
+    unroll = isa.lanes if isa.by_lane else 4
+
+    def step(n: Value, *sums: Value) -> list[Value]:
+        current = list(sums)
+        offset = b.mul(n, e.i64(4))
+        x_row = b.add(x, b.mul(n, x_stride))
+        splats = [_adjacent_splats(e, b.add(row, offset), unroll) for row in weight_rows] if isa.by_lane else None
+        for u in range(unroll):
+            values = e.load_vectors(x_row, vectors)
+            for i in range(keys):
+                weight = splats[i][u] if splats else e.broadcast(e.at(b.add(weight_rows[i], offset), u))
+                for j in range(vectors):
+                    current[i * vectors + j] = e.fma(values[j], weight, current[i * vectors + j])
+            x_row = b.add(x_row, x_stride)
+        return current
+
+    sums = e.loop(num_rows, unroll, start, step)
+    for i, row in enumerate(acc_rows):
+        e.store_vectors(row, sums[i * vectors : (i + 1) * vectors])
+
+
+@kernel("iiii")
+def row_max(e: Emitter, s: Value, num_keys: Value, running_max: Value, vectors: Value) -> None:
+    """running_max = max(running_max, s[num_keys]) for the first `vectors` vectors of a panel."""
+
+    def column(offset: Value, top_at: Value) -> None:
+        def step(n: Value, top: Value) -> list[Value]:
+            return [e.maximum(top, e.load(e.b.add(offset, e.b.mul(n, e.i64(4 * e.isa.panel)))))]
+
+        e.store(top_at, e.loop(num_keys, 1, [e.load(top_at)], step)[0])
+
+    _per_vector(e, vectors, lambda at: column(e.b.add(s, at), e.b.add(running_max, at)))
+
+
+def _per_vector(e: Emitter, vectors: Value, body: object) -> None:
+    """Run `body(byte offset)` for each vector of a panel."""
+    assert callable(body)
+    e.loop(vectors, 1, (), lambda v: body(e.b.mul(v, e.i64(4 * e.lanes))))
+
+
+SOFTMAX_UNROLL = 4
+
+
+@kernel("iiiiiii")
+def softmax(
+    e: Emitter, s: Value, num_keys: Value, row_max: Value, row_sum: Value, new_max: Value, alpha: Value, vectors: Value
+) -> None:
+    """P = 2^(s - new_max) in place; alpha = 2^(row_max - new_max); row_sum = alpha * row_sum + sum(P); row_max = new_max.
+
+    num_keys is a multiple of 4. A row without a key keeps row_max -inf and row_sum 0.
+    """
+    b = e.b
+
+    def column(at: Value) -> None:
+        top = e.load(b.add(new_max, at))
+        safe = e.maximum(top, e.f32s(NO_KEY))
+
+        def step(n: Value, *sums: Value) -> list[Value]:
+            base = b.add(b.add(s, at), b.mul(n, e.i64(4 * e.isa.panel)))
+            places = [e.at(base, u * e.isa.panel) for u in range(SOFTMAX_UNROLL)]
+            powers = [e.exp2(b.fsub(e.load(place), safe)) for place in places]
+            for place, power in zip(places, powers, strict=True):
+                e.store(place, power)
+            return [b.fadd(total, power) for total, power in zip(sums, powers, strict=True)]
+
+        parts = e.loop(num_keys, SOFTMAX_UNROLL, [e.f32s(0.0)] * SOFTMAX_UNROLL, step)
+        total = b.fadd(b.fadd(parts[0], parts[1]), b.fadd(parts[2], parts[3]))
+        decay = e.exp2(b.fsub(e.load(b.add(row_max, at)), safe))
+        e.store(b.add(alpha, at), decay)
+        e.store(b.add(row_max, at), top)
+        e.store(b.add(row_sum, at), e.fma(e.load(b.add(row_sum, at)), decay, total))
+
+    _per_vector(e, vectors, column)
+
+
+@kernel("iiiii")
+def softmax_gradient(e: Emitter, s: Value, dp: Value, num_keys: Value, lse_log2: Value, delta: Value) -> None:
+    """P = 2^(s - lse) in place of s and dS = P * (dp - delta) in place of dp, on a whole panel; num_keys is even."""
+    b = e.b
+
+    def column(v: Value) -> None:
+        at = b.mul(v, e.i64(4 * e.lanes))
+        lse = e.load(b.add(lse_log2, at))
+        shift = e.load(b.add(delta, at))
+
+        def step(n: Value) -> None:
+            offset = b.add(at, b.mul(n, e.i64(4 * e.isa.panel)))
+            for u in range(2):
+                s_at, dp_at = (e.at(b.add(base, offset), u * e.isa.panel) for base in (s, dp))
+                p = e.exp2(b.fsub(e.load(s_at), lse))
+                e.store(s_at, p)
+                e.store(dp_at, b.fmul(p, b.fsub(e.load(dp_at), shift)))
+
+        e.loop(num_keys, 2, (), step)
+
+    e.loop(e.i64(e.isa.query_vectors), 1, (), column)

@@ -1,0 +1,173 @@
+"""Between tensors and packed buffers: rows of any dtype to padded fp32 rows, row blocks to their transposes, and back out.
+
+Packing absorbs strides, pages, dtypes and odd head dims, so that the micro-kernels see one layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from tilewise.backends.cpu.emit import BF16, F32, FP16, FP32, ITEM_BYTES, Emitter, Value
+from tilewise.backends.cpu.compiler import kernel
+
+__all__ = ["add_rows", "by_dtype", "copy_rows", "fill", "pack_rows", "pack_values", "row_dots", "scale_rows", "store_row", "transpose_panel"]
+
+
+def by_dtype(e: Emitter, dtype: Value, dtypes: tuple[int, ...], body: Callable[[int], None]) -> None:
+    """Emit `body` for each element code and branch to the right one at run time."""
+    done = e.b.append_basic_block("dtype_done")
+    blocks = [e.b.append_basic_block(f"dtype_{code}") for code in dtypes]
+    switch = e.b.switch(dtype, blocks[0])
+    for code, block in zip(dtypes[1:], blocks[1:], strict=True):
+        switch.add_case(e.i64(code), block)
+    for code, block in zip(dtypes, blocks, strict=True):
+        e.b.position_at_end(block)
+        body(code)
+        e.b.branch(done)
+    e.b.position_at_end(done)
+
+
+def _elements(e: Emitter, count: Value, body: Callable[[Value, int], None]) -> None:
+    """`body(index, lanes)` over count elements: whole vectors, then single elements."""
+    whole = e.b.and_(count, e.i64(-e.lanes))
+    e.positive(whole, e.lanes, lambda i: body(i, e.lanes))
+    e.positive(e.b.sub(count, whole), 1, lambda i: body(e.b.add(whole, i), 1))
+
+
+def _zero_up_to(e: Emitter, address: Value, count: Value, padded: Value) -> None:
+    zero = ir.Constant(F32, 0.0)
+    e.positive(e.b.sub(padded, count), 1, lambda i: e.store(e.at(e.at(address, count), i), zero))
+
+
+@kernel("iiiiiiii")
+def pack_rows(
+    e: Emitter, source: Value, source_stride: Value, num_rows: Value, dtype: Value, dim: Value, target: Value, target_stride: Value, padded: Value
+) -> None:
+    """target[num_rows][padded] = source[num_rows][dim] as fp32, zero beyond dim; strides in bytes."""
+    b = e.b
+
+    def convert(code: int) -> None:
+        def row(n: Value) -> None:
+            read, write = b.add(source, b.mul(n, source_stride)), b.add(target, b.mul(n, target_stride))
+
+            def element(i: Value, lanes: int) -> None:
+                value = e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes)
+                e.store(e.at(write, i), value)
+
+            _elements(e, dim, element)
+            _zero_up_to(e, write, dim, padded)
+
+        e.positive(num_rows, 1, row)
+
+    by_dtype(e, dtype, (FP32, BF16, FP16), convert)
+
+
+@kernel("iiiiiiii")
+def pack_values(
+    e: Emitter, source: Value, source_stride: Value, num_rows: Value, dtype: Value, dim: Value, target: Value, column_bytes: Value, padded: Value
+) -> None:
+    """Rows as `pack_rows`, but in columns of value_step: target[column][row][value_step], which the value kernel streams through."""
+    b, width = e.b, e.isa.value_step
+
+    def convert(code: int) -> None:
+        def row(n: Value) -> None:
+            read, write = b.add(source, b.mul(n, source_stride)), b.add(target, b.mul(n, e.i64(4 * width)))
+
+            def place(i: Value) -> Value:
+                column = b.udiv(i, e.i64(width))
+                return b.add(write, b.add(b.mul(column, column_bytes), b.mul(b.urem(i, e.i64(width)), e.i64(4))))
+
+            def element(i: Value, lanes: int) -> None:
+                e.store(place(i), e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes))
+
+            _elements(e, dim, element)
+            zero = ir.Constant(F32, 0.0)
+            e.positive(b.sub(padded, dim), 1, lambda i: e.store(place(b.add(dim, i)), zero))
+
+        e.positive(num_rows, 1, row)
+
+    by_dtype(e, dtype, (FP32, BF16, FP16), convert)
+
+
+@kernel("iiiif")
+def transpose_panel(e: Emitter, source: Value, source_stride: Value, padded: Value, target: Value, scale: Value) -> None:
+    """target[padded][panel] = scale * source[panel][padded]^T, padded a multiple of lanes; source_stride in bytes."""
+    b, isa = e.b, e.isa
+    factor = e.splat(scale)
+
+    def block(d: Value) -> None:
+        for j in range(isa.query_vectors):
+            first = b.add(e.at(source, d), b.mul(source_stride, e.i64(j * isa.lanes)))
+            columns = e.transpose([e.load(row) for row in e.rows(first, source_stride, isa.lanes)])
+            out = b.add(target, b.mul(d, e.i64(4 * isa.panel)))
+            for n, column in enumerate(columns):
+                e.store(e.at(out, n * isa.panel + j * isa.lanes), b.fmul(column, factor))
+
+    e.loop(padded, isa.lanes, (), block)
+
+
+@kernel("iiiif")
+def store_row(e: Emitter, source: Value, dim: Value, target: Value, dtype: Value, factor: Value) -> None:
+    """target[dim] = factor * source[dim], rounded to the target's dtype."""
+
+    def convert(code: int) -> None:
+        def element(i: Value, lanes: int) -> None:
+            value = e.load(e.at(source, i), ir.VectorType(F32, lanes))
+            scaled = e.b.fmul(value, _splat(e, factor, lanes))
+            e.store_from_f32(e.b.add(target, e.b.mul(i, e.i64(ITEM_BYTES[code]))), scaled, code)
+
+        _elements(e, dim, element)
+
+    by_dtype(e, dtype, (FP32, BF16, FP16), convert)
+
+
+def _splat(e: Emitter, scalar: Value, lanes: int) -> Value:
+    if lanes == e.lanes:
+        return e.splat(scalar)
+    return e.b.insert_element(ir.Constant(ir.VectorType(F32, 1), ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
+
+
+@kernel("iif")
+def fill(e: Emitter, target: Value, count: Value, value: Value) -> None:
+    """target[count] = value; count is a multiple of lanes."""
+    e.positive(count, e.lanes, lambda i: e.store(e.at(target, i), e.splat(value)))
+
+
+@kernel("iif")
+def scale_rows(e: Emitter, target: Value, count: Value, factor: Value) -> None:
+    """target[count] *= factor; count is a multiple of lanes."""
+    e.positive(count, e.lanes, lambda i: e.store(e.at(target, i), e.b.fmul(e.load(e.at(target, i)), e.splat(factor))))
+
+
+@kernel("iiif")
+def add_rows(e: Emitter, target: Value, source: Value, count: Value, factor: Value) -> None:
+    """target[count] += factor * source[count]; count is a multiple of lanes."""
+
+    def step(i: Value) -> None:
+        place = e.at(target, i)
+        e.store(place, e.fma(e.load(e.at(source, i)), e.splat(factor), e.load(place)))
+
+    e.positive(count, e.lanes, step)
+
+
+@kernel("iii", "f")
+def row_dots(e: Emitter, x: Value, y: Value, count: Value) -> Value:
+    """sum(x[count] * y[count]) of fp32 rows, lane by lane and then pairwise; count is a multiple of lanes."""
+    b = e.b
+    total = e.loop(count, e.lanes, [e.f32s(0.0)], lambda i, acc: [e.fma(e.load(e.at(x, i)), e.load(e.at(y, i)), acc)])[0]
+    width = e.lanes
+    while width > 1:
+        width //= 2
+        upper = ir.Constant(e.int_vector, [(i + width) % e.lanes for i in range(e.lanes)])
+        total = b.fadd(total, b.shuffle_vector(total, ir.Constant(total.type, ir.Undefined), upper))
+    return b.extract_element(total, ir.Constant(ir.IntType(32), 0))
+
+
+@kernel("iii")
+def copy_rows(e: Emitter, source: Value, target: Value, count: Value) -> None:
+    """target[count] = source[count]; count is a multiple of lanes."""
+    e.positive(count, e.lanes, lambda i: e.store(e.at(target, i), e.load(e.at(source, i))))
+
+

@@ -1,0 +1,69 @@
+"""The parameter block: one flat array of int64 that a compiled kernel reads everything from.
+
+Pointers are addresses, strides are bytes, floats are the bits of an fp32. A pointer of 0 means "not there". Offsets named `WS_*` are
+places within one thread's workspace. The constants below are positions in the block; `pack` builds it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+__all__ = ["BLOCK_FIELDS", "float_bits", "pack"]
+
+# What every kernel needs: who works on what, and where.
+COUNTERS, NUM_ITEMS, SCHEDULE, UNITS, HEADS_PER_UNIT, WORKSPACE, WORKSPACE_BYTES = range(7)
+# Operands of the forward pass and their strides.
+Q, Q_BATCH, Q_HEAD, Q_ROW = range(7, 11)
+K, K_BATCH, K_HEAD, K_ROW = range(11, 15)
+V, V_BATCH, V_HEAD, V_ROW = range(15, 19)
+OUT, OUT_BATCH, OUT_HEAD, OUT_ROW = range(19, 23)
+LSE, LSE_BATCH, LSE_HEAD = range(23, 26)
+# Sequences: lengths, or tables of them; pages.
+SEQLEN_Q, SEQLEN_K, CU_SEQLENS_Q, CU_SEQLENS_K, SEQLENS_K, BLOCK_TABLE, BLOCK_TABLE_ROW, PAGE_SIZE = range(26, 34)
+# Sizes and dtype.
+NUM_HEADS, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, DIM_PADDED, DIM_LANES, DIM_V_PADDED, DTYPE, ITEM = range(34, 43)
+# Semantics.
+Q_SCALE, WINDOW_LEFT, WINDOW_RIGHT, SOFTCAP, FEATURES = range(43, 48)
+BIAS, BIAS_BATCH, BIAS_HEAD, BIAS_ROW, BIAS_KEY, BIAS_DTYPE = range(48, 54)
+MASK, MASK_BATCH, MASK_HEAD, MASK_ROW, MASK_KEY = range(54, 59)
+ALIBI, ALIBI_BATCH, ALIBI_HEAD, SINKS, DROPOUT_THRESHOLD, KEEP_SCALE, SEED_LOW, SEED_HIGH = range(59, 67)
+# Splitting over keys.
+CHUNK, PARTIALS, PARTIAL_BYTES, DONE = range(67, 71)
+# Workspace.
+WS_Q, WS_ACC, WS_K, WS_V, WS_SCORES, WS_EXTRA, WS_ROWS, WS_PANELS, WS_STAGE, WS_MAX, WS_ALPHA = range(71, 82)
+# Backward.
+DOUT, DOUT_BATCH, DOUT_HEAD, DOUT_ROW = range(82, 86)
+DQ, DQ_BATCH, DQ_HEAD, DQ_ROW = range(86, 90)
+DK, DK_BATCH, DK_HEAD, DK_ROW = range(90, 94)
+DV, DV_BATCH, DV_HEAD, DV_ROW = range(94, 98)
+DLSE, DELTA, SCALE, WORK = range(98, 102)
+DBIAS, DBIAS_BATCH, DBIAS_HEAD, DBIAS_ROW, DBIAS_KEY = range(102, 107)
+WS_DOUT, WS_DSCORES, WS_Q_ROWS, WS_DOUT_ROWS, WS_DK, WS_DV, WS_CAP, WS_ONES = range(107, 115)
+BLOCK_M = 115
+BLOCK_FIELDS = 116
+
+# Bits of FEATURES: what a panel needs besides the plain product.
+HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, HAS_DROPOUT = 1, 2, 4, 8, 16
+# What changes scores, and so the row maximum; dropout acts on probabilities.
+CHANGES_SCORES = HAS_SOFTCAP | HAS_ALIBI | HAS_BIAS | HAS_MASK
+# What needs per-row tables of positions, slopes and addresses.
+NEEDS_ROW_TABLE = HAS_ALIBI | HAS_BIAS | HAS_MASK | HAS_DROPOUT
+
+UNBOUNDED = 1 << 40
+
+_STRUCT = struct.Struct(f"{BLOCK_FIELDS}q")
+_FLOAT, _INT = struct.Struct("f"), struct.Struct("I")
+
+
+def float_bits(number: float) -> int:
+    """How a float travels in the block."""
+    return int(_INT.unpack(_FLOAT.pack(number))[0])
+
+
+def pack(values: Mapping[int, int]) -> bytes:
+    """The block; fields not named are 0."""
+    block = [0] * BLOCK_FIELDS
+    for position, value in values.items():
+        block[position] = value
+    return _STRUCT.pack(*block)

@@ -1,0 +1,106 @@
+"""Who computes which rows: block sizes and the list of work items, a pure function of the problem and its sequence lengths.
+
+An entry is (batch, first row, number of rows, chunk of keys, number of chunks); each is done for every unit (a query head, or a K/V
+head with all heads of its group). Entries with most keys come first, so that the last items to finish are short.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewise.backends.cpu.isa import host
+from tilewise.problem import AttentionProblem
+
+__all__ = ["Schedule", "forward_schedule", "round_up"]
+
+Lengths = NDArray[np.int64]
+
+# Below this many query rows a GQA group's heads share panels: they read the same keys.
+GROUP_ROWS = 128
+# Rows of few queries are split over keys in chunks of this many; a function of the problem only, so that threads do not matter.
+CHUNK_KEYS = 1024
+CHUNK_ROWS = 64
+
+
+class Schedule(NamedTuple):
+    """Work items of a forward pass; `chunk` is the number of keys in a chunk."""
+
+    entries: NDArray[np.int64]
+    units: int
+    heads_per_unit: int
+    block_m: int
+    chunk: int
+
+
+def round_up(number: int, step: int) -> int:
+    """The next multiple of a step."""
+    return -(-number // step) * step
+
+
+def shares_panels(problem: AttentionProblem) -> bool:
+    """Whether the heads of a GQA group are computed together."""
+    return problem.group_size > 1 and problem.seqlen_q * problem.group_size <= GROUP_ROWS
+
+
+def rows_per_unit(problem: AttentionProblem) -> int:
+    """Query rows of one sequence in one unit of work."""
+    return problem.seqlen_q * (problem.group_size if shares_panels(problem) else 1)
+
+
+def block_rows(problem: AttentionProblem, threads: int) -> int:
+    """Query rows of a work item: 256 (128 for short sequences) unless that leaves threads idle. Results do not depend on it."""
+    panel = host().panel
+    rows = 256 if problem.seqlen_q > 1024 else 128
+    rows = min(rows, round_up(max(1, rows_per_unit(problem)), panel))
+    sequences = max(1, problem.batch) * problem.num_heads
+    while rows > panel and not shares_panels(problem) and sequences * -(-problem.seqlen_q // rows) < 4 * threads:
+        rows = round_up(rows // 2, panel)
+    return rows
+
+
+def dense_lengths(problem: AttentionProblem) -> tuple[Lengths, Lengths]:
+    """Query and key lengths of sequences that are all alike."""
+    return np.full(problem.batch, problem.seqlen_q), np.full(problem.batch, problem.seqlen_k)
+
+
+@functools.lru_cache(maxsize=256)
+def dense_forward_schedule(problem: AttentionProblem, threads: int) -> Schedule:
+    """The schedule of a dense problem, kept."""
+    return forward_schedule(problem, *dense_lengths(problem), threads)
+
+
+def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths, threads: int) -> Schedule:
+    """Entries for sequences of these lengths."""
+    block = block_rows(problem, threads)
+    heads = problem.group_size if shares_panels(problem) else 1
+    rows = q_lengths * heads
+    counts = -(-rows // block)
+    batch = np.repeat(np.arange(len(rows)), counts)
+    first = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * block
+    size = np.minimum(block, rows[batch] - first)
+    order = np.argsort(-_keys_seen(problem, first + size, q_lengths[batch], k_lengths[batch]), kind="stable")
+    batch, first, size = batch[order], first[order], size[order]
+    chunks = _chunks(problem, k_lengths[batch])
+    chunk = np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks)
+    columns = [np.repeat(column, chunks) for column in (batch, first, size)] + [chunk, np.repeat(chunks, chunks)]
+    entries = np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64)
+    return Schedule(entries, problem.num_heads // heads, heads, block, CHUNK_KEYS)
+
+
+def _keys_seen(problem: AttentionProblem, end_row: Lengths, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
+    """How many keys the last row of each entry sees, roughly what the entry costs."""
+    left, right = problem.band
+    last = k_lengths if right is None else np.minimum(k_lengths, end_row + k_lengths - q_lengths + right)
+    first = np.zeros_like(last) if left is None else np.maximum(0, end_row + k_lengths - q_lengths - left)
+    return np.maximum(0, last - first)
+
+
+def _chunks(problem: AttentionProblem, k_lengths: Lengths) -> Lengths:
+    """Chunks of keys per entry: more than one only for few rows and many keys."""
+    if rows_per_unit(problem) > CHUNK_ROWS:
+        return np.ones_like(k_lengths)
+    return np.maximum(1, -(-k_lengths // CHUNK_KEYS))

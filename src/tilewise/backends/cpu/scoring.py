@@ -1,0 +1,223 @@
+"""Drivers shared by the forward, decode and backward passes: sequences, rows and their key ranges, tiles of K and V, score features.
+
+`p` is the address of the parameter block (see params.py), `ws` that of the calling thread's workspace.
+"""
+
+from __future__ import annotations
+
+from tilewise.backends.cpu import params as P
+from tilewise.backends.cpu.features import (
+    FIELD_BYTES,
+    PANEL,
+    ROW_BIAS,
+    ROW_FIRST,
+    ROW_HEAD,
+    ROW_INDEX,
+    ROW_LAST,
+    ROW_MASK,
+    ROW_POSITION,
+    ROW_SLOPE,
+    TABLE_BYTES,
+    add_alibi,
+    add_panel,
+    apply_softcap,
+    gather_row,
+    mask_band,
+)
+from tilewise.backends.cpu.compiler import driver
+from tilewise.backends.cpu.intrinsics import (
+    field,
+    load_f32,
+    load_i32,
+    load_i64,
+    scalar_bits,
+    store_f32,
+    store_i32,
+    store_i64,
+)
+from tilewise.backends.cpu.isa import host
+from tilewise.backends.cpu.packing import fill, pack_rows, pack_values, transpose_panel
+from tilewise.numerics import LOG2E
+
+__all__ = ["BLOCK_N", "KEY_STEP", "LANES", "change_scores", "pack_keys", "pack_values_tile", "page_row", "prepare_rows", "q_length"]
+
+LANES = host().lanes
+KEY_STEP = host().key_step
+BLOCK_N = host().block_n
+VALUE_STEP = host().value_step
+LOG2E_F32 = float(LOG2E)
+BOOL_CODE = 3
+
+# Panel bounds: what the rows of a panel have in common.
+MIN_FIRST, MAX_FIRST, MIN_LAST, MAX_LAST = 0, 8, 16, 24
+PANEL_BYTES = 32
+# The last key of a row that does not exist: no key is inside its range.
+NO_ROW = -(1 << 30)
+
+
+@driver
+def q_start(p: int, batch: int) -> int:
+    """First row of a sequence in the packed tensors; 0 for dense ones."""
+    table = field(p, P.CU_SEQLENS_Q)
+    return load_i32(table + 4 * batch) if table != 0 else 0
+
+
+@driver
+def q_length(p: int, batch: int) -> int:
+    """Query rows of a sequence."""
+    table = field(p, P.CU_SEQLENS_Q)
+    return load_i32(table + 4 * batch + 4) - load_i32(table + 4 * batch) if table != 0 else field(p, P.SEQLEN_Q)
+
+
+@driver
+def k_length(p: int, batch: int) -> int:
+    """Keys of a sequence."""
+    table = field(p, P.SEQLENS_K)
+    if table != 0:
+        return load_i32(table + 4 * batch)
+    table = field(p, P.CU_SEQLENS_K)
+    return load_i32(table + 4 * batch + 4) - load_i32(table + 4 * batch) if table != 0 else field(p, P.SEQLEN_K)
+
+
+@driver
+def kv_row(p: int, batch: int, row: int) -> int:
+    """Where row 0 of a sequence would be if `row`'s page were everywhere: offset in rows for packed, in pages for paged tensors."""
+    if field(p, P.PAGE_SIZE) != 0:
+        page = row // field(p, P.PAGE_SIZE)
+        return load_i32(field(p, P.BLOCK_TABLE) + batch * field(p, P.BLOCK_TABLE_ROW) + 4 * page)
+    table = field(p, P.CU_SEQLENS_K)
+    return load_i32(table + 4 * batch) if table != 0 else 0
+
+
+@driver
+def kv_address(p: int, tensor: int, batch: int, kv_head: int, row: int) -> int:
+    """Address of one row of K or V (`tensor` is the position of its fields: K, V, DK or DV)."""
+    base = field(p, tensor) + kv_head * field(p, tensor + 2)
+    found = kv_row(p, batch, row)
+    if field(p, P.PAGE_SIZE) != 0:
+        return base + found * field(p, tensor + 1) + row % field(p, P.PAGE_SIZE) * field(p, tensor + 3)
+    return base + batch * field(p, tensor + 1) + (found + row) * field(p, tensor + 3)
+
+
+@driver
+def run_length(p: int, row: int, end: int) -> int:
+    """How many rows from `row` on, below `end`, lie at one stride: up to the end of the page."""
+    page_size = field(p, P.PAGE_SIZE)
+    if page_size == 0:
+        return end - row
+    return min(end - row, page_size - row % page_size)
+
+
+@driver
+def pack_keys(p: int, batch: int, kv_head: int, begin: int, end: int, target: int) -> None:
+    """K rows [begin, end) of a sequence as padded fp32 rows, zero rows up to a whole key step."""
+    width = field(p, P.DIM_PADDED)
+    row = begin
+    while row < end:
+        count = run_length(p, row, end)
+        source = kv_address(p, P.K, batch, kv_head, row)
+        place = target + 4 * (row - begin) * width
+        pack_rows(source, field(p, P.K_ROW), count, field(p, P.DTYPE), field(p, P.HEAD_DIM), place, 4 * width, width)
+        row += count
+    for pad in range(end - begin, (end - begin + KEY_STEP - 1) // KEY_STEP * KEY_STEP):
+        for d in range(width):
+            store_f32(target + 4 * (pad * width + d), 0.0)
+
+
+@driver
+def pack_values_tile(p: int, batch: int, kv_head: int, begin: int, end: int, target: int) -> None:
+    """V rows [begin, end) in columns of value_step (see pack_values), zero rows up to a whole key step."""
+    width = field(p, P.DIM_V_PADDED)
+    column_bytes = 4 * BLOCK_N * VALUE_STEP
+    row = begin
+    while row < end:
+        count = run_length(p, row, end)
+        source = kv_address(p, P.V, batch, kv_head, row)
+        place = target + 4 * (row - begin) * VALUE_STEP
+        pack_values(source, field(p, P.V_ROW), count, field(p, P.DTYPE), field(p, P.HEAD_DIM_V), place, column_bytes, width)
+        row += count
+    padded = (end - begin + KEY_STEP - 1) // KEY_STEP * KEY_STEP
+    for column in range(width // VALUE_STEP):
+        fill(target + column * column_bytes + 4 * (end - begin) * VALUE_STEP, (padded - end + begin) * VALUE_STEP, 0.0)
+
+
+@driver
+def describe_row(p: int, table: int, lane: int, batch: int, head: int, row: int, offset: int) -> None:
+    """The part of a row table that only score features read."""
+    slopes = field(p, P.ALIBI)
+    slope = 0.0
+    if slopes != 0:
+        slope = load_f32(slopes + batch * field(p, P.ALIBI_BATCH) + head * field(p, P.ALIBI_HEAD)) * LOG2E_F32
+    store_f32(table + ROW_POSITION * FIELD_BYTES + 4 * lane, row + offset)
+    store_f32(table + ROW_SLOPE * FIELD_BYTES + 4 * lane, slope)
+    store_i32(table + ROW_INDEX * FIELD_BYTES + 4 * lane, row)
+    store_i32(table + ROW_HEAD * FIELD_BYTES + 4 * lane, head)
+    bias = field(p, P.BIAS) + batch * field(p, P.BIAS_BATCH) + head * field(p, P.BIAS_HEAD) + row * field(p, P.BIAS_ROW)
+    mask = field(p, P.MASK) + batch * field(p, P.MASK_BATCH) + head * field(p, P.MASK_HEAD) + row * field(p, P.MASK_ROW)
+    store_i64(table + ROW_BIAS * FIELD_BYTES + 8 * lane, bias)
+    store_i64(table + ROW_MASK * FIELD_BYTES + 8 * lane, mask)
+
+
+@driver
+def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: int, k_begin: int, k_end: int) -> None:
+    """Fill the row tables and panel bounds of `count` rows; after the last row of a head the next head's first one follows."""
+    q_len = q_length(p, batch)
+    offset = k_length(p, batch) - q_len
+    left, right = field(p, P.WINDOW_LEFT), field(p, P.WINDOW_RIGHT)
+    tables = (field(p, P.FEATURES) & P.NEEDS_ROW_TABLE) != 0
+    row = first_row
+    for panel in range((count + PANEL - 1) // PANEL):
+        table = ws + field(p, P.WS_ROWS) + panel * TABLE_BYTES
+        bounds = ws + field(p, P.WS_PANELS) + panel * PANEL_BYTES
+        min_first, max_first, min_last, max_last = P.UNBOUNDED, -P.UNBOUNDED, P.UNBOUNDED, -P.UNBOUNDED
+        for lane in range(PANEL):
+            if panel * PANEL + lane >= count:
+                store_i32(table + ROW_LAST * FIELD_BYTES + 4 * lane, NO_ROW)
+                store_i32(table + ROW_FIRST * FIELD_BYTES + 4 * lane, 0)
+                continue
+            if row == q_len:
+                row = 0
+                head += 1
+            first = max(k_begin, row + offset - left)
+            last = min(k_end - 1, row + offset + right)
+            min_first, max_first = min(min_first, first), max(max_first, first)
+            min_last, max_last = min(min_last, last), max(max_last, last)
+            store_i32(table + ROW_LAST * FIELD_BYTES + 4 * lane, max(last, NO_ROW))
+            store_i32(table + ROW_FIRST * FIELD_BYTES + 4 * lane, min(first, -NO_ROW))
+            if tables:
+                describe_row(p, table, lane, batch, head, row, offset)
+            row += 1
+        store_i64(bounds + MIN_FIRST, min_first)
+        store_i64(bounds + MAX_FIRST, max_first)
+        store_i64(bounds + MIN_LAST, min_last)
+        store_i64(bounds + MAX_LAST, max_last)
+
+
+@driver
+def add_gathered(p: int, ws: int, s: int, num_keys: int, valid: int, first_key: int, table_field: int, num_rows: int, key_stride: int, dtype: int) -> None:
+    """s += a bias or mask, read row by row and transposed; `valid` keys exist, the rest up to num_keys is padding."""
+    stage = ws + field(p, P.WS_STAGE)
+    for lane in range(num_rows):
+        source = load_i64(table_field + 8 * lane) + first_key * key_stride
+        gather_row(source, key_stride, valid, dtype, stage + 4 * BLOCK_N * lane)
+    extra = ws + field(p, P.WS_EXTRA)
+    transpose_panel(stage, 4 * BLOCK_N, (num_keys + LANES - 1) // LANES * LANES, extra, LOG2E_F32)
+    add_panel(s, num_keys, extra, (num_rows + LANES - 1) // LANES)
+
+
+@driver
+def change_scores(p: int, ws: int, s: int, num_keys: int, valid: int, first_key: int, table: int, num_rows: int, cap_slope: int) -> None:
+    """Softcap, ALiBi, bias, mask and the band, in the contract's order, on a panel of `num_keys` keys from `first_key` on."""
+    features = field(p, P.FEATURES)
+    vectors = (num_rows + LANES - 1) // LANES
+    if features & P.HAS_SOFTCAP:
+        apply_softcap(s, num_keys, vectors, scalar_bits(field(p, P.SOFTCAP)), cap_slope)
+    if features & P.HAS_ALIBI:
+        add_alibi(s, num_keys, first_key, table, vectors)
+    if features & P.HAS_BIAS:
+        rows = table + ROW_BIAS * FIELD_BYTES
+        add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, P.BIAS_KEY), field(p, P.BIAS_DTYPE))
+    if features & P.HAS_MASK:
+        rows = table + ROW_MASK * FIELD_BYTES
+        add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, P.MASK_KEY), BOOL_CODE)
+    mask_band(s, num_keys, first_key, table, vectors)

@@ -1,0 +1,81 @@
+"""Running a program on several threads: torch's own OpenMP team where there is one, else a pool of Python threads.
+
+Sharing torch's team means one pool that follows `torch.set_num_threads`, and no threads that fight over cores. Every thread runs the
+same function on the same parameter block; work is handed out by counters inside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["num_threads", "openmp_library", "run"]
+
+# A team of threads does not survive fork(), and waiting for it would hang: a forked child works alone.
+_PROCESS = os.getpid()
+# All of these export GOMP_parallel: GNU's, LLVM's and Intel's OpenMP.
+OPENMP_NAMES = ("libgomp", "libomp", "libiomp5")
+
+
+def num_threads() -> int:
+    """How many threads a call may use: torch's setting, or one in a forked child."""
+    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
+
+
+def run(address: int, block: bytes, threads: int) -> None:
+    """Call the function at an address with the parameter block on a number of threads; the GIL is released meanwhile."""
+    if threads == 1:
+        _function(address)(block)
+        return
+    parallel = _openmp_parallel()
+    if parallel is not None:
+        parallel(address, block, threads, 0)
+        return
+    others = [_pool(threads - 1).submit(_function(address), block) for _ in range(threads - 1)]
+    _function(address)(block)
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _function(address: int) -> Callable[[bytes], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(address)
+
+
+@functools.cache
+def _pool(workers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(workers, thread_name_prefix="tilewise")
+
+
+@functools.cache
+def _openmp_parallel() -> Any:
+    """GOMP_parallel(function, data, threads, flags) of the OpenMP runtime torch uses; None if it has none."""
+    path = openmp_library()
+    if path is None:
+        return None
+    function = ctypes.CDLL(str(path)).GOMP_parallel
+    function.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
+    function.restype = None
+    return function
+
+
+def openmp_library() -> Path | None:
+    """The OpenMP runtime this process has loaded (torch's), or the one torch ships where the system cannot tell."""
+    if "OpenMP" not in torch.__config__.parallel_info():
+        return None
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        mapped = {Path(line.split(None, 5)[5].strip()) for line in maps.read_text().splitlines() if len(line.split(None, 5)) == 6}
+        loaded = sorted(path for path in mapped if path.name.startswith(OPENMP_NAMES))
+        # Two runtimes may be loaded (scikit-learn brings one): torch's is the one in its own folder.
+        own = [path for path in loaded if "torch" in path.parts or "torch.libs" in path.parts]
+        return (own or loaded or [None])[0]
+    shipped = [path for name in OPENMP_NAMES for path in Path(torch.__file__).parent.glob(f"lib/{name}*")]
+    return shipped[0] if shipped else None
