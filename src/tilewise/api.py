@@ -1,4 +1,4 @@
-"""The calls: `attention`, `attention_varlen`, `attention_paged`, `merge`, `backends`; docs/contract.md says what they do."""
+"""The calls: `attention`, `attention_varlen`, `attention_paged`, `merge`, `backends`. docs/contract.md defines them."""
 
 from __future__ import annotations
 
@@ -137,9 +137,10 @@ def attention_paged(
     """Exact attention to keys and values kept in pages: token j of sequence b is slot j % page_size of page
     block_table[b, j // page_size].
 
-    q (batch, num_heads, head_dim), one token a sequence, or packed (total_q, ...) with `cu_seqlens_q`; pages (num_pages,
-    page_size, num_kv_heads, dim), block_table int32 (batch, max_pages), seqlens_k int32 (batch,). Returns out (total_q, num_heads,
-    head_dim_v), and lse (num_heads, total_q) if `return_lse`. bias and mask broadcast over max_pages * page_size keys.
+    q (batch, num_heads, head_dim), one token a sequence, or packed (total_q, ...) with `cu_seqlens_q`; pages
+    (num_pages, page_size, num_kv_heads, dim), block_table int32 (batch, max_pages), seqlens_k int32 (batch,). Returns
+    out (total_q, num_heads, head_dim_v), and lse (num_heads, total_q) if `return_lse`. bias and mask broadcast over
+    max_pages * page_size keys.
 
         >>> pages = torch.ones(3, 4, 2, 8)
         >>> table = torch.tensor([[2, 0]], dtype=torch.int32)

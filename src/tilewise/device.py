@@ -118,7 +118,7 @@ def of(device: torch.device) -> DeviceSpec:
     if spec is not None:
         return spec
     if device.type == "cuda":
-        return _cuda(torch.cuda.current_device() if device.index is None else device.index)
+        return _cuda(_index(device))
     if device.type == "meta" and torch.cuda.is_available():
         return _cuda(torch.cuda.current_device())
     return this_cpu() if device.type in ("cpu", "meta") else _unknown(device.type)
@@ -132,6 +132,11 @@ def overridden(spec: DeviceSpec) -> Iterator[DeviceSpec]:
         yield spec
     finally:
         _override.reset(token)
+
+
+def _index(device: torch.device) -> int:
+    index: int | None = device.index  # typed as int by torch, but None for a plain "cuda"
+    return torch.cuda.current_device() if index is None else index
 
 
 @functools.cache
@@ -178,7 +183,7 @@ def this_cpu() -> DeviceSpec:
 
 @functools.cache
 def measured_cpu() -> DeviceSpec:
-    """`this_cpu` with the fp32 matrix rate and copy bandwidth torch reaches on it with its present number of threads."""
+    """`this_cpu` with the fp32 matrix rate and copy bandwidth that torch reaches with its present threads."""
     facts = this_cpu()
     a = torch.rand(768, 768)
     matmul = _best_seconds(lambda: a @ a)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tilewise import backends, settings
 from tilewise.backends.base import Backend
 from tilewise.device import DeviceSpec
-from tilewise.errors import Unsupported
+from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.problem import AttentionProblem
 
 __all__ = ["Rejection", "Selection", "Status", "load", "select", "statuses"]
@@ -62,6 +62,9 @@ def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, her
     With `here=False` only the problem and the device count, not what this machine has: for planning.
     """
     name = settings.current().backend if requested == "auto" else requested
+    if name != "auto" and name not in backends.NAMES:
+        known = "auto or one of " + ", ".join(backends.NAMES)
+        raise InvalidProblem("TILEWISE_BACKEND", known, repr(name), "Unset the variable or name a backend.")
     return _select(problem, device, name, here)
 
 

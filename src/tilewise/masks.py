@@ -105,7 +105,7 @@ class Band(NamedTuple):
         return range(start, max(start, stop))
 
     def tile_kind(self, m_block: int, n_block: int, grid: TileGrid) -> TileKind:
-        """Skip, partial or full. A tile reaching past the last key is partial; rows past the last query do not matter."""
+        """Skip, partial or full. Past the last key a tile is partial; rows past the last query do not matter."""
         m_start, n_start = m_block * grid.block_m, n_block * grid.block_n
         n_stop = n_start + grid.block_n
         seen = self.keys_seen(m_start, m_start + grid.block_m)

@@ -52,7 +52,8 @@ def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -
 
 def _share(out: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     weight = weight.unsqueeze(-1).to(dtype)
-    return torch.where(weight == 0.0, 0.0, out.to(dtype) * weight)
+    # Before the product, not after: a NaN times a weight of 0 would come back through the gradient.
+    return torch.where(weight == 0.0, 0.0, out.to(dtype)) * weight
 
 
 def philox_4x32(

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tilewise import device, dispatch, validation
 from tilewise.canonical import canonical, contiguous_last, heads_first, restored
+from tilewise.errors import Unsupported
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import Kind
 
@@ -33,14 +35,62 @@ FLAGS = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool needs_grad, str backend"
 )
 
+# The operands that have gradients, in the order of `Wanted` and `Gradients`.
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
+
 Args = Sequence[Any]
 
 
 def attention(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
     """(out, lse), differentiable; `out` in the caller's layout."""
+    if _is_plain_eager(operands):
+        if not flags.needs_grad:
+            return _launch(kind, operands, flags)
+        return cast("tuple[Tensor, Tensor]", _EagerAttention.apply(kind, flags, *operands))  # type: ignore[no-untyped-call]
     tensors = [getattr(operands, name) for name in _names(kind)]
     out, lse = _OPS[kind](*tensors, *flags)
     return out, lse
+
+
+def _is_plain_eager(operands: Operands) -> bool:
+    """Whether nothing but autograd watches this call: then the dispatcher, 20 us of boxing and unboxing, is left out.
+
+    Compilers, fake and functional tensors, vmap and modes see the registered ops instead.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or operands.q.is_meta
+        or torch._C._are_functorch_transforms_active()  # noqa: SLF001
+        or torch._C._len_torch_dispatch_stack()  # noqa: SLF001
+        or torch._C._len_torch_function_stack()  # noqa: SLF001
+        or any(t is not None and type(t) is not Tensor and type(t) is not Parameter for t in operands)
+    )
+
+
+class _EagerAttention(torch.autograd.Function):
+    """The same forward, saved tensors and backward as the registered autograd of the ops, called directly."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: Kind, flags: Flags, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        operands = Operands(*tensors)  # type: ignore[arg-type]
+        out, lse = _launch(kind, operands, flags)
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.kind, ctx.flags = kind, flags
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        result: dict[str, Tensor | None] = {}
+        if dout is not None or dlse is not None:
+            out, lse, *tensors = ctx.saved_tensors
+            needs = dict(zip(Operands._fields, ctx.needs_input_grad[2:], strict=True))
+            wanted = Wanted(*(needs[name] for name in DIFFERENTIABLE))
+            # With create_graph=True the op is called, whose own autograd refuses second derivatives.
+            run = _call_backward_op if torch.is_grad_enabled() else _launch_backward
+            gradients = run(ctx.kind, Operands(*tensors), ctx.flags, out, lse, dout, dlse, wanted)
+            result = {n: g for n, g, want in zip(DIFFERENTIABLE, gradients, wanted, strict=True) if want}
+        return (None, None, *(result.get(name) for name in Operands._fields))
 
 
 def _names(kind: Kind) -> list[str]:
@@ -52,12 +102,40 @@ def _unpack(kind: Kind, args: Args) -> tuple[Operands, Flags]:
     return Operands(**dict(zip(names, args, strict=False))), Flags(*args[len(names) :])
 
 
-def _forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
-    operands, flags = _unpack(kind, args)
+def _launch(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
     problem = validation.problem_of(kind, operands, flags)
     backend = dispatch.select(problem, device.of(operands.q.device), flags.backend).backend
     out, lse = backend.forward(problem, canonical(problem, operands))
     return heads_first(problem, out), lse
+
+
+def _launch_backward(
+    kind: Kind,
+    operands: Operands,
+    flags: Flags,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    problem = validation.problem_of(kind, operands, flags)
+    backend = dispatch.select(problem, device.of(operands.q.device), flags.backend).backend
+    dout = torch.zeros_like(out) if dout is None else dout
+    gradients = backend.backward(
+        problem,
+        canonical(problem, operands),
+        heads_first(problem, out),
+        lse,
+        contiguous_last(heads_first(problem, dout)),
+        dlse,
+        wanted,
+    )
+    return restored(problem, operands, gradients)
+
+
+def _forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
+    return _launch(kind, *_unpack(kind, args))
 
 
 def _forward_fake(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
@@ -71,19 +149,8 @@ def _backward(
     kind: Kind, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: Sequence[bool], *args: Any
 ) -> tuple[Tensor, ...]:
     operands, flags = _unpack(kind, args)
-    problem = validation.problem_of(kind, operands, flags)
-    backend = dispatch.select(problem, device.of(operands.q.device), flags.backend).backend
-    dout = torch.zeros_like(out) if dout is None else dout
-    gradients = backend.backward(
-        problem,
-        canonical(problem, operands),
-        heads_first(problem, out),
-        lse,
-        contiguous_last(heads_first(problem, dout)),
-        dlse,
-        Wanted(*wanted),
-    )
-    return _materialised(operands, restored(problem, operands, gradients), Wanted(*wanted))
+    gradients = _launch_backward(kind, operands, flags, out, lse, dout, dlse, Wanted(*wanted))
+    return _materialised(operands, gradients, Wanted(*wanted))
 
 
 def _backward_fake(
@@ -91,7 +158,7 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:
     del dout, dlse, out, lse
     operands, _ = _unpack(kind, args)
-    like = (operands.q, operands.k, operands.v, operands.bias, operands.sinks)
+    like = [getattr(operands, name) for name in DIFFERENTIABLE]
     empty = Gradients(*(None if t is None else t.new_empty(t.shape) for t in like))
     return _materialised(operands, empty, Wanted(*wanted))
 
@@ -114,11 +181,30 @@ def _autograd(kind: Kind, ctx: Any, dout: Tensor | None, dlse: Tensor | None) ->
     result: dict[str, Tensor | None] = {}
     if dout is not None or dlse is not None:
         needs = dict(zip(names, ctx.needs_input_grad, strict=False))
-        sources = ("q", "k", "v", "bias", "sinks")
-        wanted = [needs[name] for name in sources]
-        gradients = _BACKWARD_OPS[kind](dout, dlse, *ctx.saved_tensors[:2], wanted, *ctx.saved_tensors[2:], *ctx.flags)
-        result = {n: g for n, g, want in zip(sources, gradients, wanted, strict=True) if want}
+        wanted = Wanted(*(needs[name] for name in DIFFERENTIABLE))
+        out, lse, *tensors = ctx.saved_tensors
+        operands = Operands(**dict(zip(names, tensors, strict=True)))
+        gradients = _call_backward_op(kind, operands, Flags(*ctx.flags), out, lse, dout, dlse, wanted)
+        result = {n: g for n, g, want in zip(DIFFERENTIABLE, gradients, wanted, strict=True) if want}
     return (*(result.get(name) for name in names), *(None for _ in ctx.flags))
+
+
+def _call_backward_op(
+    kind: Kind,
+    operands: Operands,
+    flags: Flags,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    tensors = [getattr(operands, name) for name in _names(kind)]
+    return Gradients(*_BACKWARD_OPS[kind](dout, dlse, out, lse, list(wanted), *tensors, *flags))
+
+
+def _refuse_second_derivatives(*_: Any) -> None:
+    raise Unsupported("second derivatives of attention are not computed; take them of a formula in plain torch instead")
 
 
 def _schema(kind: Kind) -> str:
@@ -148,6 +234,7 @@ def _register(library: torch.library.Library, kind: Kind) -> None:
         setup_context=lambda ctx, inputs, output: _save(kind, ctx, inputs, output),
         lib=library,
     )
+    torch.library.register_autograd(f"tilewise::{kind}_backward", _refuse_second_derivatives, lib=library)
 
 
 # The library lives as long as the process: dropping it would unregister the ops.

@@ -33,7 +33,7 @@ class Backend(Protocol):
         """None if this backend can run on this machine at all, else the reason and what would help."""
 
     def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
-        """None if the problem (with its backward, if `needs_grad`) would run on such a device, else the reason why not."""
+        """None if the problem (with its backward, if `needs_grad`) would run on such a device, else why not."""
 
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
         """The forward tile this backend would use."""

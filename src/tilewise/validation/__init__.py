@@ -1,14 +1,16 @@
 """The only place that judges user input: Python flags in `flags`, tensors in `tensors`, contents of index tensors in
 `values`.
 
-`normalise` runs where the call enters (and is traced by torch.compile), `describe` inside the op: the same rules hold for eager,
-compiled and exported graphs. What needs the contents of a GPU tensor is checked only when `settings` asks for it,
-because reading them would make the CPU wait for the device.
+`normalise` runs where the call enters (and is traced by torch.compile), `describe` inside the op: the same rules hold
+for eager, compiled and exported graphs. What needs the contents of a GPU tensor is checked only when `settings` asks
+for it, because reading them would make the CPU wait for the device.
 """
 
 from __future__ import annotations
 
 import functools
+
+import torch
 
 from tilewise import settings
 from tilewise.operands import Flags, Operands
@@ -22,12 +24,12 @@ __all__ = ["describe", "normalise", "problem_of", "require_tensors"]
 
 def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
     """Judge real tensors and describe them; the structural part is remembered per combination of specs and flags."""
-    specs = tuple(None if t is None else TensorSpec(t.shape, t.dtype, t.device) for t in operands)
+    specs = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in operands])
     if kind == "dense" or not (operands.q.device.type == "cpu" or settings.current().check_values):
         return _describe(kind, specs, flags)
     # The structure comes first: contents are only read from index tensors of the right rank and dtype.
     lengths_open = flags._replace(max_seqlen_q=None, max_seqlen_k=None)
-    _describe(kind, tuple(None if i in _LENGTH_BOUND else s for i, s in enumerate(specs)), lengths_open)
+    _describe(kind, tuple([None if i in _LENGTH_BOUND else s for i, s in enumerate(specs)]), lengths_open)
     problem = _describe(kind, specs, longest_sequences(operands, flags))
     check_values(problem, operands)
     return problem
@@ -36,7 +38,9 @@ def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem
 # bias and mask are measured against the longest sequence, which is known only once the lengths have been read.
 _LENGTH_BOUND = (Operands._fields.index("bias"), Operands._fields.index("mask"))
 
+Spec = tuple[torch.Size, torch.dtype, torch.device] | None
+
 
 @functools.lru_cache(maxsize=4096)
-def _describe(kind: Kind, specs: tuple[TensorSpec | None, ...], flags: Flags) -> AttentionProblem:
-    return describe(kind, specs, flags)
+def _describe(kind: Kind, specs: tuple[Spec, ...], flags: Flags) -> AttentionProblem:
+    return describe(kind, [None if spec is None else TensorSpec(*spec) for spec in specs], flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ class Rule(NamedTuple):
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # A comparison, not math.isfinite, which torch.compile cannot trace for a symbolic float. NaN compares false.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _is_count(value: Any) -> bool:
@@ -94,6 +96,22 @@ RULES: dict[str, Rule] = {
 }
 
 
+# The arguments of `_judge`, in order.
+JUDGED = (
+    "causal",
+    "window",
+    "softcap",
+    "scale",
+    "dropout",
+    "layout",
+    "deterministic",
+    "backend",
+    "return_lse",
+    "max_seqlen_q",
+    "max_seqlen_k",
+)
+
+
 def require_tensors(**tensors: Any) -> None:
     """Every named value must be a tensor, or None for the optional ones (`bias`, `mask`, `alibi_slopes`, `sinks`)."""
     optional = ("bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q")
@@ -119,21 +137,21 @@ def normalise(
     max_seqlen_k: int | None = None,
 ) -> Flags:
     """User flags as the op takes them. Raises InvalidProblem for the first flag that breaks its rule."""
-    given = {
-        "causal": causal,
-        "window": window,
-        "softcap": softcap,
-        "scale": scale,
-        "dropout": dropout,
-        "layout": layout,
-        "deterministic": deterministic,
-        "backend": backend,
-        "return_lse": return_lse,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
-    for name, value in given.items():
+    given = (causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse)
+    lengths = (max_seqlen_q, max_seqlen_k)
+    if torch.compiler.is_compiling() or isinstance(window, list):
+        flags = _judge(*given, *lengths)
+    else:
+        flags = _judge_once(*given, *lengths)
+    if deterministic is None and torch.are_deterministic_algorithms_enabled():
+        flags = flags._replace(deterministic=True)
+    return flags._replace(needs_grad=True) if needs_grad else flags
+
+
+def _judge(*given: Any) -> Flags:
+    for name, value in zip(JUDGED, given, strict=True):
         _check(name, value)
+    causal, window, softcap, scale, dropout, layout, deterministic, backend, _, max_seqlen_q, max_seqlen_k = given
     left, right = (None, None) if window is None else window
     return Flags(
         causal=causal,
@@ -145,10 +163,13 @@ def normalise(
         layout=layout,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        needs_grad=needs_grad,
+        deterministic=bool(deterministic),
         backend=backend,
     )
+
+
+# Judging takes 8 us, remembering 1 us. Typed, so that causal=1 is not taken for the causal=True seen before.
+_judge_once = functools.lru_cache(maxsize=1024, typed=True)(_judge)
 
 
 def seed_tensor(seed: int | Tensor | None, dropout: float) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The specification: every feature of the contract in plain fp64, materialising the scores. Made to be read, not fast."""
+"""The specification: every feature of the contract in plain fp64, materialising the scores. Made to be read."""
 
 from __future__ import annotations
 

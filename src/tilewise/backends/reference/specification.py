@@ -185,7 +185,7 @@ def _sum_groups(problem: AttentionProblem, per_query_head: Tensor) -> Tensor:
 
 
 def _accumulate_broadcast(dbias: Tensor, part: Tensor, index: int) -> None:
-    """Add one sequence's (heads, seqlen_q, seqlen_k) into dbias, summing over the dimensions bias was broadcast along."""
+    """Add one sequence's (heads, seqlen_q, seqlen_k) into dbias, summing over the dimensions broadcast along."""
     heads, rows, cols = dbias.shape[1:]
     for dim, size in enumerate((heads, rows, cols)):
         if size == 1:

@@ -1,0 +1,35 @@
+# Everything from an empty clone: `make demo` shows what it does, `make test` proves it. See README.md.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-fast check format bench test-gpu bench-gpu clean
+
+demo: $(READY)
+	$(BIN)/python -m tilewise demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# constraints.txt pins the development set; torch comes first because only the exact pin finds a CPU build.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,gpu]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

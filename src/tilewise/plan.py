@@ -1,0 +1,224 @@
+"""explain(): which backend would run a call and why, what it would compute and move, and how long a device needs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import cost, device, dispatch, validation
+from tilewise.api import _autocast, _needs_grad
+from tilewise.device import DeviceSpec
+from tilewise.dispatch import Rejection
+from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.masks import Band, TileCounts, TileGrid
+from tilewise.operands import Flags, Operands
+from tilewise.problem import AttentionProblem, Kind
+from tilewise.validation.flags import Window, seed_tensor
+
+__all__ = ["Memory", "Plan", "Work", "explain", "plan_of"]
+
+# The tile of the textbook, where no backend that works in tiles takes the problem.
+TEXTBOOK_TILE = TileGrid(128, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `attention` would do with a problem on a device. `str(plan)` is the report, `to_dict()` is ready for JSON.
+
+    `backend` is None if no backend takes the problem. `tiles` counts the tiles of one head over all sequences.
+    `lengths_read` is False where the lengths of packed sequences could not be read and their bounds stand in.
+    """
+
+    problem: AttentionProblem
+    device: DeviceSpec
+    backend: str | None
+    rejected: tuple[Rejection, ...]
+    materialises: bool
+    tile: TileGrid
+    tiles: TileCounts
+    pairs: int
+    lengths_read: bool
+    flops_forward: int
+    flops_backward: int
+    memory: Memory
+    naive: Work
+    tiled: Work
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in plain dicts, lists, strings and numbers."""
+        plain: dict[str, Any] = _plain(self)
+        plain["features"] = list(self.problem.features)
+        plain["tiles"]["visited"] = self.tiles.visited
+        for way, work in (("naive", self.naive), ("tiled", self.tiled)):
+            plain[way]["intensity"] = work.intensity
+        return plain
+
+    def __str__(self) -> str:
+        from tilewise.report import render
+
+        return render(self)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_table: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    device: str | torch.device | DeviceSpec | None = None,
+) -> Plan:
+    """What `attention`, `attention_varlen` (with cu_seqlens) or `attention_paged` (with a block_table) would do.
+
+    Computes nothing: takes real, fake and meta tensors, and plans for another machine with `device="h200"`. Rejects
+    what the call itself would reject as invalid; where no backend takes the problem, the plan says why.
+
+        >>> q = k = v = torch.empty(1, 8, 4096, 128, dtype=torch.bfloat16, device="meta")
+        >>> explain(q, k, v, causal=True, device="h200").tiled.flops
+        34368126976
+    """
+    tensors = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, mask, alibi_slopes, sinks)
+    kind = _require(tensors)
+    tensors = tensors._replace(**dict(zip("qkv", _autocast(q, k, v), strict=True)))
+    if seed is not None:
+        tensors = tensors._replace(seed=seed_tensor(seed, dropout))
+    flags = validation.normalise(
+        causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, layout=layout,
+        deterministic=deterministic, backend=backend, return_lse=return_lse,
+        needs_grad=_needs_grad(q, k, v, bias, sinks), max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    return plan_of(kind, tensors, flags, device)
+
+
+def plan_of(kind: Kind, operands: Operands, flags: Flags, where: str | torch.device | DeviceSpec | None = None) -> Plan:
+    """The plan for operands and flags as the ops take them."""
+    readable = _readable(operands)
+    problem = (validation.problem_of if readable else validation.describe)(kind, operands, flags)
+    spec, here = _locate(operands.q.device, where)
+    backend, rejected = _choose(problem, spec, flags.backend, here=here)
+    materialises = backend in (None, "reference")
+    shape = TEXTBOOK_TILE if backend is None or materialises else dispatch.load(backend).tile_shape(problem, spec)
+    grid = TileGrid(*shape)
+    lengths = _lengths(problem, operands if readable else None)
+    bands = Counter(Band(*pair, *problem.band) for pair in lengths)
+    rated = device.measured_cpu() if spec == device.this_cpu() else spec
+    pairs = sum(band.count_pairs() * times for band, times in bands.items())
+    dims = problem.head_dim, problem.head_dim_v
+    memory = _memory(problem, operands)
+    return Plan(
+        problem=problem,
+        device=rated,
+        backend=backend,
+        rejected=rejected,
+        materialises=materialises,
+        tile=grid,
+        tiles=_count_tiles(bands, grid),
+        pairs=pairs,
+        lengths_read=readable or kind == "dense",
+        flops_forward=cost.forward_flops(pairs, *dims) * problem.num_heads,
+        flops_backward=cost.backward_flops(pairs, *dims) * problem.num_heads if problem.needs_grad else 0,
+        memory=memory,
+        naive=_naive_work(problem, bands, rated),
+        tiled=_tiled_work(problem, bands, grid, pairs, memory, rated),
+    )
+
+
+def _require(tensors: Operands) -> Kind:
+    """The kind of problem that the given tensors make, after a check that the ones it needs are there."""
+    given = tensors._asdict()
+    names = ["q", "k", "v", "bias", "mask", "alibi_slopes", "sinks"]
+    kind: Kind = "dense"
+    if tensors.block_table is not None or tensors.seqlens_k is not None:
+        kind, names = "paged", [*names, "block_table", "seqlens_k", "cu_seqlens_q"]
+        if tensors.cu_seqlens_k is not None:
+            fix = "Keys in pages have their lengths in seqlens_k."
+            raise InvalidProblem("cu_seqlens_k", "None beside block_table", "a tensor", fix)
+    elif tensors.cu_seqlens_q is not None or tensors.cu_seqlens_k is not None:
+        kind, names = "varlen", [*names, "cu_seqlens_k", "cu_seqlens_q"]
+        if tensors.cu_seqlens_q is None:
+            fix = "Packed sequences need the lengths of both sides."
+            raise InvalidProblem("cu_seqlens_q", "a torch.Tensor beside cu_seqlens_k", None, fix)
+    validation.require_tensors(**{name: given[name] for name in names})
+    return kind
+
+
+def _readable(operands: Operands) -> bool:
+    """Whether index tensors have contents: neither meta nor fake."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not any(isinstance(t, FakeTensor) or t.is_meta for t in operands if t is not None)
+
+
+def _locate(own: torch.device, where: str | torch.device | DeviceSpec | None) -> tuple[DeviceSpec, bool]:
+    """The device to plan for, and whether it is one of this machine, so that what is installed here counts."""
+    if isinstance(where, DeviceSpec):
+        return where, False
+    if isinstance(where, str) and where.partition(":")[0] not in ("cpu", "cuda"):
+        return device.named(where), False
+    target = own if where is None else torch.device(where)
+    if target.type == "cuda" and not torch.cuda.is_available():
+        fix = 'Name the device to plan for, such as device="h200".'
+        raise InvalidProblem("device", "a device that is here, or a name", str(target), fix)
+    return device.of(target), True
+
+
+def _choose(
+    problem: AttentionProblem, spec: DeviceSpec, requested: str, *, here: bool
+) -> tuple[str | None, tuple[Rejection, ...]]:
+    try:
+        selection = dispatch.select(problem, spec, requested, here=here)
+    except Unsupported as refusal:
+        return None, tuple(Rejection(*reason) for reason in refusal.reasons)
+    return selection.backend.name, selection.rejected
+
+
+def _lengths(problem: AttentionProblem, operands: Operands | None) -> list[tuple[int, int]]:
+    """(seqlen_q, seqlen_k) of every sequence; without contents to read, the fewest and longest that the bounds allow."""
+    if problem.kind == "dense":
+        return [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
+    if operands is None:
+        queries = _longest_split(problem.total_q, problem.seqlen_q, problem.batch)
+        if problem.kind == "paged":
+            return [(seqlen_q, problem.seqlen_k) for seqlen_q in queries]
+        return list(zip(queries, _longest_split(problem.total_k, problem.seqlen_k, problem.batch), strict=True))
+    queries = [1] * problem.batch if operands.cu_seqlens_q is None else _differences(operands.cu_seqlens_q)
+    keys = operands.seqlens_k.tolist() if operands.seqlens_k is not None else _differences(operands.cu_seqlens_k)
+    return list(zip(queries, keys, strict=True))
+
+
+def _longest_split(total: int, longest: int, batch: int) -> list[int]:
+    return [min(longest, max(0, total - longest * index)) for index in range(batch)]
+
+
+def _differences(cu_seqlens: Tensor | None) -> list[int]:
+    entries: list[int] = [] if cu_seqlens is None else cu_seqlens.tolist()
+    return [stop - start for start, stop in itertools.pairwise(entries)]
+
+
+def _count_tiles(bands: Counter[Band], grid: TileGrid) -> TileCounts:
+    counts = [(band.count_tiles(grid), times) for band, times in bands.items()]
+    full, partial, skipped = (sum(count[i] * times for count, times in counts) for i in range(3))
+    return TileCounts(full, partial, skipped)

@@ -1,0 +1,190 @@
+"""What a whole problem costs on a device: FLOPs, bytes and memory of naive and of tiled attention, and the least time.
+
+The roofline time is a lower bound: the larger of FLOPs / peak rate and bytes / bandwidth. Bytes are counted behind the
+last-level cache: tiles of queries that run at the same time stream the same keys together, so those come from memory
+once for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from tilewise import cost
+from tilewise.cost import Traffic
+from tilewise.device import DeviceSpec
+from tilewise.masks import Band, TileGrid
+from tilewise.problem import AttentionProblem
+
+__all__ = ["Memory", "Work", "memory_of", "naive_work", "tiled_work"]
+
+# The score matrices of each sequence and how many sequences have that one.
+Bands = Counter[Band]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one way of computing attention costs, all heads and sequences, with its backward if gradients are needed.
+
+    `bytes_moved` enter or leave the fast memory (registers, shared memory, a core's own cache); `bytes_from_memory` is
+    the part that the last-level cache does not serve. `extra_memory` is what is allocated beside the inputs at the
+    peak. `seconds` and `bound` are None for a device whose rates are unknown.
+    """
+
+    flops: int
+    traffic: Traffic
+    bytes_moved: int
+    bytes_from_memory: int
+    extra_memory: int
+    seconds: float | None
+    bound: Literal["compute", "memory"] | None
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte from memory."""
+        return self.flops / max(1, self.bytes_from_memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the tensors themselves: what comes in, goes out, is kept for the backward, and comes back from it."""
+
+    inputs: int
+    outputs: int
+    saved_for_backward: int
+    gradients: int
+
+
+class Rows(NamedTuple):
+    """Bytes of every row in use, over sequences and heads: q, k and v (only keys some query sees), out, lse."""
+
+    q: int
+    kv: int
+    out: int
+    lse: int
+
+
+def memory_of(problem: AttentionProblem, inputs: Iterable[int]) -> Memory:
+    """Memory of a problem whose input tensors have these sizes in bytes."""
+    stored = sum(inputs)
+    out = problem.total_q * problem.num_heads * problem.head_dim_v * problem.dtype.itemsize
+    lse = problem.total_q * problem.num_heads * problem.accumulate_dtype.itemsize
+    if not problem.needs_grad:
+        return Memory(stored, out + lse, 0, 0)
+    q = problem.total_q * problem.num_heads * problem.head_dim
+    kv = problem.total_k * problem.num_kv_heads * (problem.head_dim + problem.head_dim_v)
+    return Memory(stored, out + lse, stored + out + lse, (q + kv) * problem.dtype.itemsize)
+
+
+def naive_work(problem: AttentionProblem, bands: Bands, memory: Memory, spec: DeviceSpec) -> Work:
+    """Attention with stored score matrices: every pair is computed, masked or not."""
+    traffic = _total_traffic(problem, bands, cost.naive_forward, cost.naive_backward)
+    scores = _total(bands, lambda band: band.seqlen_q * band.seqlen_k) * problem.num_heads
+    moved = _bytes(problem, traffic, scores)
+    # Scores and probabilities side by side in the forward; P, dP and dS in the backward.
+    matrices = 3 if problem.needs_grad else 2
+    extra = memory.outputs + memory.gradients + matrices * scores * problem.dtype.itemsize
+    return _work(problem, spec, scores, traffic, moved, moved, extra)
+
+
+def tiled_work(problem: AttentionProblem, bands: Bands, grid: TileGrid, memory: Memory, spec: DeviceSpec) -> Work:
+    """Attention tile by tile: visible pairs count as work; beside the results there is one delta per row."""
+    traffic = _total_traffic(
+        problem,
+        bands,
+        lambda band, *dims: cost.tiled_forward(band, grid, *dims),
+        lambda band, *dims: cost.tiled_backward(band, grid, *dims),
+    )
+    pairs = _total(bands, Band.count_pairs) * problem.num_heads
+    scores = _total(bands, lambda band: cost.scores_computed(band, grid)) * problem.num_heads
+    moved = _bytes(problem, traffic, scores)
+    from_memory = min(moved, _behind_cache(problem, bands, grid, spec))
+    delta = problem.total_q * problem.num_heads * problem.accumulate_dtype.itemsize if problem.needs_grad else 0
+    extra = memory.outputs + memory.gradients + delta
+    return _work(problem, spec, pairs, traffic, moved, from_memory, extra)
+
+
+def _work(
+    problem: AttentionProblem, spec: DeviceSpec, pairs: int, traffic: Traffic, moved: int, from_memory: int, extra: int
+) -> Work:
+    dims = problem.head_dim, problem.head_dim_v
+    flops = cost.forward_flops(pairs, *dims) + (cost.backward_flops(pairs, *dims) if problem.needs_grad else 0)
+    rate = spec.flops.get(problem.dtype)
+    if rate is None or spec.bandwidth <= 0:
+        return Work(flops, traffic, moved, from_memory, extra, None, None)
+    compute, memory = flops / rate, from_memory / spec.bandwidth
+    bound: Literal["compute", "memory"] = "compute" if compute >= memory else "memory"
+    return Work(flops, traffic, moved, from_memory, extra, max(compute, memory), bound)
+
+
+def _total(bands: Bands, count: Callable[[Band], int]) -> int:
+    return sum(count(band) * times for band, times in bands.items())
+
+
+def _total_traffic(
+    problem: AttentionProblem,
+    bands: Bands,
+    forward: Callable[[Band, int, int], Traffic],
+    backward: Callable[[Band, int, int], Traffic],
+) -> Traffic:
+    passes = (forward, backward) if problem.needs_grad else (forward,)
+    parts = [
+        one_pass(band, problem.head_dim, problem.head_dim_v) * (times * problem.num_heads)
+        for band, times in bands.items()
+        for one_pass in passes
+    ]
+    return functools.reduce(Traffic.__add__, parts, Traffic())
+
+
+def _bytes(problem: AttentionProblem, traffic: Traffic, scores: int) -> int:
+    """Traffic in bytes, with one element of bias and of mask read per score and pass."""
+    beside = (problem.bias_dtype.itemsize if problem.bias_dtype else 0) + (1 if problem.mask_shape else 0)
+    passes = 2 if problem.needs_grad else 1
+    return traffic.bytes(problem.dtype.itemsize, problem.accumulate_dtype.itemsize) + beside * scores * passes
+
+
+def _behind_cache(problem: AttentionProblem, bands: Bands, grid: TileGrid, spec: DeviceSpec) -> int:
+    """Bytes that tiled attention takes from memory: everything once, and what streams past once per wave of tiles."""
+    total = sum(_score_operands(problem)) * (2 if problem.needs_grad else 1)
+    for band, times in bands.items():
+        rows = _rows(problem, band)
+        m_blocks, n_blocks = -(-band.seqlen_q // grid.block_m), -(-band.seqlen_k // grid.block_n)
+        waves = _waves(rows.kv // problem.num_kv_heads, m_blocks * problem.group_size, spec)
+        one = rows.q + rows.kv * waves + rows.out + rows.lse
+        if problem.needs_grad:
+            # In: q, dout, lse, and out for delta; dq goes out. The keys come in and their gradients go out once.
+            waves = _waves((rows.q + rows.out) // problem.num_heads, n_blocks, spec)
+            one += (rows.q + rows.out) * waves + rows.lse + rows.out + rows.q + 2 * rows.kv
+        total += one * times
+    return total
+
+
+def _waves(streamed: int, consumers: int, spec: DeviceSpec) -> int:
+    """How often a stream comes from memory: once if the cache holds it, else once per set of tiles that run together."""
+    return 1 if streamed <= spec.l2_bytes else max(1, -(-consumers // max(1, spec.num_sms)))
+
+
+def _rows(problem: AttentionProblem, band: Band) -> Rows:
+    size = problem.dtype.itemsize
+    keys = len(band.keys_seen(0, band.seqlen_q))
+    return Rows(
+        q=band.seqlen_q * problem.num_heads * problem.head_dim * size,
+        kv=keys * problem.num_kv_heads * (problem.head_dim + problem.head_dim_v) * size,
+        out=band.seqlen_q * problem.num_heads * problem.head_dim_v * size,
+        lse=band.seqlen_q * problem.num_heads * problem.accumulate_dtype.itemsize,
+    )
+
+
+def _score_operands(problem: AttentionProblem) -> tuple[int, int]:
+    """Bytes of bias and mask as they are stored, not expanded."""
+    bias = 0
+    if problem.bias_shape is not None and problem.bias_dtype is not None:
+        bias = _product(problem.bias_shape) * problem.bias_dtype.itemsize
+    return bias, 0 if problem.mask_shape is None else _product(problem.mask_shape)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    return functools.reduce(int.__mul__, shape, 1)

@@ -1,0 +1,282 @@
+"""The ops under everything PyTorch does to them: opcheck, compile, export, autocast, fake and meta tensors, subsets of gradients."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tilewise as tw
+from tilewise import ops
+from tilewise.operands import Flags, Operands
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, dtype=dtype, generator=generator).requires_grad_(grad)
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def samples() -> dict[str, tuple[str, Operands, Flags]]:
+    """One rich call of each kind."""
+    extras = {"sinks": randn(4), "alibi_slopes": randn(4, grad=False)}
+    dense = Operands(
+        randn(2, 4, 5, 8),
+        randn(2, 2, 7, 8, seed=1),
+        randn(2, 2, 7, 6, seed=2),
+        bias=randn(1, 4, 5, 7),
+        mask=torch.ones(7, dtype=torch.bool),
+        seed=torch.tensor(5),
+        **extras,
+    )
+    varlen = Operands(
+        randn(5, 4, 8),
+        randn(7, 2, 8, seed=1),
+        randn(7, 2, 6, seed=2),
+        cu_seqlens_q=int32(0, 2, 5),
+        cu_seqlens_k=int32(0, 3, 7),
+        **extras,
+    )
+    paged = Operands(
+        randn(2, 4, 8),
+        randn(6, 4, 2, 8, seed=1),
+        randn(6, 4, 2, 6, seed=2),
+        block_table=torch.tensor([[0, 1], [5, -1]], dtype=torch.int32),
+        seqlens_k=int32(6, 3),
+        **extras,
+    )
+    rich = Flags(causal=True, window_left=3, softcap=5.0, needs_grad=True)
+    return {
+        "dense": ("dense", dense, rich._replace(dropout=0.2)),
+        "dense bshd": (
+            "dense",
+            dense._replace(q=randn(2, 5, 4, 8), k=randn(2, 7, 2, 8), v=randn(2, 7, 2, 6)),
+            rich._replace(layout="bshd"),
+        ),
+        "varlen": ("varlen", varlen, rich),
+        "paged": ("paged", paged, rich._replace(causal=False)),
+    }
+
+
+def op_arguments(kind: str, operands: Operands, flags: Flags) -> tuple[Any, ...]:
+    names = ops.OPERANDS[kind].replace("?", "").split()  # type: ignore[index]
+    return (*(getattr(operands, name) for name in names), *flags)
+
+
+@pytest.mark.parametrize("sample", samples())
+def test_opcheck_forward(sample: str) -> None:
+    kind, operands, flags = samples()[sample]
+    torch.library.opcheck(getattr(torch.ops.tilewise, kind).default, op_arguments(kind, operands, flags))
+
+
+@pytest.mark.parametrize("sample", samples())
+def test_opcheck_backward(sample: str) -> None:
+    kind, operands, flags = samples()[sample]
+    detached = Operands(*(None if t is None else t.detach() for t in operands))  # type: ignore[arg-type]
+    out, lse = ops.attention(kind, detached, flags._replace(needs_grad=False))  # type: ignore[arg-type]
+    wanted = [True, True, True, operands.bias is not None, True]
+    arguments = (torch.ones_like(out), torch.ones_like(lse), out, lse, wanted, *op_arguments(kind, detached, flags))
+    torch.library.opcheck(getattr(torch.ops.tilewise, f"{kind}_backward").default, arguments)
+
+
+@pytest.mark.parametrize("sample", samples())
+def test_the_direct_path_and_the_ops_agree_bit_for_bit(sample: str) -> None:
+    kind, operands, flags = samples()[sample]
+    leaves = [t for t in operands if t is not None and t.requires_grad]
+    direct = ops.attention(kind, operands, flags)  # type: ignore[arg-type]
+    through_op = getattr(torch.ops.tilewise, kind)(*op_arguments(kind, operands, flags))
+    for a, b in zip(direct, through_op, strict=True):
+        assert torch.equal(a, b)
+    grads = [torch.autograd.grad(out.sum() + lse.sum(), leaves) for out, lse in (direct, through_op)]
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_compile_fullgraph_dynamic_without_recompiles() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = tw.attention(q * 2, k, v, causal=True, window=(9, 0), softcap=4.0, return_lse=True)
+        return out.square().sum() + lse.sum()
+
+    for seqlen in (5, 8, 13, 21, 34):
+        q, k, v = (randn(2, heads, seqlen, 8, seed=i) for i, heads in enumerate((4, 2, 2)))
+        compiled = torch.autograd.grad(step(q, k, v), (q, k, v))
+        out, lse = tw.attention(q * 2, k, v, causal=True, window=(9, 0), softcap=4.0, return_lse=True)
+        eager = torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))
+        for a, b in zip(compiled, eager, strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+
+
+def test_compile_varlen_paged_and_dropout() -> None:
+    torch._dynamo.reset()
+    cu = int32(0, 2, 5)
+    q, k, v = (randn(5, 2, 8, seed=i) for i in range(3))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return tw.attention_varlen(q, k, v, cu, cu, causal=True, dropout=0.3, seed=11)
+
+    assert torch.equal(packed(q, k, v), tw.attention_varlen(q, k, v, cu, cu, causal=True, dropout=0.3, seed=11))
+    _, operands, _ = samples()["paged"]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def paged(q: Tensor) -> Any:
+        return tw.attention_paged(q, operands.k, operands.v, operands.block_table, operands.seqlens_k)
+
+    torch.testing.assert_close(
+        paged(operands.q),
+        tw.attention_paged(operands.q, operands.k, operands.v, operands.block_table, operands.seqlens_k),
+    )
+
+
+def test_compile_draws_a_fresh_seed_every_call() -> None:
+    torch._dynamo.reset()
+    fn = torch.compile(lambda q: tw.attention(q, q, q, dropout=0.5), fullgraph=True, backend="aot_eager")
+    q = randn(1, 1, 32, 8, grad=False)
+    assert not torch.equal(fn(q), fn(q))
+
+
+def test_export() -> None:
+    class Attend(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return tw.attention(q, k, v, causal=True)
+
+    q, k, v = (randn(1, 2, 6, 8, grad=False, seed=i) for i in range(3))
+    seqlen = torch.export.Dim("seqlen", min=2, max=64)
+    exported = torch.export.export(Attend(), (q, k, v), dynamic_shapes=({2: seqlen},) * 3)
+    longer = tuple(randn(1, 2, 19, 8, grad=False, seed=i) for i in range(3))
+    assert torch.equal(exported.module()(*longer), tw.attention(*longer, causal=True))
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "bias", "sinks"])
+def test_a_gradient_alone_equals_it_among_all(wanted: str) -> None:
+    _, operands, flags = samples()["dense"]
+    names = ("q", "k", "v", "bias", "sinks")
+    full = torch.autograd.grad(ops.attention("dense", operands, flags)[0].sum(), [getattr(operands, n) for n in names])
+    alone = Operands(*(None if t is None else t.detach() for t in operands))  # type: ignore[arg-type]
+    alone = alone._replace(**{wanted: getattr(operands, wanted)})
+    (gradient,) = torch.autograd.grad(ops.attention("dense", alone, flags)[0].sum(), getattr(alone, wanted))
+    assert torch.equal(gradient, full[names.index(wanted)])
+
+
+def test_nothing_is_recorded_without_grad() -> None:
+    q = randn(1, 2, 4, 8)
+    with torch.no_grad():
+        out = tw.attention(q, q, q)
+    assert isinstance(out, Tensor)
+    assert not out.requires_grad
+    with torch.inference_mode():
+        assert not tw.attention(q, q, q).requires_grad  # type: ignore[union-attr]
+
+
+def test_autograd_keeps_inputs_out_and_lse_only() -> None:
+    saved: list[Tensor] = []
+
+    def keep(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    q, k, v = (randn(2, 2, 64, 8, seed=i) for i in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = tw.attention(q, k, v, causal=True)
+    assert isinstance(out, Tensor)
+    assert sum(t.numel() for t in saved) == 4 * q.numel() + 2 * 2 * 64
+
+
+def test_gradients_of_odd_strides() -> None:
+    q, k, v = (randn(2, 2, 6, 8, seed=i) for i in range(3))
+    out = tw.attention(q, k, v)
+    assert isinstance(out, Tensor)
+    expanded = torch.ones(1, 1, 1, 1).expand_as(out)
+    strided = torch.ones(2, 2, 8, 6).transpose(2, 3)
+    a, b = (torch.autograd.grad(out, (q, k, v), g, retain_graph=True) for g in (expanded, strided))
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_only_lse_is_used() -> None:
+    q = randn(1, 1, 3, 4, dtype=torch.float64)
+    k = randn(1, 1, 5, 4, dtype=torch.float64, seed=1)
+    _, lse = tw.attention(q, k, k, return_lse=True)
+    (ours,) = torch.autograd.grad(lse.sum(), q)
+    (torchs,) = torch.autograd.grad(torch.logsumexp(q @ k.transpose(2, 3) / 2, -1).sum(), q)
+    torch.testing.assert_close(ours, torchs)
+
+
+def test_second_derivatives_are_refused() -> None:
+    q = randn(1, 1, 3, 4)
+    out = tw.attention(q, q, q)
+    assert isinstance(out, Tensor)
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(tw.Unsupported, match="second derivatives"):
+        gradient.sum().backward()
+
+
+def test_autocast_casts_q_k_v_only() -> None:
+    q, sinks = randn(1, 2, 4, 8), randn(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = tw.attention(q, q, q, sinks=sinks)
+    assert isinstance(out, Tensor)
+    assert out.dtype is torch.bfloat16
+    dq, dsinks = torch.autograd.grad(out.float().sum(), (q, sinks))
+    assert (dq.dtype, dsinks.dtype) == (torch.float32, torch.float32)
+    low = q.bfloat16()
+    assert torch.equal(out, tw.attention(low, low, low, sinks=sinks))
+
+
+def test_fake_and_meta_tensors_have_the_real_shapes() -> None:
+    for kind, operands, flags in samples().values():
+        real = ops.attention(kind, operands, flags)  # type: ignore[arg-type]
+        with FakeTensorMode() as mode:
+            fakes = Operands(*(None if t is None else mode.from_tensor(t) for t in operands))  # type: ignore[arg-type]
+            faked = ops.attention(kind, fakes, flags)  # type: ignore[arg-type]
+        metas = Operands(*(None if t is None else t.detach().to("meta") for t in operands))  # type: ignore[arg-type]
+        meta = ops.attention(kind, metas, flags)  # type: ignore[arg-type]
+        for a, b, c in zip(real, faked, meta, strict=True):
+            assert a.shape == b.shape == c.shape
+            assert a.dtype == b.dtype == c.dtype
+
+
+def test_seed_is_drawn_from_torch_and_reproducible() -> None:
+    q = randn(1, 1, 32, 8, grad=False)
+    torch.manual_seed(3)
+    a = tw.attention(q, q, q, dropout=0.5)
+    b = tw.attention(q, q, q, dropout=0.5)
+    torch.manual_seed(3)
+    c = tw.attention(q, q, q, dropout=0.5)
+    assert torch.equal(a, c)  # type: ignore[arg-type]
+    assert not torch.equal(a, b)  # type: ignore[arg-type]
+    d, e = (tw.attention(q, q, q, dropout=0.5, seed=s) for s in (2**64 - 1, torch.tensor([-1])))
+    assert torch.equal(d, e)  # type: ignore[arg-type]
+
+
+def test_deterministic_follows_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        ops, "attention", lambda _, operands, flags: (seen.append(flags.deterministic), operands.q)[::-1]
+    )
+    q = randn(1, 1, 2, 4)
+    tw.attention(q, q, q)
+    torch.use_deterministic_algorithms(True)
+    try:
+        tw.attention(q, q, q)
+        tw.attention(q, q, q, deterministic=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [False, True, False]
+
+
+def test_modules_holding_results_copy() -> None:
+    layer = torch.nn.Linear(8, 8)
+    clone = copy.deepcopy(layer)
+    x = randn(1, 1, 4, 8)
+    assert torch.equal(tw.attention(layer(x), x, x), tw.attention(clone(x), x, x))  # type: ignore[arg-type]

@@ -1,0 +1,132 @@
+"""The house rules that a test can check: imports flow one way, files and functions stay small, importing is cheap."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tilewise
+
+PACKAGE = Path(tilewise.__file__).parent
+
+# Which modules each part may import from tilewise; design: data flows one way. `errors` and `settings` are leaves anyone may use.
+LEAVES = {"errors", "settings"}
+SPINE = {"problem", "operands", "masks", "numerics", "device"}
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "settings": set(),
+    "problem": set(),
+    "operands": set(),
+    "masks": set(),
+    "numerics": set(),
+    "device": set(),
+    "canonical": {"operands", "problem"},
+    "validation": {"problem", "operands", "masks", "backends.__init__"},
+    "dispatch": {"backends", "problem", "device"},
+    "ops": {"dispatch", "validation", "canonical", "problem", "operands", "device"},
+    "api": {"ops", "validation", "dispatch", "operands", "numerics"},
+    "backends": SPINE,
+    "cost": SPINE | {"backends"},
+    "plan": SPINE | {"validation", "dispatch", "cost", "canonical", "backends"},
+    "testing": SPINE | {"api", "__init__", "backends.__init__"},
+    "cli": SPINE | {"api", "__init__", "plan", "cost", "dispatch", "backends"},
+    "__main__": {"cli"},
+    "__init__": {"api", "plan"},
+}
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found.append((".".join(parts), path))
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    """The tilewise modules that a file imports, as dotted names below the package."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names if alias.name.split(".")[0] == "tilewise"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tilewise":
+            base = node.module or ""
+            for alias in node.names:
+                below = PACKAGE.joinpath(*base.split(".")[1:], alias.name)
+                is_module = below.with_suffix(".py").exists() or below.is_dir()
+                names.add(f"{base}.{alias.name}" if is_module else base)
+    return {name.removeprefix("tilewise").removeprefix(".") or "__init__" for name in names}
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])
+def test_imports_follow_the_arrows(module: str, path: Path) -> None:
+    part = part_of(module)
+    allowed = ARROWS[part] | LEAVES
+    for target in imported(path):
+        if part == "backends":
+            mine = ".".join(module.split(".")[:2])
+            inside = target.startswith(mine) or target in ("backends", "backends.base")
+            assert inside or part_of(target) in allowed, f"{module} imports {target}"
+        else:
+            fits = part_of(target) == part or part_of(target) in allowed
+            fits |= target == "backends" and "backends.__init__" in allowed
+            assert fits, f"{module} imports {target}"
+
+
+def test_the_reference_is_imported_by_no_optimised_code() -> None:
+    for module, path in modules():
+        if module.startswith("backends.") and not module.startswith("backends.reference"):
+            assert not any(name.startswith("backends.reference") for name in imported(path)), module
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])
+def test_files_and_host_functions_stay_small(module: str, path: Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") <= 500, f"{module} has {source.count(chr(10))} lines"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            is_kernel = any("jit" in ast.unparse(d) for d in node.decorator_list)
+            # The docstring and the argument list are reading matter, not logic.
+            body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+            lines = (node.end_lineno or 0) - body[0].lineno + 1
+            assert lines <= (150 if is_kernel else 50), f"{module}.{node.name} has {lines} lines"
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    readers = {module for module, path in modules() if "environ" in path.read_text() or "getenv" in path.read_text()}
+    assert readers <= {"settings"}
+
+
+def test_public_names() -> None:
+    for name in tilewise.__all__:
+        assert getattr(tilewise, name) is not None
+    public = {n for n in vars(tilewise) if not n.startswith("_")}
+    submodules = {name.split(".")[0] for name, _ in modules()}
+    assert public - submodules <= set(tilewise.__all__)
+
+
+def run_python(code: str) -> str:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TILEWISE")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return done.stdout.strip()
+
+
+def test_importing_loads_torch_and_nothing_heavy() -> None:
+    heavy = ("triton", "numba", "llvmlite", "matplotlib", "rich", "typer", "http.server", "transformers")
+    code = (
+        "import torch, sys; before = set(sys.modules); import tilewise;"
+        f"print([m for m in {heavy!r} if m in set(sys.modules) - before])"
+    )
+    assert run_python(code) == "[]"
+
+
+def test_importing_takes_under_50_ms_more_than_torch() -> None:
+    code = "import torch, time; t = time.perf_counter(); import tilewise; print(time.perf_counter() - t)"
+    assert min(float(run_python(code)) for _ in range(3)) < 0.050

@@ -1,0 +1,280 @@
+"""Bad input: each mistake has its own message, raised before any kernel runs."""
+
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise import dispatch, settings
+
+Arguments = dict[str, Any]
+
+
+def dense(**changes: Any) -> Arguments:
+    return {"q": torch.zeros(2, 4, 5, 8), "k": torch.zeros(2, 2, 7, 8), "v": torch.zeros(2, 2, 7, 8)} | changes
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def packed(**changes: Any) -> Arguments:
+    arguments = {
+        "q": torch.zeros(5, 4, 8),
+        "k": torch.zeros(7, 2, 8),
+        "v": torch.zeros(7, 2, 8),
+        "cu_seqlens_q": int32(0, 2, 5),
+        "cu_seqlens_k": int32(0, 3, 7),
+    }
+    return arguments | changes
+
+
+def paged(**changes: Any) -> Arguments:
+    arguments = {
+        "q": torch.zeros(2, 4, 8),
+        "k_pages": torch.zeros(6, 4, 2, 8),
+        "v_pages": torch.zeros(6, 4, 2, 8),
+        "block_table": torch.tensor([[0, 1], [5, -1]], dtype=torch.int32),
+        "seqlens_k": int32(6, 3),
+    }
+    return arguments | changes
+
+
+Call = Callable[..., Any]
+
+# (call, arguments, the argument that is named, a part of what is expected, a part of what came)
+MISTAKES: dict[str, tuple[Call, Arguments, str, str, str]] = {
+    "q is a list": (tw.attention, dense(q=[1.0]), "q", "a torch.Tensor", "list"),
+    "mask is a list": (tw.attention, dense(mask=[True]), "mask", "a torch.Tensor or None", "list"),
+    "rank 3 q": (tw.attention, dense(q=torch.zeros(4, 5, 8)), "q", "4 dimensions", "(4, 5, 8)"),
+    "rank 5 v": (tw.attention, dense(v=torch.zeros(1, 2, 2, 7, 8)), "v", "4 dimensions", "(1, 2, 2, 7, 8)"),
+    "rank 4 packed q": (tw.attention_varlen, packed(q=torch.zeros(1, 5, 4, 8)), "q", "3 dimensions", "(1, 5, 4, 8)"),
+    "batch differs": (tw.attention, dense(k=torch.zeros(3, 2, 7, 8)), "k", "batch 2 as in q", "3"),
+    "head_dim differs": (tw.attention, dense(k=torch.zeros(2, 2, 7, 16)), "k", "head_dim 8 as in q", "16"),
+    "seqlen_k differs": (tw.attention, dense(v=torch.zeros(2, 2, 6, 8)), "v", "seqlen_k 7 as in k", "6"),
+    "kv heads differ": (tw.attention, dense(v=torch.zeros(2, 4, 7, 8)), "v", "num_kv_heads 2 as in k", "4"),
+    "heads are no multiple": (
+        tw.attention,
+        dense(k=torch.zeros(2, 3, 7, 8), v=torch.zeros(2, 3, 7, 8)),
+        "num_heads",
+        "a multiple of num_kv_heads (3)",
+        "4",
+    ),
+    "zero heads": (tw.attention, dense(q=torch.zeros(2, 0, 5, 8)), "num_heads", "at least 1", "0"),
+    "zero kv heads": (
+        tw.attention,
+        dense(k=torch.zeros(2, 0, 7, 8), v=torch.zeros(2, 0, 7, 8)),
+        "num_kv_heads",
+        "at least 1",
+        "0",
+    ),
+    "head_dim 0": (
+        tw.attention,
+        dense(q=torch.zeros(2, 4, 5, 0), k=torch.zeros(2, 2, 7, 0)),
+        "head_dim",
+        "at least 1",
+        "0",
+    ),
+    "head_dim_v 0": (tw.attention, dense(v=torch.zeros(2, 2, 7, 0)), "head_dim_v", "at least 1", "0"),
+    "head_dim 513": (
+        tw.attention,
+        dense(q=torch.zeros(2, 4, 5, 513), k=torch.zeros(2, 2, 7, 513)),
+        "head_dim",
+        "at most 512",
+        "513",
+    ),
+    "dtypes differ": (tw.attention, dense(k=torch.zeros(2, 2, 7, 8).half()), "k", "dtype torch.float32", "float16"),
+    "integers": (tw.attention, dense(q=torch.zeros(2, 4, 5, 8).int()), "q", "float16 or bfloat16", "int32"),
+    "devices differ": (tw.attention, dense(v=torch.zeros(2, 2, 7, 8, device="meta")), "v", "on cpu", "meta"),
+    "mask of floats": (tw.attention, dense(mask=torch.zeros(5, 7)), "mask", "dtype bool", "float32"),
+    "bias of bools": (tw.attention, dense(bias=torch.zeros(5, 7, dtype=torch.bool)), "bias", "float32", "bool"),
+    "bias shape": (tw.attention, dense(bias=torch.zeros(5, 6)), "bias", "(2, 4, 5, 7)", "(5, 6)"),
+    "bias rank": (tw.attention, dense(bias=torch.zeros(1, 1, 1, 5, 7)), "bias", "(2, 4, 5, 7)", "(1, 1, 1, 5, 7)"),
+    "mask shape": (
+        tw.attention,
+        dense(mask=torch.ones(2, 2, 5, 7, dtype=torch.bool)),
+        "mask",
+        "(2, 4, 5, 7)",
+        "(2, 2, 5, 7)",
+    ),
+    "sinks shape": (tw.attention, dense(sinks=torch.zeros(2)), "sinks", "(4,)", "(2,)"),
+    "sinks of integers": (tw.attention, dense(sinks=torch.zeros(4).int()), "sinks", "float32", "int32"),
+    "slopes shape": (tw.attention, dense(alibi_slopes=torch.zeros(2)), "alibi_slopes", "(4,) or (2, 4)", "(2,)"),
+    "slopes dtype": (tw.attention, dense(alibi_slopes=torch.zeros(4).half()), "alibi_slopes", "float32", "float16"),
+    "causal is an int": (tw.attention, dense(causal=1), "causal", "True or False", "1"),
+    "window negative": (tw.attention, dense(window=(-1, 0)), "window", "an integer >= 0", "(-1, 0)"),
+    "window an int": (tw.attention, dense(window=4), "window", "a pair", "4"),
+    "window of three": (tw.attention, dense(window=[1, 2, 3]), "window", "a pair", "[1, 2, 3]"),
+    "dropout 1": (tw.attention, dense(dropout=1.0), "dropout", "[0, 1)", "1.0"),
+    "dropout negative": (tw.attention, dense(dropout=-0.1), "dropout", "[0, 1)", "-0.1"),
+    "dropout NaN": (tw.attention, dense(dropout=math.nan), "dropout", "[0, 1)", "nan"),
+    "seed a float": (tw.attention, dense(dropout=0.1, seed=1.5), "seed", "64 bits", "1.5"),
+    "seed too large": (tw.attention, dense(dropout=0.1, seed=2**64), "seed", "64 bits", str(2**64)),
+    "softcap 0": (tw.attention, dense(softcap=0.0), "softcap", "> 0", "0.0"),
+    "softcap negative": (tw.attention, dense(softcap=-3), "softcap", "> 0", "-3"),
+    "scale infinite": (tw.attention, dense(scale=math.inf), "scale", "finite", "inf"),
+    "layout unknown": (tw.attention, dense(layout="sbhd"), "layout", "'bhsd' or 'bshd'", "sbhd"),
+    "backend unknown": (tw.attention, dense(backend="cudnn"), "backend", "'reference'", "cudnn"),
+    "deterministic a string": (tw.attention, dense(deterministic="yes"), "deterministic", "None, True", "yes"),
+    "return_lse an int": (tw.attention, dense(return_lse=1), "return_lse", "True or False", "1"),
+    "cu_seqlens of floats": (
+        tw.attention_varlen,
+        packed(cu_seqlens_q=torch.tensor([0.0, 2.0, 5.0])),
+        "cu_seqlens_q",
+        "dtype int32",
+        "float32",
+    ),
+    "cu_seqlens of int64": (
+        tw.attention_varlen,
+        packed(cu_seqlens_k=torch.tensor([0, 3, 7])),
+        "cu_seqlens_k",
+        "dtype int32",
+        "int64",
+    ),
+    "cu_seqlens decreasing": (
+        tw.attention_varlen,
+        packed(cu_seqlens_q=int32(0, 4, 3)),
+        "cu_seqlens_q",
+        "never decrease",
+        "4 followed by 3",
+    ),
+    "cu_seqlens not from 0": (
+        tw.attention_varlen,
+        packed(cu_seqlens_k=int32(1, 3, 7)),
+        "cu_seqlens_k",
+        "0 as its first entry",
+        "1",
+    ),
+    "cu_seqlens too short": (
+        tw.attention_varlen,
+        packed(cu_seqlens_k=int32(0, 7)),
+        "cu_seqlens_k",
+        "batch 2 as in cu_seqlens_q",
+        "1",
+    ),
+    "cu_seqlens empty": (tw.attention_varlen, packed(cu_seqlens_q=int32()), "cu_seqlens_q", "batch + 1", "empty"),
+    "cu_seqlens past the tensor": (
+        tw.attention_varlen,
+        packed(cu_seqlens_q=int32(0, 2, 6)),
+        "cu_seqlens_q",
+        "at most 5",
+        "6",
+    ),
+    "max_seqlen too small": (tw.attention_varlen, packed(max_seqlen_q=2), "max_seqlen_q", "at least 3", "2"),
+    "max_seqlen a float": (tw.attention_varlen, packed(max_seqlen_k=4.0), "max_seqlen_k", "an integer", "4.0"),
+    "packed bias shape": (tw.attention_varlen, packed(bias=torch.zeros(5, 7)), "bias", "(2, 4, 3, 4)", "(5, 7)"),
+    "a page that does not exist": (
+        tw.attention_paged,
+        paged(block_table=torch.tensor([[0, 6], [5, -1]], dtype=torch.int32)),
+        "block_table",
+        "below num_pages = 6",
+        "6 at sequence 0",
+    ),
+    "a negative page in use": (
+        tw.attention_paged,
+        paged(seqlens_k=int32(6, 5)),
+        "block_table",
+        "below num_pages = 6",
+        "-1 at sequence 1",
+    ),
+    "longer than its table": (tw.attention_paged, paged(seqlens_k=int32(9, 3)), "seqlens_k", "= 8", "9 at sequence 0"),
+    "negative length": (tw.attention_paged, paged(seqlens_k=int32(6, -1)), "seqlens_k", "between 0", "-1"),
+    "lengths for another batch": (tw.attention_paged, paged(seqlens_k=int32(6, 3, 1)), "seqlens_k", "batch 2", "3"),
+    "block_table of int64": (
+        tw.attention_paged,
+        paged(block_table=torch.zeros(2, 2, dtype=torch.int64)),
+        "block_table",
+        "dtype int32",
+        "int64",
+    ),
+    "too many query rows": (tw.attention_paged, paged(q=torch.zeros(3, 4, 8)), "q", "one token a sequence", "3 rows"),
+    "pages of two sizes": (
+        tw.attention_paged,
+        paged(v_pages=torch.zeros(6, 8, 2, 8)),
+        "v_pages",
+        "page_size 4 as in k_pages",
+        "8",
+    ),
+    "rank 3 pages": (tw.attention_paged, paged(k_pages=torch.zeros(6, 4, 8)), "k_pages", "4 dimensions", "(6, 4, 8)"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_every_mistake_is_named(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, arguments, argument, expected, got = MISTAKES[mistake]
+    monkeypatch.setattr(dispatch, "select", lambda *_, **__: pytest.fail("a kernel was about to run"))
+    with pytest.raises(tw.InvalidProblem) as caught:
+        call(**arguments)
+    error = caught.value
+    assert error.argument == argument
+    assert expected in error.expected
+    assert got in str(error.got)
+    assert error.fix.endswith(".")
+    assert all(part in str(error) for part in (argument, error.expected, error.fix))
+    assert isinstance(error, ValueError)
+
+
+def test_the_mistakes_cover_every_message() -> None:
+    assert len({(m[2], m[3]) for m in MISTAKES.values()}) >= 45
+
+
+@pytest.mark.parametrize("call", [dense, packed, paged])
+def test_the_correct_call_passes(call: Callable[..., Arguments]) -> None:
+    function = {"dense": tw.attention, "packed": tw.attention_varlen, "paged": tw.attention_paged}[call.__name__]
+    assert torch.isfinite(function(**call())).all()  # type: ignore[operator]
+
+
+def test_values_are_judged_again_after_a_good_call() -> None:
+    tw.attention_varlen(**packed())
+    with pytest.raises(tw.InvalidProblem, match="never decrease"):
+        tw.attention_varlen(**packed(cu_seqlens_q=int32(0, 4, 3)))
+
+
+def test_bias_for_packed_meta_tensors_needs_the_lengths() -> None:
+    arguments = {name: t.to("meta") for name, t in packed(bias=torch.zeros(3, 4)).items()}
+    with pytest.raises(tw.InvalidProblem, match="max_seqlen_q, max_seqlen_k"):
+        tw.attention_varlen(**arguments)
+    assert tw.attention_varlen(**arguments, max_seqlen_q=3, max_seqlen_k=4).shape == (5, 4, 8)  # type: ignore[union-attr]
+
+
+def test_a_backend_is_never_replaced_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = dispatch.load("reference")
+    monkeypatch.setattr(type(reference), "supports", lambda *_: "refuses on principle")
+    dispatch._select.cache_clear()
+    with pytest.raises(tw.Unsupported) as caught:
+        tw.attention(**dense(), backend="reference")
+    assert ("reference", "refuses on principle") in caught.value.reasons
+    assert "refuses on principle" in str(caught.value)
+    dispatch._select.cache_clear()
+
+
+def test_errors_survive_pickling() -> None:
+    invalid = tw.InvalidProblem("q", "a tensor", "a list", "Convert it.")
+    unsupported = tw.Unsupported("nobody takes this", [("cpu", "too odd")])
+    for error in (invalid, unsupported):
+        copy = pickle.loads(pickle.dumps(error))
+        assert str(copy) == str(error)
+        assert vars(copy) == vars(error)
+
+
+def test_settings_come_from_the_environment_and_are_judged() -> None:
+    read = settings.read({"TILEWISE_BACKEND": "cpu", "TILEWISE_CHECK_VALUES": "1", "TILEWISE_CACHE_DIR": "cache"})
+    assert (read.backend, read.check_values, str(read.cache_dir)) == ("cpu", True, "cache")
+    assert settings.read({}) == settings.Settings()
+    with pytest.raises(tw.InvalidProblem, match="TILEWISE_CHECK_VALUES"):
+        settings.read({"TILEWISE_CHECK_VALUES": "yes"})
+    with settings.overridden(backend="reference"):
+        assert settings.current().backend == "reference"
+    assert settings.current().backend == "auto"
+
+
+def test_backend_from_settings_applies_to_auto_and_is_judged() -> None:
+    with settings.overridden(backend="reference"):
+        tw.attention(**dense())
+    with settings.overridden(backend="nonsense"), pytest.raises(tw.InvalidProblem, match="TILEWISE_BACKEND"):
+        tw.attention(**dense())
