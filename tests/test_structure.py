@@ -12,7 +12,7 @@ import tilewise
 
 PACKAGE = Path(tilewise.__file__).parent
 
-# Which modules each part may import from tilewise; design: data flows one way. `errors` and `settings` are leaves anyone may use.
+# What each part may import from tilewise: data flows one way. `errors` and `settings` are leaves anyone may use.
 LEAVES = {"errors", "settings"}
 SPINE = {"problem", "operands", "masks", "numerics", "device"}
 ARROWS: dict[str, set[str]] = {

@@ -225,8 +225,9 @@ def test_the_mistakes_cover_every_message() -> None:
 
 @pytest.mark.parametrize("call", [dense, packed, paged])
 def test_the_correct_call_passes(call: Callable[..., Arguments]) -> None:
-    function = {"dense": tw.attention, "packed": tw.attention_varlen, "paged": tw.attention_paged}[call.__name__]
-    assert torch.isfinite(function(**call())).all()  # type: ignore[operator]
+    calls: dict[str, Call] = {"dense": tw.attention, "packed": tw.attention_varlen, "paged": tw.attention_paged}
+    function = calls[call.__name__]
+    assert torch.isfinite(function(**call())).all()
 
 
 def test_values_are_judged_again_after_a_good_call() -> None:
@@ -239,7 +240,7 @@ def test_bias_for_packed_meta_tensors_needs_the_lengths() -> None:
     arguments = {name: t.to("meta") for name, t in packed(bias=torch.zeros(3, 4)).items()}
     with pytest.raises(tw.InvalidProblem, match="max_seqlen_q, max_seqlen_k"):
         tw.attention_varlen(**arguments)
-    assert tw.attention_varlen(**arguments, max_seqlen_q=3, max_seqlen_k=4).shape == (5, 4, 8)  # type: ignore[union-attr]
+    assert tw.attention_varlen(**arguments, max_seqlen_q=3, max_seqlen_k=4).shape == (5, 4, 8)
 
 
 def test_a_backend_is_never_replaced_by_another(monkeypatch: pytest.MonkeyPatch) -> None:

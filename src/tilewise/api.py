@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,64 @@ from tilewise.numerics import merge_partials
 from tilewise.operands import Operands
 from tilewise.validation.flags import Window, seed_tensor
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["attention", "attention_paged", "attention_varlen", "backends", "merge"]
 
 Result = Tensor | tuple[Tensor, Tensor]
+
+
+class Common(TypedDict, total=False):
+    """The flags every call shares, for type checkers; the functions below spell them out."""
+
+    causal: bool
+    window: Window | None
+    bias: Tensor | None
+    mask: Tensor | None
+    alibi_slopes: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    scale: float | None
+    deterministic: bool | None
+    backend: str
+
+
+class Random(Common, total=False):
+    """`Common` and dropout."""
+
+    dropout: float
+    seed: int | Tensor | None
+
+
+class Dense(Random, total=False):
+    """What `attention` takes."""
+
+    layout: str
+
+
+class Varlen(Random, total=False):
+    """What `attention_varlen` takes."""
+
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+
+class Paged(Common, total=False):
+    """What `attention_paged` takes."""
+
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | None
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **flags: Unpack[Dense]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **flags: Unpack[Dense]
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -60,6 +117,28 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **flags: Unpack[Varlen],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    **flags: Unpack[Varlen],
+) -> tuple[Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -113,6 +192,28 @@ def attention_varlen(
     return (out, lse) if return_lse else out
 
 
+@overload
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **flags: Unpack[Paged],
+) -> Tensor: ...
+@overload
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    **flags: Unpack[Paged],
+) -> tuple[Tensor, Tensor]: ...
 def attention_paged(
     q: Tensor,
     k_pages: Tensor,
