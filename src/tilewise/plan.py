@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from dataclasses import dataclass
@@ -9,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from tilewise import cost, device, dispatch, validation
+from tilewise import cost, dispatch, report, validation
+from tilewise import device as devices
 from tilewise.api import _autocast, _needs_grad
 from tilewise.device import DeviceSpec
 from tilewise.dispatch import Rejection
@@ -18,9 +21,13 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.masks import Band, TileCounts, TileGrid
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem, Kind
+from tilewise.roofline import Memory, Work, memory_of, naive_work, tiled_work
 from tilewise.validation.flags import Window, seed_tensor
 
-__all__ = ["Memory", "Plan", "Work", "explain", "plan_of"]
+__all__ = ["Plan", "Where", "explain", "plan_of"]
+
+# A device of this machine, the name of one that need not be here, or its facts.
+Where = str | torch.device | DeviceSpec | None
 
 # The tile of the textbook, where no backend that works in tiles takes the problem.
 TEXTBOOK_TILE = TileGrid(128, 128)
@@ -41,7 +48,6 @@ class Plan:
     materialises: bool
     tile: TileGrid
     tiles: TileCounts
-    pairs: int
     lengths_read: bool
     flops_forward: int
     flops_backward: int
@@ -59,9 +65,7 @@ class Plan:
         return plain
 
     def __str__(self) -> str:
-        from tilewise.report import render
-
-        return render(self)
+        return report.render(self)
 
 
 def explain(
@@ -89,7 +93,7 @@ def explain(
     deterministic: bool | None = None,
     backend: str = "auto",
     return_lse: bool = False,
-    device: str | torch.device | DeviceSpec | None = None,
+    device: Where = None,
 ) -> Plan:
     """What `attention`, `attention_varlen` (with cu_seqlens) or `attention_paged` (with a block_table) would do.
 
@@ -101,7 +105,8 @@ def explain(
         34368126976
     """
     tensors = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, mask, alibi_slopes, sinks)
-    kind = _require(tensors)
+    kind = _kind_of(tensors)
+    _refuse_misplaced(kind, dropout, layout)
     tensors = tensors._replace(**dict(zip("qkv", _autocast(q, k, v), strict=True)))
     if seed is not None:
         tensors = tensors._replace(seed=seed_tensor(seed, dropout))
@@ -113,7 +118,7 @@ def explain(
     return plan_of(kind, tensors, flags, device)
 
 
-def plan_of(kind: Kind, operands: Operands, flags: Flags, where: str | torch.device | DeviceSpec | None = None) -> Plan:
+def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -> Plan:
     """The plan for operands and flags as the ops take them."""
     readable = _readable(operands)
     problem = (validation.problem_of if readable else validation.describe)(kind, operands, flags)
@@ -124,10 +129,10 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: str | torch.dev
     grid = TileGrid(*shape)
     lengths = _lengths(problem, operands if readable else None)
     bands = Counter(Band(*pair, *problem.band) for pair in lengths)
-    rated = device.measured_cpu() if spec == device.this_cpu() else spec
-    pairs = sum(band.count_pairs() * times for band, times in bands.items())
+    rated = devices.measured_cpu() if spec == devices.this_cpu() else spec
+    pairs = sum(band.count_pairs() * times for band, times in bands.items()) * problem.num_heads
     dims = problem.head_dim, problem.head_dim_v
-    memory = _memory(problem, operands)
+    memory = memory_of(problem, [t.numel() * t.dtype.itemsize for t in operands if t is not None])
     return Plan(
         problem=problem,
         device=rated,
@@ -136,17 +141,16 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: str | torch.dev
         materialises=materialises,
         tile=grid,
         tiles=_count_tiles(bands, grid),
-        pairs=pairs,
         lengths_read=readable or kind == "dense",
-        flops_forward=cost.forward_flops(pairs, *dims) * problem.num_heads,
-        flops_backward=cost.backward_flops(pairs, *dims) * problem.num_heads if problem.needs_grad else 0,
+        flops_forward=cost.forward_flops(pairs, *dims),
+        flops_backward=cost.backward_flops(pairs, *dims) if problem.needs_grad else 0,
         memory=memory,
-        naive=_naive_work(problem, bands, rated),
-        tiled=_tiled_work(problem, bands, grid, pairs, memory, rated),
+        naive=naive_work(problem, bands, memory, rated),
+        tiled=tiled_work(problem, bands, grid, memory, rated),
     )
 
 
-def _require(tensors: Operands) -> Kind:
+def _kind_of(tensors: Operands) -> Kind:
     """The kind of problem that the given tensors make, after a check that the ones it needs are there."""
     given = tensors._asdict()
     names = ["q", "k", "v", "bias", "mask", "alibi_slopes", "sinks"]
@@ -165,24 +169,32 @@ def _require(tensors: Operands) -> Kind:
     return kind
 
 
+def _refuse_misplaced(kind: Kind, dropout: float, layout: str) -> None:
+    """Flags that the call for this kind of problem does not have."""
+    if kind == "paged" and dropout != 0.0:
+        raise InvalidProblem(
+            "dropout", "0.0 beside block_table", dropout, "Dropout is for training, pages for serving."
+        )
+    if kind != "dense" and layout != "bhsd":
+        raise InvalidProblem("layout", "'bhsd' for packed and paged tensors", repr(layout), "Leave layout out.")
+
+
 def _readable(operands: Operands) -> bool:
     """Whether index tensors have contents: neither meta nor fake."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return not any(isinstance(t, FakeTensor) or t.is_meta for t in operands if t is not None)
 
 
-def _locate(own: torch.device, where: str | torch.device | DeviceSpec | None) -> tuple[DeviceSpec, bool]:
+def _locate(own: torch.device, where: Where) -> tuple[DeviceSpec, bool]:
     """The device to plan for, and whether it is one of this machine, so that what is installed here counts."""
     if isinstance(where, DeviceSpec):
         return where, False
     if isinstance(where, str) and where.partition(":")[0] not in ("cpu", "cuda"):
-        return device.named(where), False
+        return devices.named(where), False
     target = own if where is None else torch.device(where)
     if target.type == "cuda" and not torch.cuda.is_available():
         fix = 'Name the device to plan for, such as device="h200".'
         raise InvalidProblem("device", "a device that is here, or a name", str(target), fix)
-    return device.of(target), True
+    return devices.of(target), True
 
 
 def _choose(
@@ -196,7 +208,7 @@ def _choose(
 
 
 def _lengths(problem: AttentionProblem, operands: Operands | None) -> list[tuple[int, int]]:
-    """(seqlen_q, seqlen_k) of every sequence; without contents to read, the fewest and longest that the bounds allow."""
+    """(seqlen_q, seqlen_k) of every sequence; unread, the fewest and longest that the bounds allow."""
     if problem.kind == "dense":
         return [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
     if operands is None:
@@ -222,3 +234,14 @@ def _count_tiles(bands: Counter[Band], grid: TileGrid) -> TileCounts:
     counts = [(band.count_tiles(grid), times) for band, times in bands.items()]
     full, partial, skipped = (sum(count[i] * times for count, times in counts) for i in range(3))
     return TileCounts(full, partial, skipped)
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses and named tuples as dicts, dtypes by name, for JSON."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return _plain(value._asdict()) if hasattr(value, "_asdict") else [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

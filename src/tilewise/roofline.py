@@ -163,7 +163,7 @@ def _behind_cache(problem: AttentionProblem, bands: Bands, grid: TileGrid, spec:
 
 
 def _waves(streamed: int, consumers: int, spec: DeviceSpec) -> int:
-    """How often a stream comes from memory: once if the cache holds it, else once per set of tiles that run together."""
+    """How often a stream comes from memory: once if the cache holds it, else once per set of tiles run together."""
     return 1 if streamed <= spec.l2_bytes else max(1, -(-consumers // max(1, spec.num_sms)))
 
 
