@@ -1,0 +1,33 @@
+"""Test a backend, or somebody else's attention, against the contract.
+
+    from tilewise.testing import BackendImplementation, Case, check
+    check(Case(causal=True, dropout=0.1), BackendImplementation("cpu"))
+
+`check` makes the case's tensors (odd strides, NaN in everything that must not be read), computes the fp64 reference and
+the tolerance, runs the implementation on NaN-filled memory and raises `Nonconformance` with a report. The cases of the
+conformance suite come from `tilewise.testing.generation`.
+"""
+
+from tilewise.testing.cases import Case
+from tilewise.testing.conformance import Nonconformance, check, check_repeatable, check_unread, run
+from tilewise.testing.implementations import BackendImplementation, Implementation, TorchSDPA
+from tilewise.testing.inputs import Inputs, make_inputs
+from tilewise.testing.oracle import Expectation, expect
+from tilewise.testing.poison import uninitialised_is_nan
+
+__all__ = [
+    "BackendImplementation",
+    "Case",
+    "Expectation",
+    "Implementation",
+    "Inputs",
+    "Nonconformance",
+    "TorchSDPA",
+    "check",
+    "check_repeatable",
+    "check_unread",
+    "expect",
+    "make_inputs",
+    "run",
+    "uninitialised_is_nan",
+]

@@ -1,0 +1,93 @@
+"""The judge: run an implementation on a case and say everything that is wrong with its results."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.errors import TilewiseError
+from tilewise.testing.cases import Case
+from tilewise.testing.implementations import Implementation
+from tilewise.testing.inputs import make_inputs
+from tilewise.testing.oracle import expect
+from tilewise.testing.poison import uninitialised_is_nan
+from tilewise.testing.results import Results
+from tilewise.testing.tolerances import judge
+
+__all__ = ["Nonconformance", "check", "check_repeatable", "check_unread", "run"]
+
+
+class Nonconformance(TilewiseError, AssertionError):
+    """An implementation broke the contract; the message lists every wrong result and the code to see it again."""
+
+    def __init__(self, case: Case, implementation: Implementation, faults: list[str]) -> None:
+        lines = "".join(f"\n  {fault}" for fault in faults)
+        again = f"check({case!r}, {_spelling(implementation)})"
+        super().__init__(f"{implementation.name} on {case.id}:{lines}\n  again: {again}")
+        self.case = case
+        self.faults = tuple(faults)
+
+
+def check(case: Case, implementation: Implementation) -> Results:
+    """Raise Nonconformance unless every result is within the derived tolerance, in the right shape and dtype.
+
+    Output memory is poisoned while it runs. Results an implementation does not have (a foreign one may lack lse) are
+    not judged.
+    """
+    expected = expect(case)
+    results = run(case, implementation)
+    faults = [fault for name in results if (fault := _fault(name, results[name], case)) is not None]
+    missing = [name for name in case.results if name not in results and name != "lse"]
+    faults += [f"{name}: missing" for name in missing]
+    if faults:
+        raise Nonconformance(case, implementation, faults)
+    assert results.keys() <= expected.reference.keys()
+    return results
+
+
+def run(case: Case, implementation: Implementation, *, padding_value: float = float("nan")) -> Results:
+    """The implementation's results with poisoned outputs."""
+    inputs = make_inputs(case, implementation.device, padding_value=padding_value)
+    with uninitialised_is_nan():
+        return implementation.run(case, inputs)
+
+
+def check_repeatable(case: Case, implementation: Implementation) -> None:
+    """Raise Nonconformance unless two runs agree in every bit: the forward always, gradients if `case.deterministic`."""
+    names = case.results if case.deterministic else ("out", "lse")
+    _check_equal_bits(case, implementation, run(case, implementation), run(case, implementation), names, "a second run")
+
+
+def check_unread(case: Case, implementation: Implementation) -> None:
+    """Raise Nonconformance unless results are the same bits whatever lies outside the lengths."""
+    names = case.results if case.deterministic else ("out", "lse")
+    zeros = run(case, implementation, padding_value=0.0)
+    for value in (float("nan"), float("inf"), 1e4):
+        other = run(case, implementation, padding_value=value)
+        _check_equal_bits(case, implementation, other, zeros, names, f"padding of {value} against 0")
+
+
+def _check_equal_bits(
+    case: Case, implementation: Implementation, one: Results, two: Results, names: tuple[str, ...], what: str
+) -> None:
+    faults = []
+    for name in names:
+        a, b = one[name].contiguous(), two[name].contiguous()
+        differs = a.view(torch.uint8) != b.view(torch.uint8) if a.numel() else torch.zeros(0, dtype=torch.bool)
+        if bool(differs.any()):
+            worst = float((a.double() - b.double()).abs().max())
+            faults.append(f"{name}: {what} changes bits, by up to {worst:.3e}")
+    if faults:
+        raise Nonconformance(case, implementation, faults)
+
+
+def _fault(name: str, got: torch.Tensor, case: Case) -> str | None:
+    expected = expect(case)
+    if got.dtype != expected.dtypes[name]:
+        return f"{name}: dtype {got.dtype}, expected {expected.dtypes[name]}"
+    return judge(name, got, expected.reference[name], expected.slack[name])
+
+
+def _spelling(implementation: Implementation) -> str:
+    kind = type(implementation).__name__
+    named = f"{implementation.name!r}, " if kind == "BackendImplementation" else ""
+    return f"{kind}({named}{str(implementation.device)!r})"

@@ -1,0 +1,145 @@
+"""What can be judged: backends of tilewise through its public API, and foreign implementations through adapters."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tilewise import api, dispatch, validation
+from tilewise import device as devices
+from tilewise.operands import Flags, Operands
+from tilewise.testing.cases import Case
+from tilewise.testing.inputs import Inputs, make_inputs
+from tilewise.testing.results import Results, differentiate, dropout_seed
+
+__all__ = ["BackendImplementation", "Implementation", "TorchSDPA", "call_api"]
+
+
+class Implementation(Protocol):
+    """Anything that computes attention: say what you take, then compute it with gradients."""
+
+    @property
+    def name(self) -> str:
+        """How reports call it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it wants its inputs."""
+
+    def supports(self, case: Case) -> str | None:
+        """None if it takes the case, else the reason why not."""
+
+    def run(self, case: Case, inputs: Inputs) -> Results:
+        """out, lse (if it has one) and the gradients the case asks for, by name."""
+
+
+class BackendImplementation:
+    """A backend of tilewise, called by name through `attention`, `attention_varlen` and `attention_paged`.
+
+    >>> BackendImplementation("reference").supports(Case()) is None
+    True
+    """
+
+    def __init__(self, name: str, device: torch.device | str = "cpu") -> None:
+        self.name = name
+        self.device = torch.device(device)
+
+    def supports(self, case: Case) -> str | None:
+        """What the backend answers for the problem that the case poses."""
+        backend = dispatch.load(self.name)
+        inputs = make_inputs(case, self.device)
+        spec = devices.of(self.device)
+        return backend.unavailable() or backend.supports(_problem(case, inputs, self.name), spec)
+
+    def run(self, case: Case, inputs: Inputs) -> Results:
+        """The public API with `backend=` this one."""
+        return differentiate(case, inputs, lambda leaves: call_api(case, leaves, self.name))
+
+
+class TorchSDPA:
+    """torch.nn.functional.scaled_dot_product_attention, on the features it has; it returns no lse."""
+
+    name = "torch SDPA"
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def supports(self, case: Case) -> str | None:
+        """Dense attention with mask or bias, scale, GQA, and causal where top-left and bottom-right are the same."""
+        refusals = {
+            "only dense tensors": case.kind != "dense",
+            "no window": case.window is not None,
+            "no ALiBi": bool(case.alibi),
+            "no softcap": case.softcap is not None,
+            "no sinks": case.sinks,
+            "its dropout has another random number generator": case.dropout > 0.0,
+            "no lse, so no gradient through it": case.cotangents != ("out",) and bool(case.wants_grad),
+            "causal is top-left, which is another mask for unequal lengths": case.causal
+            and case.seqlen_q != case.seqlen_k,
+            "causal excludes a mask": case.causal and bool(case.mask or case.bias),
+            "one of mask and bias": bool(case.mask and case.bias),
+            "a bias of another dtype": case.side_dtype not in (None, case.dtype) and bool(case.bias),
+            "NaN for a row without keys": case.masked_rows or case.bias_holes or case.seqlen_k == 0,
+        }
+        return next((reason for reason, refused in refusals.items() if refused), None)
+
+    def run(self, case: Case, inputs: Inputs) -> Results:
+        """SDPA heads-first; the results lack lse."""
+
+        def attend(leaves: Inputs) -> tuple[Tensor, Tensor]:
+            swap = case.layout == "bshd"
+            q, k, v = (t.transpose(1, 2) if swap else t for t in (leaves.q, leaves.k, leaves.v))
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=leaves.bias if leaves.mask is None else leaves.mask, is_causal=case.causal,
+                scale=case.scale, enable_gqa=case.num_heads != case.num_kv_heads,
+            )  # fmt: skip
+            return (out.transpose(1, 2) if swap else out), out.new_zeros(())
+
+        results = differentiate(case, inputs, attend)
+        del results["lse"]
+        return results
+
+
+def call_api(case: Case, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the case's public function."""
+    flags = {
+        "causal": case.causal, "window": case.window, "bias": inputs.bias, "mask": inputs.mask,
+        "alibi_slopes": inputs.alibi_slopes, "softcap": case.softcap, "sinks": inputs.sinks, "scale": case.scale,
+        "deterministic": case.deterministic, "backend": backend, "return_lse": True,
+    }  # fmt: skip
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if case.kind == "paged":
+        bounds = _bounds(case)[:1] if inputs.cu_seqlens_q is not None else (None,)
+        flags |= {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": bounds[0]}
+        result = api.attention_paged(q, k, v, inputs.block_table, inputs.seqlens_k, **flags)  # type: ignore[arg-type]
+    elif case.kind == "varlen":
+        max_seqlen_q, max_seqlen_k = _bounds(case)
+        flags |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "dropout": case.dropout}
+        flags |= {"seed": dropout_seed(case)}
+        result = api.attention_varlen(q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **flags)  # type: ignore[arg-type]
+    else:
+        flags |= {"layout": case.layout, "dropout": case.dropout, "seed": dropout_seed(case)}
+        result = api.attention(q, k, v, **flags)  # type: ignore[arg-type]
+    out, lse = result
+    return out, lse
+
+
+def _bounds(case: Case) -> tuple[int | None, int | None]:
+    return (None, None) if case.bounds == "none" else (case.seqlen_q, case.seqlen_k)
+
+
+def _problem(case: Case, inputs: Inputs, backend: str) -> validation.AttentionProblem:
+    left, right = case.window or (None, None)
+    max_seqlen_q, max_seqlen_k = _bounds(case) if case.kind != "dense" else (None, None)
+    if case.decode:
+        max_seqlen_q = None
+    flags = Flags(
+        causal=case.causal, window_left=left, window_right=right, scale=case.scale, softcap=case.softcap,
+        dropout=case.dropout, layout=case.layout, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=None if case.kind == "paged" else max_seqlen_k, deterministic=case.deterministic,
+        needs_grad=bool(case.wants_grad), backend=backend,
+    )  # fmt: skip
+    shared = {name: getattr(inputs, name) for name in Operands._fields if hasattr(inputs, name)}
+    return validation.problem_of(case.kind, Operands(**shared), flags)

@@ -1,0 +1,119 @@
+"""What is right: fp64 results of the reference backend on a case's rounded inputs, and how far from them is allowed."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.testing.cases import GRADIENTS, Case
+from tilewise.testing.implementations import call_api
+from tilewise.testing.inputs import Inputs, make_inputs
+from tilewise.testing.plain import SequenceView, dropout_factor, masked_scores, plain_attention, sequence_views
+from tilewise.testing.results import Results, differentiate, dropout_seed
+from tilewise.testing.tolerances import Slack, slack_of
+
+__all__ = ["Expectation", "expect", "plain_results", "reference_results", "summed_terms"]
+
+
+class Expectation(NamedTuple):
+    """The reference (fp64, on the CPU), the tolerance of each result, and the dtype it must have."""
+
+    reference: Results
+    slack: dict[str, Slack]
+    dtypes: dict[str, torch.dtype]
+
+
+@functools.lru_cache(maxsize=8)
+def expect(case: Case) -> Expectation:
+    """What an implementation must compute for a case; remembered, because several are judged by the same cases."""
+    inputs = make_inputs(case)
+    reference = reference_results(case, inputs)
+    plain = plain_results(case, inputs)
+    terms = summed_terms(case, inputs)
+    dtypes = _dtypes(case, inputs)
+    slack = {
+        name: slack_of(reference[name], plain[name], terms[name], dtypes[name], case.accumulate_dtype)
+        for name in case.results
+    }
+    return Expectation(reference, slack, dtypes)
+
+
+def reference_results(case: Case, inputs: Inputs) -> Results:
+    """The fp64 reference backend on fp64 copies of the inputs."""
+    return differentiate(case, inputs.double(), lambda leaves: call_api(case, leaves, "reference"))
+
+
+def plain_results(case: Case, inputs: Inputs) -> Results:
+    """Plain PyTorch in the case's dtype; lse, which is never rounded to a half precision, from fp32 scores."""
+    seed = dropout_seed(case)
+    results = differentiate(case, inputs, lambda leaves: plain_attention(case, leaves, seed))
+    if case.dtype in (torch.float16, torch.bfloat16):
+        with torch.no_grad():
+            results["lse"] = plain_attention(case, inputs.float(), seed)[1]
+    return results
+
+
+def summed_terms(case: Case, inputs: Inputs) -> Results:
+    """For every result the sum of the absolute values of its terms, in fp64: what rounding errors are relative to."""
+    inputs = inputs.double()
+    parts = [_terms_of(case, inputs, view) for view in sequence_views(case, inputs)]
+    every = ("out", "lse", *GRADIENTS.values())
+    return {name: torch.cat([p[name].flatten() for p in parts] or [torch.zeros(0)]) for name in every}
+
+
+def _terms_of(case: Case, inputs: Inputs, view: SequenceView) -> Results:
+    q, k, v = (t.abs() for t in (view.q, view.k, view.v))
+    dout, dlse = (t.abs() for t in _cotangents(case, inputs, view))
+    s = masked_scores(case, inputs, view)
+    scale = abs(1.0 / math.sqrt(case.head_dim) if case.scale is None else case.scale)
+    sizes = torch.where(s == -math.inf, 0.0, scale * (q @ k.transpose(1, 2)) + s.abs())
+    sinks = s.new_full((case.num_heads,), -math.inf) if inputs.sinks is None else inputs.sinks
+    lse = torch.logsumexp(torch.cat([s, sinks[:, None, None].expand(-1, s.shape[1], 1)], -1), -1)
+    shift = torch.where(lse == -math.inf, 0.0, lse)[..., None]
+    # A score is off by eps times its own terms, and a probability by that much relatively.
+    p = torch.exp(s - shift) * (1.0 + sizes)
+    kept = p * (dropout_factor(case, view, dropout_seed(case)) if case.dropout > 0.0 else 1.0)
+    dp = dout @ v.transpose(1, 2)
+    pull = (kept * dp).sum(-1, keepdim=True) + dlse[..., None]
+    ds = kept * dp + p * pull
+    sink_p = torch.exp(sinks[:, None] - shift.squeeze(-1))
+    group = case.num_heads // case.num_kv_heads
+    per_kv_head = (case.num_kv_heads, group)
+    return {
+        "out": kept @ v,
+        "lse": sizes.amax(-1, keepdim=True) if sizes.shape[-1] else torch.zeros(1),
+        "dq": scale * (ds @ k),
+        "dk": scale * (ds.transpose(1, 2) @ q).unflatten(0, per_kv_head).sum(1),
+        "dv": (kept.transpose(1, 2) @ dout).unflatten(0, per_kv_head).sum(1),
+        "dbias": _reduced(case, ds),
+        "dsinks": (sink_p * pull.squeeze(-1)).sum(-1),
+    }
+
+
+def _cotangents(case: Case, inputs: Inputs, view: SequenceView) -> tuple[Tensor, Tensor]:
+    if case.kind == "dense":
+        dout = inputs.dout[view.index]
+        dout, dlse = dout.transpose(0, 1) if case.layout == "bshd" else dout, inputs.dlse[view.index]
+    else:
+        dout, dlse = inputs.dout[view.rows].transpose(0, 1), inputs.dlse[:, view.rows]
+    zero = torch.zeros(())
+    return (
+        dout if "out" in case.cotangents else zero.expand(dout.shape).double(),
+        dlse if "lse" in case.cotangents else zero.expand(dlse.shape).double(),
+    )
+
+
+def _reduced(case: Case, ds: Tensor) -> Tensor:
+    """Summed along the dimensions that bias broadcasts over (within the sequence)."""
+    for dim, letter in enumerate(case.bias.rjust(4, "1")[1:]):
+        ds = ds.sum(dim, keepdim=True) if letter == "1" else ds
+    return ds
+
+
+def _dtypes(case: Case, inputs: Inputs) -> dict[str, torch.dtype]:
+    sources = {GRADIENTS[name]: getattr(inputs, name).dtype for name in case.wants_grad}
+    return {"out": case.dtype, "lse": case.accumulate_dtype, **sources}

@@ -1,0 +1,176 @@
+"""Named cases that no pair of features reaches: emptiness, saturation, padding, pages, and partial gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from tilewise.testing.cases import Case
+
+__all__ = ["padded_cases", "repeatable_cases", "special_cases"]
+
+
+def special_cases() -> list[Case]:
+    """All of them, labelled."""
+    named = {**_empty(), **_masked_rows(), **_magnitudes(), **_packed(), **_paged(), **_gradients(), **_mixtures()}
+    return [dataclasses.replace(case, label=label) for label, case in named.items()]
+
+
+def padded_cases() -> list[Case]:
+    """Cases with something outside the lengths in every tensor that can have it, for bitwise comparisons."""
+    varlen = Case(
+        kind="varlen", seqlens_q=(3, 0, 63), seqlens_k=(65, 1, 63), padding=7, bounds="loose", deterministic=True
+    )
+    paged = Case(kind="paged", seqlens_q=(3, 1, 33), seqlens_k=(65, 1, 63), padding=2, page_size=16, deterministic=True)
+    every = [
+        dataclasses.replace(case, causal=True, dtype=dtype, bias=bias)
+        for case in (varlen, paged)
+        for dtype in (torch.float32, torch.bfloat16)
+        for bias in ("", "bhqk")
+    ]
+    decode = Case(kind="paged", decode=True, seqlens_q=(1,) * 3, seqlens_k=(65, 0, 130), page_size=16, grad_of=())
+    sliced = Case(strides="sliced", causal=True, deterministic=True)
+    return [*every, decode, sliced, dataclasses.replace(sliced, strides="strided_last")]
+
+
+def repeatable_cases() -> list[Case]:
+    """Cases with much to sum in parallel, whose order of summation must not change between runs."""
+    long = Case(
+        seqlens_q=(257,), seqlens_k=(515,), num_heads=6, num_kv_heads=2, causal=True, deterministic=True, head_dim=64,
+        head_dim_v=64,
+    )  # fmt: skip
+    everything = dataclasses.replace(long, bias="1h1k", sinks=True, dropout=0.2, alibi="h", softcap=5.0)
+    packed = dataclasses.replace(long, kind="varlen", seqlens_q=(257, 3, 111), seqlens_k=(257, 65, 111))
+    paged = dataclasses.replace(packed, kind="paged", shared_pages=True)
+    decode = Case(kind="paged", decode=True, seqlens_q=(1, 1), seqlens_k=(1025, 63), grad_of=(), num_heads=8)
+    cases = [long, everything, packed, paged, decode]
+    return cases + [dataclasses.replace(case, dtype=torch.bfloat16) for case in cases]
+
+
+def _empty() -> dict[str, Case]:
+    dense = {
+        "batch_0": Case(seqlens_q=(), seqlens_k=(), bias="1hqk", sinks=True),
+        "batch_0_bshd": Case(seqlens_q=(), seqlens_k=(), layout="bshd"),
+        "seqlen_k_0": Case(seqlens_q=(3, 3), seqlens_k=(0, 0)),
+        "seqlen_k_0_sinks": Case(seqlens_q=(3, 3), seqlens_k=(0, 0), sinks=True, causal=True),
+        "seqlen_k_0_bias": Case(seqlens_q=(3, 3), seqlens_k=(0, 0), bias="bhqk", dropout=0.5),
+        "seqlen_q_0": Case(seqlens_q=(0, 0), seqlens_k=(65, 65), bias="bh1k", sinks=True),
+        "seqlen_both_0": Case(seqlens_q=(0,), seqlens_k=(0,)),
+        "length_1": Case(seqlens_q=(1,), seqlens_k=(1,), causal=True, num_kv_heads=1),
+        "length_1_dim_1": Case(seqlens_q=(1,), seqlens_k=(1,), head_dim=1, head_dim_v=1, sinks=True),
+    }
+    packed = {
+        "varlen_batch_0": Case(kind="varlen", seqlens_q=(), seqlens_k=(), padding=3),
+        "varlen_nothing": Case(kind="varlen", seqlens_q=(), seqlens_k=()),
+        "varlen_all_empty": Case(kind="varlen", seqlens_q=(0, 0), seqlens_k=(0, 0), padding=2),
+        "varlen_some_empty": Case(
+            kind="varlen", seqlens_q=(0, 65, 3, 0), seqlens_k=(5, 65, 0, 0), causal=True, bias="1hqk"
+        ),
+        "varlen_some_empty_sinks": Case(kind="varlen", seqlens_q=(0, 65, 3), seqlens_k=(5, 65, 0), sinks=True),
+        "varlen_length_1": Case(kind="varlen", seqlens_q=(1, 1, 1), seqlens_k=(1, 1, 1), causal=True),
+        "paged_batch_0": Case(kind="paged", seqlens_q=(), seqlens_k=(), decode=True),
+        "paged_empty": Case(kind="paged", seqlens_q=(1, 1, 1), seqlens_k=(0, 17, 0), decode=True),
+    }
+    return dense | packed
+
+
+def _masked_rows() -> dict[str, Case]:
+    return {
+        "rows_masked": Case(mask="bhqk", masked_rows=True),
+        "rows_masked_sinks": Case(mask="qk", masked_rows=True, sinks=True),
+        "rows_masked_bf16": Case(mask="b1qk", masked_rows=True, dtype=torch.bfloat16, dropout=0.2),
+        "rows_masked_bias": Case(mask="qk", masked_rows=True, bias="1hqk"),
+        "rows_causal": Case(seqlens_q=(111,), seqlens_k=(65,), causal=True),
+        "rows_window": Case(seqlens_q=(111,), seqlens_k=(3,), window=(4, 0)),
+        "rows_window_right": Case(seqlens_q=(257,), seqlens_k=(63,), window=(None, 2), dtype=torch.float16),
+        "bias_minus_inf": Case(bias="bhqk", bias_holes=True),
+        "bias_minus_inf_rows": Case(bias="bhq1", bias_holes=True, sinks=True),
+        "bias_minus_inf_rows_no_sinks": Case(bias="bhq1", bias_holes=True, dtype=torch.bfloat16),
+        "bias_minus_inf_columns": Case(bias="b11k", bias_holes=True, causal=True),
+    }
+
+
+def _magnitudes() -> dict[str, Case]:
+    return {
+        f"{values}_{dtype}".replace("torch.", ""): Case(values=values, dtype=dtype, causal=True)  # type: ignore[arg-type]
+        for values in ("large", "tiny")
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    } | {
+        "large_softcap": Case(values="large", softcap=30.0),
+        "large_sinks": Case(values="large", sinks=True, window=(20, 0)),
+        "scale_0": Case(scale=0.0),
+        "scale_negative": Case(scale=-0.5, causal=True),
+    }
+
+
+def _packed() -> dict[str, Case]:
+    lengths = {"seqlens_q": (3, 65, 1), "seqlens_k": (65, 65, 63)}
+    return {
+        "varlen_padding": Case(kind="varlen", **lengths, padding=9, causal=True),  # type: ignore[arg-type]
+        "varlen_no_bounds": Case(kind="varlen", **lengths, padding=1, bounds="none"),  # type: ignore[arg-type]
+        "varlen_loose_bounds": Case(kind="varlen", **lengths, bounds="loose", bias="bhqk", mask="b1qk"),  # type: ignore[arg-type]
+        "varlen_window_gqa": Case(kind="varlen", **lengths, window=(5, 5), num_heads=4, dropout=0.1),  # type: ignore[arg-type]
+    }
+
+
+def _paged() -> dict[str, Case]:
+    prefill = Case(kind="paged", seqlens_q=(3, 65, 1), seqlens_k=(65, 65, 63), causal=True, num_heads=4)
+    decode = Case(kind="paged", decode=True, seqlens_q=(1,) * 4, seqlens_k=(1, 257, 64, 17), num_heads=6, causal=True)
+    sizes = {
+        f"paged_{name}_page_{size}": dataclasses.replace(case, page_size=size)
+        for name, case in (("prefill", prefill), ("decode", decode))
+        for size in (1, 3, 16, 64)
+    }
+    served = {
+        f"{label}_forward_{short}": dataclasses.replace(case, grad_of=(), dtype=dtype)
+        for label, case in (("prefill", prefill), ("decode", decode))
+        for short, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16))
+    }
+    return sizes | served | {
+        "paged_shared": dataclasses.replace(prefill, shared_pages=True),
+        "paged_shared_bf16": dataclasses.replace(decode, shared_pages=True, dtype=torch.bfloat16),
+        "paged_transposed": dataclasses.replace(prefill, strides="transposed"),
+        "paged_decode_features": dataclasses.replace(decode, window=(40, 0), alibi="bh", sinks=True, softcap=2.0),
+        "paged_decode_long": dataclasses.replace(
+            decode, seqlens_q=(1, 1), seqlens_k=(2049, 3), num_heads=8, grad_of=(), head_dim=64, head_dim_v=64
+        ),
+        "paged_no_bounds": dataclasses.replace(prefill, bounds="none"),
+    }  # fmt: skip
+
+
+def _gradients() -> dict[str, Case]:
+    rich = Case(bias="1h1k", sinks=True, causal=True, num_heads=4)
+    only = {
+        f"grad_{name}_only": dataclasses.replace(rich, grad_of=(name,)) for name in ("q", "k", "v", "bias", "sinks")
+    }
+    return only | {
+        "grad_through_lse": dataclasses.replace(rich, cotangents=("lse",)),
+        "grad_through_lse_varlen": Case(kind="varlen", seqlens_q=(3, 65), seqlens_k=(65, 65), cotangents=("lse",)),
+        "grad_through_out": dataclasses.replace(rich, cotangents=("out",)),
+        "grad_expanded_dout": dataclasses.replace(rich, expanded_dout=True, cotangents=("out",)),
+        "grad_expanded_dout_varlen": Case(
+            kind="varlen", seqlens_q=(3, 65), seqlens_k=(65, 65), expanded_dout=True, dtype=torch.bfloat16
+        ),
+        "grad_deterministic": dataclasses.replace(rich, deterministic=True),
+        "forward_only": dataclasses.replace(rich, grad_of=()),
+    }  # fmt: skip
+
+
+def _mixtures() -> dict[str, Case]:
+    everything = Case(
+        seqlens_q=(65, 65), seqlens_k=(111, 111), num_heads=6, head_dim=48, head_dim_v=72, causal=True, window=(50, None),
+        alibi="bh", softcap=4.0, bias="1hqk", mask="b1qk", sinks=True, dropout=0.2, scale=1 / math.sqrt(40),
+    )  # fmt: skip
+    return {
+        "everything": everything,
+        "everything_bf16_bshd": dataclasses.replace(everything, dtype=torch.bfloat16, layout="bshd"),
+        "everything_varlen": dataclasses.replace(
+            everything, kind="varlen", seqlens_q=(65, 0, 7), seqlens_k=(111, 3, 7), padding=3
+        ),
+        "everything_paged": dataclasses.replace(
+            everything, kind="paged", seqlens_q=(65, 1, 7), seqlens_k=(111, 3, 7), dropout=0.0, shared_pages=True
+        ),
+        "fp32_bias_and_sinks": Case(bias="bhqk", sinks=True, dtype=torch.bfloat16, side_dtype=torch.float32),
+    }
