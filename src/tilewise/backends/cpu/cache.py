@@ -27,6 +27,7 @@ __all__ = ["PROGRAMS", "CacheState", "Program", "cache_state", "program", "warmu
 # Entry points: the module is imported only to compile.
 PROGRAMS = {
     "forward": "tilewise.backends.cpu.forward",
+    "decode": "tilewise.backends.cpu.decode",
 }
 SUFFIX = ".tilewise-cpu"
 _lock = threading.Lock()

@@ -10,13 +10,14 @@ from __future__ import annotations
 from tilewise.backends.cpu import params as P
 from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, drop
 from tilewise.backends.cpu.compiler import driver
-from tilewise.backends.cpu.intrinsics import atomic_add, field, load_f32, load_i64, scalar_bits
+from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
 from tilewise.backends.cpu.isa import host
-from tilewise.backends.cpu.merging import finish_rows, merge_chunks
+from tilewise.backends.cpu.merging import MINUS_INF, finish_rows, merge_chunks
 from tilewise.backends.cpu.microkernels import row_max, scores, softmax, weigh_values
 from tilewise.backends.cpu.packing import copy_rows, fill, pack_rows, transpose_panel
 from tilewise.backends.cpu.scoring import (
     BLOCK_N,
+    ENTRY_BYTES,
     KEY_STEP,
     LANES,
     MAX_FIRST,
@@ -38,9 +39,6 @@ __all__ = ["forward"]
 
 SCORE_KEYS = host().score_keys
 VALUE_ROWS = host().value_rows
-MINUS_INF = float("-inf")
-# Schedule entries: (batch, first row, number of rows, chunk of keys, number of chunks), int64 each.
-ENTRY_BYTES = 40
 
 
 @driver

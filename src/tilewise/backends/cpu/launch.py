@@ -36,13 +36,14 @@ class Dims(NamedTuple):
     padded: int
     lanes: int
     v_padded: int
+    v_lanes: int
 
 
 def dims(problem: AttentionProblem) -> Dims:
     """Padded head dims of a problem."""
     isa = host()
     padded = round_up(problem.head_dim, isa.dim_step)
-    return Dims(padded, round_up(padded, isa.lanes), round_up(problem.head_dim_v, isa.value_step))
+    return Dims(padded, round_up(padded, isa.lanes), round_up(problem.head_dim_v, isa.value_step), round_up(problem.head_dim_v, isa.lanes))
 
 
 @functools.lru_cache(maxsize=256)
@@ -70,6 +71,7 @@ def problem_fields(problem: AttentionProblem) -> Block:
         P.DIM_PADDED: padded.padded,
         P.DIM_LANES: padded.lanes,
         P.DIM_V_PADDED: padded.v_padded,
+        P.DIM_V_LANES: padded.v_lanes,
         P.DTYPE: DTYPES[problem.dtype],
         P.Q_SCALE: P.float_bits(q_scale),
         P.SCALE: P.float_bits(problem.scale),
@@ -179,10 +181,11 @@ def _readable(bias: Tensor) -> Tensor:
 def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, int]:
     """Places in one thread's workspace, and its size in bytes."""
     isa, padded = host(), dims(problem)
+    block_m = round_up(block_m, isa.panel)
     floats = {
         P.WS_Q: block_m * padded.lanes,
         P.WS_ACC: block_m * (padded.v_padded + 2),
-        P.WS_K: isa.block_n * padded.padded,
+        P.WS_K: isa.block_n * padded.lanes,
         P.WS_V: isa.block_n * padded.v_padded,
         P.WS_SCORES: isa.block_n * isa.panel,
         P.WS_EXTRA: (isa.block_n + isa.lanes) * isa.panel,
@@ -240,7 +243,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     block |= tensor_fields(P.OUT, out, kind)
     block |= lse_fields(problem, lse, kind)
     offsets, size = forward_workspace(problem, plan.block_m)
-    run_items("forward", block | offsets, plan, size, count)
+    run_items("decode" if schedule.decodes(problem) else "forward", block | offsets, plan, size, count)
     return out, lse
 
 

@@ -51,14 +51,14 @@ def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block
 def merge_chunks(p: int, block: int, item: int, batch: int, head: int, first_row: int, count: int, chunk: int, num_chunks: int) -> None:
     """Leave this chunk's block among the partial results; the last one to arrive adds them up in the order of the chunks."""
     width, block_m, units = field(p, P.DIM_V_PADDED), field(p, P.BLOCK_M), field(p, P.UNITS)
-    floats = field(p, P.PARTIAL_BYTES) // 4
     first_slot = field(p, P.PARTIALS) + (item - chunk * units) * field(p, P.PARTIAL_BYTES)
     step = units * field(p, P.PARTIAL_BYTES)
-    copy_rows(block, first_slot + chunk * step, floats)
-    if atomic_add(field(p, P.DONE) + 8 * (item - chunk * units), 1) + 1 < num_chunks:
-        return
     maxima = 4 * block_m * width
     sums = maxima + 4 * block_m
+    copy_rows(block, first_slot + chunk * step, count * width)
+    copy_rows(block + maxima, first_slot + chunk * step + maxima, 2 * block_m)
+    if atomic_add(field(p, P.DONE) + 8 * (item - chunk * units), 1) + 1 < num_chunks:
+        return
     fill(block, count * width, 0.0)
     for r in range(count):
         top = MINUS_INF

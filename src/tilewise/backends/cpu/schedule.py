@@ -24,6 +24,8 @@ GROUP_ROWS = 128
 # Rows of few queries are split over keys in chunks of this many; a function of the problem only, so that threads do not matter.
 CHUNK_KEYS = 1024
 CHUNK_ROWS = 64
+# Up to this many rows a unit is decoded: vectors along the head dim beat a mostly empty panel of queries (about 11 rows are even).
+DECODE_ROWS = 8
 
 
 class Schedule(NamedTuple):
@@ -41,6 +43,11 @@ def round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
+def decodes(problem: AttentionProblem) -> bool:
+    """Whether a problem takes the decode path."""
+    return problem.seqlen_q * problem.group_size <= DECODE_ROWS
+
+
 def shares_panels(problem: AttentionProblem) -> bool:
     """Whether the heads of a GQA group are computed together."""
     return problem.group_size > 1 and problem.seqlen_q * problem.group_size <= GROUP_ROWS
@@ -54,6 +61,8 @@ def rows_per_unit(problem: AttentionProblem) -> int:
 def block_rows(problem: AttentionProblem, threads: int) -> int:
     """Query rows of a work item: 256 (128 for short sequences) unless that leaves threads idle. Results do not depend on it."""
     panel = host().panel
+    if decodes(problem):
+        return round_up(max(1, rows_per_unit(problem)), host().lanes)
     rows = 256 if problem.seqlen_q > 1024 else 128
     rows = min(rows, round_up(max(1, rows_per_unit(problem)), panel))
     sequences = max(1, problem.batch) * problem.num_heads
@@ -88,7 +97,12 @@ def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: L
     chunk = np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks)
     columns = [np.repeat(column, chunks) for column in (batch, first, size)] + [chunk, np.repeat(chunks, chunks)]
     entries = np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64)
-    return Schedule(entries, problem.num_heads // heads, heads, block, CHUNK_KEYS)
+    return Schedule(entries, problem.num_heads // heads, heads, block, chunk_keys())
+
+
+def chunk_keys() -> int:
+    """Keys in a chunk: whole tiles."""
+    return round_up(CHUNK_KEYS, host().block_n)
 
 
 def _keys_seen(problem: AttentionProblem, end_row: Lengths, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
@@ -103,4 +117,4 @@ def _chunks(problem: AttentionProblem, k_lengths: Lengths) -> Lengths:
     """Chunks of keys per entry: more than one only for few rows and many keys."""
     if rows_per_unit(problem) > CHUNK_ROWS:
         return np.ones_like(k_lengths)
-    return np.maximum(1, -(-k_lengths // CHUNK_KEYS))
+    return np.maximum(1, -(-k_lengths // chunk_keys()))

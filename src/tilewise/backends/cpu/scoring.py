@@ -47,6 +47,8 @@ BLOCK_N = host().block_n
 VALUE_STEP = host().value_step
 LOG2E_F32 = float(LOG2E)
 BOOL_CODE = 3
+# Schedule entries: (batch, first row, number of rows, chunk of keys, number of chunks), int64 each.
+ENTRY_BYTES = 40
 
 # Panel bounds: what the rows of a panel have in common.
 MIN_FIRST, MAX_FIRST, MIN_LAST, MAX_LAST = 0, 8, 16, 24
