@@ -1,0 +1,44 @@
+"""The command line: one module per command, each with a function `command` and an `EXAMPLE` for its help page."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from tilewise.errors import TilewiseError
+
+__all__ = ["COMMANDS", "build_app"]
+
+# Modules of this package, in the order of the help page.
+COMMANDS = ("doctor", "demo", "explain")
+
+HELP = """Exact, IO-aware attention on CPUs and GPUs.
+
+See what it does here with "demo", what is installed with "doctor", and what a problem would cost with "explain".
+"""
+
+
+class FriendlyGroup(TyperGroup):
+    """Errors that tilewise raises on purpose become one message and exit status 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was named."""
+        try:
+            return super().invoke(ctx)
+        except TilewiseError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
+def build_app() -> typer.Typer:
+    """The application with every command."""
+    app = typer.Typer(cls=FriendlyGroup, help=HELP, no_args_is_help=True, add_completion=False)
+    # A callback keeps the commands named even if there were only one of them.
+    app.callback()(lambda: None)
+    for name in COMMANDS:
+        module = importlib.import_module(f"tilewise.cli.{name}")
+        app.command(name, epilog=f"Example:  {module.EXAMPLE}")(module.command)
+    return app

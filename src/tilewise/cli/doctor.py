@@ -1,0 +1,143 @@
+"""`tilewise doctor`: what is installed, which devices are here, and which backends run on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import tilewise
+from tilewise import device, dispatch, settings
+from tilewise.cli.console import JsonOption, print_json
+from tilewise.device import DeviceSpec
+from tilewise.plan import explain
+from tilewise.units import format_bytes, format_count
+
+__all__ = ["EXAMPLE", "command", "diagnose"]
+
+EXAMPLE = "tilewise doctor --json"
+
+PACKAGES = ("torch", "numpy", "numba", "triton")
+
+
+def command(*, json: JsonOption = False) -> None:
+    """Show versions, devices, backends (available, or why not) and the settings in force."""
+    findings = diagnose()
+    if json:
+        print_json(findings)
+    else:
+        _show(findings)
+
+
+def diagnose() -> dict[str, Any]:
+    """Everything the command shows, ready for JSON."""
+    return {
+        "versions": {
+            "tilewise": tilewise.__version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in PACKAGES},
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        },
+        "devices": [_device(spec, where) for spec, where in _devices()],
+        "backends": [_backend(status) for status in dispatch.statuses()],
+        "settings": {
+            name: value if value is None or isinstance(value, (bool, int, str)) else str(value)
+            for name, value in dataclasses.asdict(settings.current()).items()
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[tuple[DeviceSpec, torch.device]]:
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [(device.measured_cpu(), torch.device("cpu")), *((device.of(gpu), gpu) for gpu in gpus)]
+
+
+def _device(spec: DeviceSpec, where: torch.device) -> dict[str, Any]:
+    """The facts of one device, and the backend that plain attention gets on it."""
+    dtype = torch.float32 if spec.type == "cpu" else torch.bfloat16
+    q = torch.empty(1, 1, 128, 64, dtype=dtype, device="meta")
+    return {
+        "device": str(where),
+        "name": spec.name,
+        "backend": explain(q, q, q, device=where).backend,
+        "processors": spec.num_sms,
+        "threads": torch.get_num_threads() if spec.type == "cpu" else None,
+        "capability": None if spec.capability is None else ".".join(map(str, spec.capability)),
+        "memory_bytes": spec.memory_bytes,
+        "bandwidth": spec.bandwidth,
+        "flops": {str(key).removeprefix("torch."): rate for key, rate in spec.flops.items()},
+    }
+
+
+def _backend(status: dispatch.Status) -> dict[str, Any]:
+    """Name, availability, and the state of its kernel cache where the backend has one to tell of."""
+    cache_state = getattr(dispatch.load(status.name), "cache_state", None)
+    return {
+        "name": status.name,
+        "available": status.reason is None,
+        "reason": status.reason,
+        "cache": None if cache_state is None else dict(cache_state()),
+    }
+
+
+def _show(findings: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    versions = _section("versions")
+    for name, version in findings["versions"].items():
+        versions.add_row(name, version or "[yellow]not installed[/]")
+    devices = _section("devices")
+    for found in findings["devices"]:
+        devices.add_row(found["device"], _device_line(found))
+    backends = _section("backends, in order of preference")
+    for found in findings["backends"]:
+        backends.add_row(found["name"], _backend_line(found))
+    in_force = _section("settings (TILEWISE_...)")
+    for name, value in findings["settings"].items():
+        in_force.add_row(name, "[dim]default[/]" if value is None else escape(str(value)))
+    console.print(versions, devices, backends, in_force, sep="\n")
+
+
+def _section(title: str) -> Table:
+    table = Table(
+        title=title, title_style="bold", title_justify="left", box=box.SIMPLE, show_header=False, pad_edge=False
+    )
+    table.add_column(min_width=12, style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _device_line(found: dict[str, Any]) -> str:
+    single = found["flops"].get("float32")
+    half = found["flops"].get("bfloat16")
+    if found["threads"] is not None:
+        what = f"{found['processors']} cores, {found['threads']} threads"
+        rates = f"measured: {format_count(single)}FLOP/s fp32, {format_count(found['bandwidth'])}B/s"
+    else:
+        what = f"{found['processors']} SMs, compute capability {found['capability']}"
+        rates = (
+            f"peak: {format_count(half)}FLOP/s bf16, {format_count(found['bandwidth'])}B/s" if half else "rates unknown"
+        )
+    memory = format_bytes(found["memory_bytes"])
+    runs = f"attention runs on backend [bold]{found['backend']}[/]" if found["backend"] else "[red]no backend[/]"
+    return f"{escape(found['name'])}: {what}, {memory}\n{rates}\n{runs}"
+
+
+def _backend_line(found: dict[str, Any]) -> str:
+    line = "[green]available[/]" if found["available"] else f"[yellow]no:[/] {escape(found['reason'])}"
+    if found["cache"]:
+        line += "\n" + "\n".join(f"{escape(str(name))}: {escape(str(value))}" for name, value in found["cache"].items())
+    return line

@@ -1,0 +1,98 @@
+"""`tilewise explain`: the plan for a problem given by its sizes, on this machine or another."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from tilewise.cli.console import JsonOption, print_json
+from tilewise.device import DEVICES
+from tilewise.errors import InvalidProblem
+from tilewise.plan import explain
+from tilewise.validation.flags import Window
+
+__all__ = ["EXAMPLE", "command"]
+
+EXAMPLE = "tilewise explain --seqlen 8192 --heads 32 --kv-heads 8 --causal --backward --device h200"
+
+
+class DType(str, enum.Enum):
+    """The dtypes by the names torch gives them."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+Size = Annotated[int, typer.Option(min=0)]
+Count = Annotated[int, typer.Option(min=1)]
+OptionalCount = Annotated[int | None, typer.Option(min=1)]
+
+
+def command(
+    *,
+    batch: Size = 1,
+    seqlen: Annotated[int, typer.Option(min=0, help="Queries and keys per sequence.")] = 4096,
+    seqlen_q: Annotated[int | None, typer.Option(min=0, help="Queries, where not --seqlen.")] = None,
+    seqlen_k: Annotated[int | None, typer.Option(min=0, help="Keys, where not --seqlen.")] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="K/V heads; fewer share (GQA).")] = None,
+    head_dim: Count = 128,
+    head_dim_v: OptionalCount = None,
+    dtype: DType = DType.bfloat16,
+    causal: Annotated[bool, typer.Option("--causal", help="Keys after a query are hidden.")] = False,
+    window: Annotated[str | None, typer.Option(help="Keys seen to each side: '1024,0'; '1024,' is open.")] = None,
+    softcap: float | None = None,
+    alibi: Annotated[bool, typer.Option("--alibi")] = False,
+    sinks: Annotated[bool, typer.Option("--sinks", help="One extra logit per head.")] = False,
+    bias: Annotated[bool, typer.Option("--bias", help="A dense bias shared by batch and heads.")] = False,
+    mask: Annotated[bool, typer.Option("--mask", help="A dense mask shared by batch and heads.")] = False,
+    dropout: float = 0.0,
+    backward: Annotated[bool, typer.Option("--backward", help="Plan the gradients too.")] = False,
+    backend: Annotated[str, typer.Option(help="Ask for one backend.")] = "auto",
+    device: Annotated[str | None, typer.Option(help=f"This machine, or: {', '.join(DEVICES)}.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show which backend would run a problem and why, its tiles, FLOPs, traffic, memory and least possible time."""
+    queries, keys = (seqlen if n is None else n for n in (seqlen_q, seqlen_k))
+    shared = kv_heads or heads
+    like = getattr(torch, dtype.value)
+    plan = explain(
+        _meta(batch, heads, queries, head_dim, dtype=like).requires_grad_(backward),
+        _meta(batch, shared, keys, head_dim, dtype=like),
+        _meta(batch, shared, keys, head_dim_v or head_dim, dtype=like),
+        causal=causal,
+        window=_window(window),
+        softcap=softcap,
+        alibi_slopes=_meta(heads, dtype=torch.float32) if alibi else None,
+        sinks=_meta(heads, dtype=like) if sinks else None,
+        bias=_meta(queries, keys, dtype=like) if bias else None,
+        mask=_meta(queries, keys, dtype=torch.bool) if mask else None,
+        dropout=dropout,
+        backend=backend,
+        device=device,
+    )
+    if json:
+        print_json(plan.to_dict())
+    else:
+        typer.echo(str(plan))
+
+
+def _meta(*shape: int, dtype: Any) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _window(text: str | None) -> Window | None:
+    """'left,right'; an empty side is unbounded."""
+    if text is None:
+        return None
+    sides = [side.strip() for side in text.split(",")]
+    if len(sides) != 2 or not all(side == "" or side.isdecimal() for side in sides):
+        raise InvalidProblem("--window", "'left,right' in whole numbers", repr(text), "Leave a side empty: '1024,'.")
+    left, right = (int(side) if side else None for side in sides)
+    return left, right
