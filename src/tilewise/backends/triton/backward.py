@@ -12,6 +12,8 @@ import triton.language as tl
 from tilewise.backends.triton.primitives import (
     LOG2E,
     NEG_INF,
+    around_gap,
+    box_origin,
     clear_rows,
     dot,
     dot_add,
@@ -21,6 +23,7 @@ from tilewise.backends.triton.primitives import (
     key_range,
     key_span,
     load_keys,
+    load_queries,
     load_rows,
     natural_scores,
     page_base,
@@ -57,12 +60,10 @@ def row_stats_kernel(out, dout, lse, dlse, lse_unit, delta, num_rows, num_heads,
 
 
 @triton.jit
-def score_gradient(
-    dots, dp, lse_rows, delta_rows, m_idx, n_idx, keep, terms, scalars, band, seqlen_q, seqlen_k, EDGE: tl.constexpr, T: tl.constexpr
-):
-    """(p, ds_bias, ds) of a tile in either orientation: probabilities, and the gradients of the biased score and of scale * q.k.
+def probabilities(dots, lse_rows, m_idx, n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE: tl.constexpr, T: tl.constexpr):
+    """(p, capped) of a tile in either orientation: probabilities before dropout, and the scores right after the softcap.
 
-    `keep` holds the dropout bits (used only with dropout); `lse_rows` and `delta_rows` broadcast against the tile like `m_idx`.
+    `lse_rows` broadcasts against the tile like `m_idx`.
     """
     if T.TRANSFORMED:
         scores, capped = natural_scores(dots, m_idx, n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE, T)
@@ -72,6 +73,12 @@ def score_gradient(
         p = tl.exp2(dots * (scalars.scale * LOG2E) - lse_rows)
     if EDGE:
         p = tl.where(keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
+    return p, capped
+
+
+@triton.jit
+def score_gradient(p, dp, capped, delta_rows, keep, scalars, T: tl.constexpr):
+    """(ds_bias, ds): the gradients of the biased score and of scale * q.k. `keep` holds the dropout bits, if any."""
     if T.HAS_DROPOUT:
         dp = tl.where(keep, dp * scalars.keep_scale, 0.0)
     ds_bias = p * (dp - delta_rows)
@@ -79,24 +86,26 @@ def score_gradient(
     if T.HAS_SOFTCAP:
         ratio = capped / scalars.softcap
         ds = ds_bias * (1.0 - ratio * ratio)
-    return p, ds_bias, ds
+    return ds_bias, ds
 
 
 @triton.jit
 def key_gradient_loop(
-    dk, dv, k_tile, v_tile, q, dout, q_base, dout_base, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place, scalars, band,
-    seqlen_q, seqlen_k, begin, end, EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+    dk, dv, k_tile, v_tile, q_source, dout_source, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place, scalars, band,
+    seqlen_q, seqlen_k, begin, gap_begin, gap_end, end, EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Add to dK and dV what the queries begin..end of one head contribute. Works on transposed scores (keys are rows)."""
+    """Add to dK and dV what the queries begin..gap_begin and gap_end..end of one head contribute. Works on transposed scores (keys are rows)."""
     n_first, head, batch_idx, stride_stat = place
     n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
     # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one (C7515).
-    if begin < end:
-        tl.assume(begin < end)
-        for first in tl.range(begin, end, BLOCK_M):
+    stop = gap_begin + tl.maximum(end - gap_end, 0)
+    if begin < stop:
+        tl.assume(begin < stop)
+        for position in tl.range(begin, stop, BLOCK_M):
+            first = around_gap(position, gap_begin, gap_end, EDGE)
             m_row = first + tl.arange(0, BLOCK_M)
-            q_tile = load_rows(q_base, q.stride_row, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
-            dout_tile = load_rows(dout_base, dout.stride_row, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+            q_tile = load_queries(q_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+            dout_tile = load_queries(dout_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
             if EDGE:
                 # +inf makes P of rows past the end 0.
                 lse_tile = tl.load(lse_rows + m_row * stride_stat, mask=m_row < seqlen_q, other=float("inf"))
@@ -106,25 +115,28 @@ def key_gradient_loop(
                 delta_tile = tl.load(delta_rows + m_row * stride_stat)
             terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
             dots = dot(k_tile, tl.trans(q_tile), T)
-            dp = dot(v_tile, tl.trans(dout_tile), T)
+            if EARLY_DP:
+                dp = dot(v_tile, tl.trans(dout_tile), T)
+            # A bias is read with its key bound checked: the last key tile may be ragged even where no score needs a mask.
+            p, capped = probabilities(
+                dots, lse_tile[None, :], m_row[None, :], n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE or T.HAS_BIAS or T.HAS_MASK, T)  # fmt: skip
             keep = True
+            kept = p
             if T.HAS_DROPOUT:
                 keep = tl.trans(dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N))
-            # A bias is read with its key bound checked: the last key tile may be ragged even where no score needs a mask.
-            p, _, ds = score_gradient(
-                dots, dp, lse_tile[None, :], delta_tile[None, :], m_row[None, :], n_idx, keep, terms, scalars, band, seqlen_q, seqlen_k,
-                EDGE or T.HAS_BIAS or T.HAS_MASK, T)  # fmt: skip
-            if T.HAS_DROPOUT:
-                p = tl.where(keep, p * scalars.keep_scale, 0.0)
-            dv = dot_add(p.to(dout_tile.dtype), dout_tile, dv, T)
+                kept = tl.where(keep, p * scalars.keep_scale, 0.0)
+            dv = dot_add(kept.to(dout_tile.dtype), dout_tile, dv, T)
+            if not EARLY_DP:
+                dp = dot(v_tile, tl.trans(dout_tile), T)
+            _, ds = score_gradient(p, dp, capped, delta_tile[None, :], keep, scalars, T)
             dk = dot_add(ds.to(q_tile.dtype), q_tile, dk, T)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def key_gradient_kernel(
-    q, k, v, dout, lse_unit, delta, dk, dv, bias, mask, alibi_slopes, seed_ptr, lengths, sizes, band, scalars,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, dk, dv, bias, mask, alibi_slopes, seed_ptr, lengths, sizes, band, scalars,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr,
 ):  # fmt: skip
     """dK, dV of one (key tile, K/V head, sequence), summed over the query heads of the group inside the program."""
     num_blocks = (sizes.seqlen_k + BLOCK_N - 1) // BLOCK_N
@@ -138,16 +150,16 @@ def key_gradient_kernel(
     n_first = block * BLOCK_N
     if n_first >= seqlen_k:
         return
-    table = lengths.block_table
+    table = 0
     if T.PAGED:
         k_base = page_base(k, kv_head)
         v_base = page_base(v, kv_head)
-        table += tl.cast(batch_idx, tl.int64) * lengths.table_stride
+        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
     else:
         k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_tile = load_keys(k, k_base, table, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-    v_tile = load_keys(v, v_base, table, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    k_tile = load_keys((k, k_base, table, None, 0, 0), n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    v_tile = load_keys((v, v_base, table, None, 0, 0), n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     dk_acc = zeros(BLOCK_N, T.BLOCK_D)
     dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
     begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
@@ -155,19 +167,19 @@ def key_gradient_kernel(
         head = kv_head * T.GROUP_SIZE + member
         q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
         dout_base = head_base(dout, batch_idx, head, q_start, T.PACKED_Q)
+        q_row, q_col = box_origin(q_desc, q_box, batch_idx, head, q_start, T.PACKED_Q)
+        dout_row, dout_col = box_origin(dout_desc, dout_box, batch_idx, head, q_start, T.PACKED_Q)
+        q_source = (q, q_base, q_desc, q_row, q_col)
+        dout_source = (dout, dout_base, dout_desc, dout_row, dout_col)
         lse_rows = head_base(lse_unit, batch_idx, head, q_start, T.PACKED_Q)
         delta_rows = head_base(delta, batch_idx, head, q_start, T.PACKED_Q)
         place = (n_first, head, batch_idx, lse_unit.stride_row)
-        if T.HAS_RIGHT:
-            dk_acc, dv_acc = key_gradient_loop(
-                dk_acc, dv_acc, k_tile, v_tile, q, dout, q_base, dout_base, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place,
-                scalars, band, seqlen_q, seqlen_k, begin, full_begin, True, BLOCK_M, BLOCK_N, T)  # fmt: skip
         dk_acc, dv_acc = key_gradient_loop(
-            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_base, dout_base, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place,
-            scalars, band, seqlen_q, seqlen_k, full_begin, full_end, False, BLOCK_M, BLOCK_N, T)  # fmt: skip
+            dk_acc, dv_acc, k_tile, v_tile, q_source, dout_source, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place,
+            scalars, band, seqlen_q, seqlen_k, full_begin, full_end, full_end, full_end, False, BLOCK_M, BLOCK_N, EARLY_DP, T)  # fmt: skip
         dk_acc, dv_acc = key_gradient_loop(
-            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_base, dout_base, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place,
-            scalars, band, seqlen_q, seqlen_k, full_end, end, True, BLOCK_M, BLOCK_N, T)  # fmt: skip
+            dk_acc, dv_acc, k_tile, v_tile, q_source, dout_source, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place,
+            scalars, band, seqlen_q, seqlen_k, begin, full_begin, full_end, end, True, BLOCK_M, BLOCK_N, EARLY_DP, T)  # fmt: skip
     dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
     dv_base = head_base(dv, batch_idx, kv_head, k_start, T.PACKED_K)
     store_rows(dk_acc * scalars.scale, dk_base, dk.stride_row, n_first, seqlen_k, T.HEAD_DIM)
@@ -176,32 +188,34 @@ def key_gradient_kernel(
 
 @triton.jit
 def query_gradient_loop(
-    dq, q_tile, dout_tile, lse_tile, delta_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k, begin, end,
-    EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+    dq, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
+    begin, gap_begin, gap_end, end, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Add to dQ what the keys begin..end contribute."""
+    """Add to dQ what the keys begin..gap_begin and gap_end..end contribute."""
     m_idx, head, batch_idx = place
     # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one (C7515).
-    if begin < end:
-        tl.assume(begin < end)
-        for first in tl.range(begin, end, BLOCK_N):
+    stop = gap_begin + tl.maximum(end - gap_end, 0)
+    if begin < stop:
+        tl.assume(begin < stop)
+        for position in tl.range(begin, stop, BLOCK_N):
+            first = around_gap(position, gap_begin, gap_end, EDGE)
             n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-            k_tile = load_keys(k, k_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-            v_tile = load_keys(v, v_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+            k_tile = load_keys(k_source, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+            v_tile = load_keys(v_source, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
             dots = dot(q_tile, tl.trans(k_tile), T)
             dp = dot(dout_tile, tl.trans(v_tile), T)
+            p, capped = probabilities(dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE, T)
             keep = True
             if T.HAS_DROPOUT:
                 keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N)
-            _, _, ds = score_gradient(
-                dots, dp, lse_tile[:, None], delta_tile[:, None], m_idx[:, None], n_idx, keep, terms, scalars, band, seqlen_q, seqlen_k, EDGE, T)  # fmt: skip
+            _, ds = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
             dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, T)
     return dq
 
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def query_gradient_kernel(
-    q, k, v, dout, lse_unit, delta, dq, bias, mask, alibi_slopes, seed_ptr, lengths, sizes, band, scalars,
+    q, k, v, dout, k_desc, v_desc, k_box, v_box, lse_unit, delta, dq, bias, mask, alibi_slopes, seed_ptr, lengths, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dQ of one (query tile, head, sequence)."""
@@ -217,14 +231,18 @@ def query_gradient_kernel(
         return
     m_idx = m_first + tl.arange(0, BLOCK_M)
     kv_head = head // T.GROUP_SIZE
-    table = lengths.block_table
+    table = 0
     if T.PAGED:
         k_base = page_base(k, kv_head)
         v_base = page_base(v, kv_head)
-        table += tl.cast(batch_idx, tl.int64) * lengths.table_stride
+        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
     else:
         k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
+    k_row, k_col = box_origin(k_desc, k_box, batch_idx, kv_head, k_start, T.PACKED_K)
+    v_row, v_col = box_origin(v_desc, v_box, batch_idx, kv_head, k_start, T.PACKED_K)
+    k_source = (k, k_base, table, k_desc, k_row, k_col)
+    v_source = (v, v_base, table, v_desc, v_row, v_col)
     q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
     dout_base = head_base(dout, batch_idx, head, q_start, T.PACKED_Q)
     q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
@@ -238,14 +256,10 @@ def query_gradient_kernel(
     acc = zeros(BLOCK_M, T.BLOCK_D)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
-    if T.HAS_LEFT:
-        acc = query_gradient_loop(
-            acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k,
-            begin, full_begin, True, BLOCK_N, T)  # fmt: skip
     acc = query_gradient_loop(
-        acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k,
-        full_begin, full_end, False, BLOCK_N, T)  # fmt: skip
+        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
+        full_begin, full_end, full_end, full_end, False, BLOCK_N, T)  # fmt: skip
     acc = query_gradient_loop(
-        acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k,
-        full_end, end, True, BLOCK_N, T)  # fmt: skip
+        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
+        begin, full_begin, full_end, end, True, BLOCK_N, T)  # fmt: skip
     store_rows(acc * scalars.scale, head_base(dq, batch_idx, head, q_start, T.PACKED_Q), dq.stride_row, m_first, seqlen_q, T.HEAD_DIM)

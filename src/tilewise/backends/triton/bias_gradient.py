@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.backward import score_gradient
+from tilewise.backends.triton.backward import probabilities, score_gradient
 from tilewise.backends.triton.primitives import (
     dot,
     dropout_keep,
@@ -46,11 +46,11 @@ def tile_score_gradient(
     m_idx = m_first + tl.arange(0, BLOCK_M)
     n_idx = (n_first + tl.arange(0, BLOCK_N))[None, :]
     kv_head = head // T.GROUP_SIZE
-    table = lengths.block_table
+    table = 0
     if T.PAGED:
         k_base = page_base(k, kv_head)
         v_base = page_base(v, kv_head)
-        table += tl.cast(batch_idx, tl.int64) * lengths.table_stride
+        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
     else:
         k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
@@ -58,8 +58,8 @@ def tile_score_gradient(
     dout_base = head_base(dout, batch_idx, head, q_start, T.PACKED_Q)
     q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
     dout_tile = load_rows(dout_base, dout.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
-    k_tile = load_keys(k, k_base, table, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-    v_tile = load_keys(v, v_base, table, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    k_tile = load_keys((k, k_base, table, None, 0, 0), n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    v_tile = load_keys((v, v_base, table, None, 0, 0), n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     row_ok = m_idx < seqlen_q
     lse_rows = head_base(lse_unit, batch_idx, head, q_start, T.PACKED_Q) + m_idx * lse_unit.stride_row
     delta_rows = head_base(delta, batch_idx, head, q_start, T.PACKED_Q) + m_idx * delta.stride_row
@@ -71,8 +71,8 @@ def tile_score_gradient(
         keep = dropout_keep(terms[5], m_idx, n_first, head, batch_idx, scalars.drop_below, BLOCK_N)
     dots = dot(q_tile, tl.trans(k_tile), T)
     dp = dot(dout_tile, tl.trans(v_tile), T)
-    _, ds_bias, _ = score_gradient(
-        dots, dp, lse_tile[:, None], delta_tile[:, None], m_idx[:, None], n_idx, keep, terms, scalars, band, seqlen_q, seqlen_k, True, T)  # fmt: skip
+    p, capped = probabilities(dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, True, T)
+    ds_bias, _ = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
     return ds_bias
 
 

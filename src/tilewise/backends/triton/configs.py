@@ -19,12 +19,17 @@ Architecture = Literal["datacenter", "hopper", "small_smem"]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How one kernel is tiled and compiled; `heads_per_wave` None means as many as keep their rows in L2."""
+    """How one kernel is tiled and compiled.
+
+    `descriptors`: whole tiles are loaded by TMA where the tensors allow. `heads_per_wave`: None means as many as keep their rows in L2.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    descriptors: bool = False
+    early_dp: bool = True
     heads_per_wave: int | None = None
 
 

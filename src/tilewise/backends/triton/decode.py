@@ -43,14 +43,16 @@ def decode_kernel(
     d_idx = tl.arange(0, T.BLOCK_D)
     q_rows = head_base(q, batch_idx, head, q_start, T.PACKED_Q) + m_idx.to(tl.int64) * q.stride_row
     q_tile = tl.load(q_rows[:, None] + d_idx[None, :], mask=row_ok[:, None] & (d_idx[None, :] < T.HEAD_DIM), other=0.0)
-    table = lengths.block_table
+    table = 0
     if T.PAGED:
         k_base = page_base(k, kv_head)
         v_base = page_base(v, kv_head)
-        table += tl.cast(batch_idx, tl.int64) * lengths.table_stride
+        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
     else:
         k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
+    k_source = (k, k_base, table, None, 0, 0)
+    v_source = (v, v_base, table, None, 0, 0)
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head[:, None], m_idx[:, None], seqlen_q, T)
     place = (m_idx, head, batch_idx)
     acc = zeros(BLOCK_M, T.BLOCK_DV)
@@ -61,16 +63,12 @@ def decode_kernel(
     share = (tiles + num_splits - 1) // num_splits * BLOCK_N
     lo = begin + split * share
     hi = tl.minimum(lo + share, end)
-    if T.HAS_LEFT:
-        acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k,
-            lo, tl.minimum(hi, full_begin), True, BLOCK_N, T)  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k,
-        tl.maximum(lo, full_begin), tl.minimum(hi, full_end), False, BLOCK_N, T)  # fmt: skip
+        acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
+        tl.maximum(lo, full_begin), tl.minimum(hi, full_end), hi, hi, False, BLOCK_N, T)  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k,
-        tl.maximum(lo, full_end), hi, True, BLOCK_N, T)  # fmt: skip
+        acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
+        lo, tl.maximum(lo, tl.minimum(hi, full_begin)), tl.maximum(lo, full_end), hi, True, BLOCK_N, T)  # fmt: skip
 
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
     dv_idx = tl.arange(0, T.BLOCK_DV)

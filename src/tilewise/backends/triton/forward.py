@@ -14,6 +14,8 @@ from tilewise.backends.triton.primitives import (
     LN2,
     LOG2E,
     NEG_INF,
+    around_gap,
+    box_origin,
     clear_rows,
     dot,
     dot_add,
@@ -38,18 +40,23 @@ from tilewise.backends.triton.primitives import (
 
 @triton.jit
 def attend(
-    acc, row_max, row_sum, q, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k, begin, end,
+    acc, row_max, row_sum, q, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end, end,
     EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Advance the softmax state of a query tile over the keys begin..end; EDGE tiles are masked, others are known to be whole."""
+    """Advance the softmax state of a query tile over the keys begin..gap_begin and gap_end..end.
+
+    EDGE tiles are masked; others are known to be whole, and have no gap.
+    """
     m_idx, head, batch_idx = place
     scale_log2 = scalars.scale * LOG2E
     # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one (C7515).
-    if begin < end:
-        tl.assume(begin < end)
-        for first in tl.range(begin, end, BLOCK_N):
+    stop = gap_begin + tl.maximum(end - gap_end, 0)
+    if begin < stop:
+        tl.assume(begin < stop)
+        for position in tl.range(begin, stop, BLOCK_N):
+            first = around_gap(position, gap_begin, gap_end, EDGE)
             n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-            k_tile = load_keys(k, k_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+            k_tile = load_keys(k_source, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
             dots = dot(q, tl.trans(k_tile), T)
             if T.TRANSFORMED:
                 scores, _ = natural_scores(dots, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE, T)
@@ -64,7 +71,7 @@ def attend(
             if T.HAS_DROPOUT:
                 p = tl.where(dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N), p, 0.0)
             acc = acc * alpha[:, None]
-            v_tile = load_keys(v, v_base, table, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+            v_tile = load_keys(v_source, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
             acc = dot_add(p.to(v_tile.dtype), v_tile, acc, T)
     return acc, row_max, row_sum
 
@@ -110,7 +117,7 @@ def clear_lse(lse, head, block, num_blocks, lengths, sizes, BLOCK_M: tl.constexp
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def forward_kernel(
-    q, k, v, out, lse, bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars,
+    q, k, v, k_desc, v_desc, k_box, v_box, out, lse, bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out, lse of one (query tile, head, sequence)."""
@@ -128,14 +135,18 @@ def forward_kernel(
     m_idx = m_first + tl.arange(0, BLOCK_M)
     kv_head = head // T.GROUP_SIZE
     q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
-    table = lengths.block_table
+    table = 0
     if T.PAGED:
         k_base = page_base(k, kv_head)
         v_base = page_base(v, kv_head)
-        table += tl.cast(batch_idx, tl.int64) * lengths.table_stride
+        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
     else:
         k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
+    k_row, k_col = box_origin(k_desc, k_box, batch_idx, kv_head, k_start, T.PACKED_K)
+    v_row, v_col = box_origin(v_desc, v_box, batch_idx, kv_head, k_start, T.PACKED_K)
+    k_source = (k, k_base, table, k_desc, k_row, k_col)
+    v_source = (v, v_base, table, v_desc, v_row, v_col)
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
     q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
     acc = zeros(BLOCK_M, T.BLOCK_DV)
@@ -143,16 +154,12 @@ def forward_kernel(
     place = (m_idx, head, batch_idx)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
-    if T.HAS_LEFT:
-        acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k, begin, full_begin,
-            True, BLOCK_N, T)  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k, full_begin, full_end,
-        False, BLOCK_N, T)  # fmt: skip
+        acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
+        full_begin, full_end, full_end, full_end, False, BLOCK_N, T)  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q_tile, k, v, k_base, v_base, table, place, terms, scalars, band, seqlen_q, seqlen_k, full_end, end,
-        True, BLOCK_N, T)  # fmt: skip
+        acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
+        begin, full_begin, full_end, end, True, BLOCK_N, T)  # fmt: skip
 
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
     store_rows(result, head_base(out, batch_idx, head, q_start, T.PACKED_Q), out.stride_row, m_first, seqlen_q, T.HEAD_DIM_V)

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise import device as devices
 from tilewise.backends.triton import backward as bwd
 from tilewise.backends.triton import bias_gradient, configs, decode, forward, pages
 from tilewise.backends.triton.configs import Config, Pass
-from tilewise.backends.triton.traits import Band, Grid4, Lengths, Rows, ScoreScalars, Sizes, Traits, padded, traits_of
+from tilewise.backends.triton.traits import Band, Box, Grid4, Lengths, Rows, ScoreScalars, Sizes, Traits, padded, traits_of
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LN2, LOG2E, dropout_threshold
 from tilewise.operands import Gradients, Operands, Wanted
@@ -125,6 +126,7 @@ def forward_launches(plan: Plan, operands: Operands, out: Tensor, lse: Tensor) -
         "lse": _stat_rows(plan, lse),
         "sizes": plan.sizes_streaming(config, kv_bytes, problem.group_size),
     }
+    arguments |= _key_descriptors(plan, arguments, config)
     programs = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.num_heads * problem.batch
     return [_tiled(forward.forward_kernel, (programs,), arguments, config)]
 
@@ -228,7 +230,9 @@ def key_gradient_launch(plan: Plan, shared: dict[str, Any], dk: Rows, dv: Rows) 
     bytes_per_head = problem.seqlen_q * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize * problem.group_size
     sizes = plan.sizes_streaming(config, bytes_per_head, 1)
     programs = triton.cdiv(problem.seqlen_k, config.block_n) * problem.num_kv_heads * problem.batch
-    return _tiled(bwd.key_gradient_kernel, (programs,), shared | {"dk": dk, "dv": dv, "sizes": sizes}, config)
+    arguments = shared | {"dk": dk, "dv": dv, "sizes": sizes, "EARLY_DP": config.early_dp}
+    arguments |= _query_descriptors(plan, shared, config)
+    return _tiled(bwd.key_gradient_kernel, (programs,), arguments, config)
 
 
 def _key_gradients(plan: Plan, operands: Operands, shared: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -277,7 +281,8 @@ def query_gradient_launch(plan: Plan, shared: dict[str, Any], dq: Tensor) -> Lau
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize // problem.group_size
     sizes = plan.sizes_streaming(config, kv_bytes, problem.group_size)
     programs = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.num_heads * problem.batch
-    return _tiled(bwd.query_gradient_kernel, (programs,), shared | {"dq": _query_rows(plan, dq), "sizes": sizes}, config)
+    arguments = shared | {"dq": _query_rows(plan, dq), "sizes": sizes} | _key_descriptors(plan, shared, config)
+    return _tiled(bwd.query_gradient_kernel, (programs,), arguments, config)
 
 
 def _query_gradient(plan: Plan, operands: Operands, shared: dict[str, Any]) -> Tensor:
@@ -322,6 +327,57 @@ def _zero_gradients(problem: AttentionProblem, operands: Operands, wanted: Wante
 def _tiled(kernel: Any, programs: tuple[int, ...], arguments: dict[str, Any], config: Config) -> Launch:
     tiles = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     return Launch(kernel, programs, arguments | tiles, config.num_warps, config.num_stages)
+
+
+def _key_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Descriptors of K and V, or None for both."""
+    problem = plan.problem
+    on = config.descriptors and problem.kind != "paged"
+    rows = problem.seqlen_k if problem.kind == "dense" else problem.total_k
+    k = _described(plan, arguments["k"], problem.num_kv_heads, rows, config.block_n) if on else None
+    v = _described(plan, arguments["v"], problem.num_kv_heads, rows, config.block_n) if on else None
+    return _pair("k", k, "v", v)
+
+
+def _query_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Descriptors of q and dout, or None for both."""
+    problem = plan.problem
+    on = config.descriptors and (problem.kind == "dense" or plan.traits.PACKED_Q)
+    rows = problem.seqlen_q if problem.kind == "dense" else problem.total_q
+    q = _described(plan, arguments["q"], problem.num_heads, rows, config.block_m) if on else None
+    dout = _described(plan, arguments["dout"], problem.num_heads, rows, config.block_m) if on else None
+    return _pair("q", q, "dout", dout)
+
+
+Described = tuple[TensorDescriptor, Box]
+
+
+def _pair(a: str, described_a: Described | None, b: str, described_b: Described | None) -> dict[str, Any]:
+    """Both or neither: one compiled kernel less."""
+    if described_a is None or described_b is None:
+        return dict.fromkeys((f"{a}_desc", f"{a}_box", f"{b}_desc", f"{b}_box"))
+    return {f"{a}_desc": described_a[0], f"{a}_box": described_a[1], f"{b}_desc": described_b[0], f"{b}_box": described_b[1]}
+
+
+def _described(plan: Plan, rows: Rows, heads: int, num_rows: int, block: int) -> Described | None:
+    """A view of the rows as one matrix, if they have one row stride, TMA's alignment and no padding of head_dim."""
+    tensor, dim = rows.ptr, rows.ptr.shape[-1]
+    align = 16 // tensor.element_size()
+    if rows.stride_row % align or rows.stride_row < dim or tensor.data_ptr() % 16 or padded(dim) != dim:
+        return None
+    if rows.stride_batch % rows.stride_row:
+        return None
+    per_batch = rows.stride_batch // rows.stride_row
+    if rows.stride_head % rows.stride_row == 0:
+        box, width = Box(per_batch, rows.stride_head // rows.stride_row, 0), dim
+    elif rows.stride_head % align == 0 and rows.stride_head * (heads - 1) + dim <= rows.stride_row:
+        box, width = Box(per_batch, 0, rows.stride_head), rows.stride_row
+    else:
+        return None
+    height = (plan.problem.batch - 1) * box.rows_per_batch + (heads - 1) * box.rows_per_head + num_rows
+    if num_rows == 0 or height >= 2**31:
+        return None
+    return TensorDescriptor(tensor, [height, width], [rows.stride_row, 1], [block, dim]), box
 
 
 def _score_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:

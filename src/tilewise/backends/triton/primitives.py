@@ -94,6 +94,17 @@ def page_base(rows, head):
 
 
 @triton.jit
+def box_origin(desc, box, batch_idx, head, start, PACKED: tl.constexpr):
+    """(row, column) of token 0 of a (sequence, head) in its descriptor's matrix; (0, 0) without a descriptor."""
+    if desc is None:
+        return 0, 0
+    elif PACKED:
+        return start + head * box.rows_per_head, head * box.cols_per_head
+    else:
+        return batch_idx * box.rows_per_batch + head * box.rows_per_head, head * box.cols_per_head
+
+
+@triton.jit
 def tile_pointers(base, stride_row, first, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """(BLOCK, BLOCK_D) pointers to the rows from `first` on: one 64-bit scalar plus 32-bit offsets within the tile."""
     origin = base + tl.cast(first, tl.int64) * stride_row
@@ -123,6 +134,18 @@ def load_rows(base, stride_row, first, num_rows, CHECK_ROWS: tl.constexpr, BLOCK
 
 
 @triton.jit
+def load_queries(
+    source, first, seqlen_q, CHECK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """A tile of q or dout; `source` is (rows, base, descriptor, row, column). Descriptors load whole tiles only."""
+    rows, base, desc, row, col = source
+    if desc is None or CHECK_ROWS:
+        return load_rows(base, rows.stride_row, first, seqlen_q, CHECK_ROWS, BLOCK_M, DIM, BLOCK_D)
+    else:
+        return desc.load([row + first, col])
+
+
+@triton.jit
 def store_rows(tile, base, stride_row, first, num_rows, DIM: tl.constexpr):
     """Write a tile's rows below `num_rows` and columns below DIM, in the tensor's dtype."""
     BLOCK: tl.constexpr = tile.shape[0]
@@ -147,13 +170,17 @@ def clear_rows(
 
 @triton.jit
 def load_keys(
-    rows, base, table, first, seqlen_k, CHECK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr
+    source, first, seqlen_k, CHECK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr
 ):
-    """The one loader of K and V tiles, for dense and packed rows and for pages.
+    """The one loader of K and V tiles, for dense and packed rows and for pages; `source` is (rows, base, table, descriptor, row, column).
 
-    A tile inside one page costs a scalar table lookup; pages smaller than a tile are gathered row by row.
+    A whole tile of rows comes through the descriptor if there is one. A tile inside one page costs a scalar table lookup; pages smaller
+    than a tile are gathered row by row.
     """
-    if not T.PAGED:
+    rows, base, table, desc, row, col = source
+    if desc is not None and not CHECK_ROWS:
+        return desc.load([row + first, col])
+    elif not T.PAGED:
         return load_rows(base, rows.stride_row, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM, BLOCK_D)
     elif T.PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + first // T.PAGE_SIZE).to(tl.int64)
@@ -214,6 +241,15 @@ def query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_
     full_begin = tl.minimum(full_begin, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
     full_end = tl.maximum(full_end // BLOCK_M * BLOCK_M, full_begin)
     return begin, full_begin, full_end, end
+
+
+@triton.jit
+def around_gap(position, gap_begin, gap_end, EDGE: tl.constexpr):
+    """Token index of a loop position: an edge loop runs over both sides of the whole tiles in one go, so it jumps over them."""
+    if EDGE:
+        return position + tl.where(position >= gap_begin, gap_end - gap_begin, 0)
+    else:
+        return position
 
 
 @triton.jit

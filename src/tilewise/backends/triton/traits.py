@@ -13,7 +13,7 @@ import torch
 
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Band", "Grid4", "Lengths", "Rows", "ScoreScalars", "Sizes", "Traits", "traits_of"]
+__all__ = ["Band", "Box", "Grid4", "Lengths", "Rows", "ScoreScalars", "Sizes", "Traits", "traits_of"]
 
 # tl.dot takes no inner dimension below this, and a tile's sides are powers of two.
 MIN_DOT_SIDE = 16
@@ -26,6 +26,14 @@ class Rows(NamedTuple):
     stride_batch: int
     stride_head: int
     stride_row: int
+
+
+class Box(NamedTuple):
+    """Where a head's rows lie in the 2-D matrix that a tensor descriptor sees: row and column steps."""
+
+    rows_per_batch: int
+    rows_per_head: int
+    cols_per_head: int
 
 
 class Grid4(NamedTuple):
