@@ -28,6 +28,7 @@ __all__ = ["PROGRAMS", "CacheState", "Program", "cache_state", "program", "warmu
 PROGRAMS = {
     "forward": "tilewise.backends.cpu.forward",
     "decode": "tilewise.backends.cpu.decode",
+    "backward": "tilewise.backends.cpu.backward",
 }
 SUFFIX = ".tilewise-cpu"
 _lock = threading.Lock()

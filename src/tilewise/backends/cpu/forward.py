@@ -28,7 +28,7 @@ from tilewise.backends.cpu.scoring import (
     VALUE_STEP,
     change_scores,
     k_length,
-    pack_keys,
+    pack_tile,
     pack_values_tile,
     prepare_rows,
     q_length,
@@ -115,7 +115,7 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
     k0 = max(0, first) // BLOCK_N * BLOCK_N
     while k0 <= last:
         size = min(BLOCK_N, last + 1 - k0)
-        pack_keys(p, batch, kv_head, k0, k0 + size, ws + field(p, P.WS_K))
+        pack_tile(p, P.K, field(p, P.HEAD_DIM), field(p, P.DIM_PADDED), batch, kv_head, k0, k0 + size, ws + field(p, P.WS_K))
         pack_values_tile(p, batch, kv_head, k0, k0 + size, ws + field(p, P.WS_V))
         for panel in range(panels):
             low = max(0, load_i64(bounds + panel * PANEL_BYTES + MIN_FIRST) - k0)

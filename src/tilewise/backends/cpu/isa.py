@@ -44,8 +44,8 @@ class Isa:
 
     @property
     def key_step(self) -> int:
-        """Granularity in which keys are clipped: whole score kernels, whole value iterations, whole Philox draws."""
-        return math.lcm(self.score_keys, self.value_unroll, 4)
+        """Granularity in which keys are clipped: whole score and value kernels, whole Philox draws."""
+        return math.lcm(self.score_keys, self.value_unroll, self.value_rows, 4)
 
     @property
     def dim_step(self) -> int:

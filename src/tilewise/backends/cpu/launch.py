@@ -22,8 +22,8 @@ from tilewise.problem import AttentionProblem
 __all__ = ["Block", "forward", "operand_fields", "problem_fields"]
 
 DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
-# Row tables hold 10 numbers of 4 bytes per row (features.ROW_FIELDS), panel bounds 4 of 8 bytes.
-ROW_TABLE_FIELDS, PANEL_BOUNDS_BYTES = 10, 32
+# Row tables hold 10 numbers of 4 bytes per row (features.ROW_FIELDS), panel bounds 6 of 8 bytes.
+ROW_TABLE_FIELDS, PANEL_BOUNDS_BYTES = 10, 48
 # Counters of a run, a cache line apart: workspaces taken, items taken.
 COUNTER_BYTES = 128
 
@@ -251,13 +251,13 @@ def run_items(name: str, block: Block, plan: Schedule, workspace_bytes: int, cou
     """Run a program over a schedule with as many threads as there is work for."""
     items = len(plan.entries) * plan.units
     count = max(1, min(count, items))
-    split = bool(len(plan.entries)) and int(plan.entries[:, 4].max()) > 1
+    split = plan.chunk > 0 and bool(len(plan.entries)) and int(plan.entries[:, 4].max()) > 1
     partial_bytes = 4 * plan.block_m * (block[P.DIM_V_PADDED] + 2)
     workspace = torch.empty(count * workspace_bytes, dtype=torch.uint8)
     counters = np.zeros(COUNTER_BYTES // 8 + (items if split else 0), np.int64)
     partials = torch.empty(items * partial_bytes if split else 0, dtype=torch.uint8)
     address = counters.ctypes.data
-    block |= {
+    block = block | {
         P.COUNTERS: address,
         P.DONE: address + COUNTER_BYTES,
         P.NUM_ITEMS: items,

@@ -89,33 +89,40 @@ def _adjacent_splats(e: Emitter, address: Value, count: int) -> list[Value]:
     return [e.lane(registers[i // e.lanes], i % e.lanes) for i in range(count)]
 
 
-@kernel("iiiiii")
+@kernel("iiiiiii")
 def accumulate_keys(
-    e: Emitter, weights: Value, x: Value, x_stride: Value, num_rows: Value, acc: Value, acc_stride: Value
+    e: Emitter, weights: Value, panel_bytes: Value, num_panels: Value, x: Value, x_stride: Value, acc: Value, acc_stride: Value
 ) -> None:
-    """acc[value_rows keys][value_step] += weights[value_rows][num_rows of panel] . x[num_rows][value_step]: dV += P dO, dK += dS Q."""
+    """acc[value_rows keys][value_step] += weights[num_panels][value_rows][panel] . x[num_panels * panel][value_step].
+
+    This is dV += P dO and dK += dS Q: the weights of a panel are `panel_bytes` after those of the one before, x goes on without a gap.
+    """
     isa, b = e.isa, e.b
     keys, vectors = isa.value_rows, isa.value_vectors
     acc_rows = e.rows(acc, acc_stride, keys)
-    weight_rows = e.rows(weights, e.i64(4 * isa.panel), keys)
     start = [old for row in acc_rows for old in e.load_vectors(row, vectors)]
     unroll = isa.lanes if isa.by_lane else 4
 
-    def step(n: Value, *sums: Value) -> list[Value]:
-        current = list(sums)
-        offset = b.mul(n, e.i64(4))
-        x_row = b.add(x, b.mul(n, x_stride))
-        splats = [_adjacent_splats(e, b.add(row, offset), unroll) for row in weight_rows] if isa.by_lane else None
-        for u in range(unroll):
-            values = e.load_vectors(x_row, vectors)
-            for i in range(keys):
-                weight = splats[i][u] if splats else e.broadcast(e.at(b.add(weight_rows[i], offset), u))
-                for j in range(vectors):
-                    current[i * vectors + j] = e.fma(values[j], weight, current[i * vectors + j])
-            x_row = b.add(x_row, x_stride)
-        return current
+    def over_panels(panel: Value, *sums: Value) -> list[Value]:
+        weight_rows = e.rows(b.add(weights, b.mul(panel, panel_bytes)), e.i64(4 * isa.panel), keys)
+        x_panel = b.add(x, b.mul(panel, b.mul(x_stride, e.i64(isa.panel))))
 
-    sums = e.loop(num_rows, unroll, start, step)
+        def step(n: Value, *carried: Value) -> list[Value]:
+            current = list(carried)
+            offset = b.mul(n, e.i64(4))
+            x_row = b.add(x_panel, b.mul(n, x_stride))
+            splats = [_adjacent_splats(e, b.add(row, offset), unroll) for row in weight_rows]
+            for u in range(unroll):
+                values = e.load_vectors(x_row, vectors)
+                for i in range(keys):
+                    for j in range(vectors):
+                        current[i * vectors + j] = e.fma(values[j], splats[i][u], current[i * vectors + j])
+                x_row = b.add(x_row, x_stride)
+            return current
+
+        return e.loop(e.i64(isa.panel), unroll, sums, step)
+
+    sums = e.loop(num_panels, 1, start, over_panels)
     for i, row in enumerate(acc_rows):
         e.store_vectors(row, sums[i * vectors : (i + 1) * vectors])
 

@@ -12,7 +12,7 @@ from llvmlite import ir
 from tilewise.backends.cpu.emit import BF16, F32, FP16, FP32, ITEM_BYTES, Emitter, Value
 from tilewise.backends.cpu.compiler import kernel
 
-__all__ = ["add_rows", "by_dtype", "copy_rows", "fill", "pack_rows", "pack_values", "row_dots", "scale_rows", "store_row", "transpose_panel"]
+__all__ = ["add_row", "add_rows", "by_dtype", "copy_rows", "fill", "pack_rows", "pack_values", "row_dots", "scale_rows", "store_row", "transpose_panel", "untranspose_panel"]
 
 
 def by_dtype(e: Emitter, dtype: Value, dtypes: tuple[int, ...], body: Callable[[int], None]) -> None:
@@ -106,6 +106,43 @@ def transpose_panel(e: Emitter, source: Value, source_stride: Value, padded: Val
                 e.store(e.at(out, n * isa.panel + j * isa.lanes), b.fmul(column, factor))
 
     e.loop(padded, isa.lanes, (), block)
+
+
+@kernel("iiii")
+def untranspose_panel(e: Emitter, source: Value, num_keys: Value, target: Value, target_stride: Value) -> None:
+    """target[panel][num_keys] = source[num_keys][panel]^T, num_keys rounded up to lanes; target_stride in bytes."""
+    b, isa = e.b, e.isa
+
+    def block(n: Value) -> None:
+        for j in range(isa.query_vectors):
+            first = e.at(b.add(source, b.mul(n, e.i64(4 * isa.panel))), j * isa.lanes)
+            rows = e.transpose([e.load(e.at(first, u * isa.panel)) for u in range(isa.lanes)])
+            out = b.add(e.at(target, n), b.mul(target_stride, e.i64(j * isa.lanes)))
+            for place, row in zip(e.rows(out, target_stride, isa.lanes), rows, strict=True):
+                e.store(place, row)
+
+    e.loop(num_keys, isa.lanes, (), block)
+
+
+@kernel("iiii")
+def add_row(e: Emitter, target: Value, target_stride: Value, source: Value, count: Value) -> None:
+    """target[count] += source[count] where targets are 4 bytes apart; where they are one place, the sum is added to it."""
+    b = e.b
+
+    def adjacent() -> None:
+        def element(i: Value, lanes: int) -> None:
+            kind, place = ir.VectorType(F32, lanes), e.at(target, i)
+            e.store(place, b.fadd(e.load(place, kind), e.load(e.at(source, i), kind)))
+
+        _elements(e, count, element)
+
+    def single() -> None:
+        total = e.loop(count, 1, [e.load(target, F32)], lambda i, acc: [b.fadd(acc, e.load(e.at(source, i), F32))])[0]
+        e.store(target, total)
+
+    is_single = b.icmp_signed("==", target_stride, e.i64(0))
+    e.when(is_single, single)
+    e.when(b.not_(is_single), adjacent)
 
 
 @kernel("iiiif")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tilewise.backends.cpu.isa import host
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Schedule", "forward_schedule", "round_up"]
+__all__ = ["Lengths", "Schedule", "dense_lengths", "forward_schedule", "keys_seen", "round_up"]
 
 Lengths = NDArray[np.int64]
 
@@ -91,7 +91,7 @@ def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: L
     batch = np.repeat(np.arange(len(rows)), counts)
     first = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * block
     size = np.minimum(block, rows[batch] - first)
-    order = np.argsort(-_keys_seen(problem, first + size, q_lengths[batch], k_lengths[batch]), kind="stable")
+    order = np.argsort(-keys_seen(problem, first + size, q_lengths[batch], k_lengths[batch]), kind="stable")
     batch, first, size = batch[order], first[order], size[order]
     chunks = _chunks(problem, k_lengths[batch])
     chunk = np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks)
@@ -105,7 +105,7 @@ def chunk_keys() -> int:
     return round_up(CHUNK_KEYS, host().block_n)
 
 
-def _keys_seen(problem: AttentionProblem, end_row: Lengths, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
+def keys_seen(problem: AttentionProblem, end_row: Lengths, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
     """How many keys the last row of each entry sees, roughly what the entry costs."""
     left, right = problem.band
     last = k_lengths if right is None else np.minimum(k_lengths, end_row + k_lengths - q_lengths + right)

@@ -39,7 +39,7 @@ from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.packing import fill, pack_rows, pack_values, transpose_panel
 from tilewise.numerics import LOG2E
 
-__all__ = ["BLOCK_N", "KEY_STEP", "LANES", "change_scores", "pack_keys", "pack_values_tile", "page_row", "prepare_rows", "q_length"]
+__all__ = ["BLOCK_N", "KEY_STEP", "LANES", "change_scores", "pack_tile", "pack_values_tile", "page_row", "prepare_rows", "q_length"]
 
 LANES = host().lanes
 KEY_STEP = host().key_step
@@ -50,9 +50,9 @@ BOOL_CODE = 3
 # Schedule entries: (batch, first row, number of rows, chunk of keys, number of chunks), int64 each.
 ENTRY_BYTES = 40
 
-# Panel bounds: what the rows of a panel have in common.
-MIN_FIRST, MAX_FIRST, MIN_LAST, MAX_LAST = 0, 8, 16, 24
-PANEL_BYTES = 32
+# Panel bounds: what the rows of a panel have in common, and (backward) the part of the present tile it sees.
+MIN_FIRST, MAX_FIRST, MIN_LAST, MAX_LAST, TILE_BEGIN, TILE_END = 0, 8, 16, 24, 32, 40
+PANEL_BYTES = 48
 # The last key of a row that does not exist: no key is inside its range.
 NO_ROW = -(1 << 30)
 
@@ -111,15 +111,13 @@ def run_length(p: int, row: int, end: int) -> int:
 
 
 @driver
-def pack_keys(p: int, batch: int, kv_head: int, begin: int, end: int, target: int) -> None:
-    """K rows [begin, end) of a sequence as padded fp32 rows, zero rows up to a whole key step."""
-    width = field(p, P.DIM_PADDED)
+def pack_tile(p: int, tensor: int, dim: int, width: int, batch: int, kv_head: int, begin: int, end: int, target: int) -> None:
+    """Rows [begin, end) of K or V as fp32 rows of `width`, zero beyond dim, and zero rows up to a whole key step."""
     row = begin
     while row < end:
         count = run_length(p, row, end)
-        source = kv_address(p, P.K, batch, kv_head, row)
-        place = target + 4 * (row - begin) * width
-        pack_rows(source, field(p, P.K_ROW), count, field(p, P.DTYPE), field(p, P.HEAD_DIM), place, 4 * width, width)
+        source = kv_address(p, tensor, batch, kv_head, row)
+        pack_rows(source, field(p, tensor + 3), count, field(p, P.DTYPE), dim, target + 4 * (row - begin) * width, 4 * width, width)
         row += count
     for pad in range(end - begin, (end - begin + KEY_STEP - 1) // KEY_STEP * KEY_STEP):
         for d in range(width):

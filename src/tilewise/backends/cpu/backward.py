@@ -1,0 +1,268 @@
+"""Backward pass: P is recomputed tile by tile from q, k and lse, and turned into dq, dk, dv and dbias.
+
+A work item owns rows, keys and heads: everything of a K/V head (5 products a tile), or the dq of a block of rows (3), or the dk and dv of
+a block of keys (4). Which of them run is the schedule's choice; each sum is formed in the same order in all of them, so the choice and
+the number of threads change no bit. Products per panel: S = K Q, dP = V dO, then dV += P dO, dK += dS Q, dQ += dS K.
+"""
+
+from __future__ import annotations
+
+from tilewise.backends.cpu import params as P
+from tilewise.backends.cpu.compiler import driver
+from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, drop, multiply_panel
+from tilewise.backends.cpu.intrinsics import atomic_add, field, load_f32, load_i32, load_i64, scalar_bits, store_f32, store_i64
+from tilewise.backends.cpu.isa import host
+from tilewise.backends.cpu.merging import MINUS_INF
+from tilewise.backends.cpu.microkernels import accumulate_keys, scores, softmax_gradient, weigh_values
+from tilewise.backends.cpu.packing import add_row, fill, pack_rows, row_dots, store_row, transpose_panel, untranspose_panel
+from tilewise.backends.cpu.scoring import (
+    BLOCK_N,
+    KEY_STEP,
+    LANES,
+    LOG2E_F32,
+    MAX_FIRST,
+    MAX_LAST,
+    MIN_FIRST,
+    MIN_LAST,
+    PANEL_BYTES,
+    TILE_BEGIN,
+    TILE_END,
+    VALUE_STEP,
+    change_scores,
+    k_length,
+    pack_tile,
+    prepare_rows,
+    q_length,
+    q_start,
+)
+
+__all__ = ["backward"]
+
+SCORE_KEYS = host().score_keys
+VALUE_ROWS = host().value_rows
+INFINITY = float("inf")
+SCORE_BYTES = 4 * BLOCK_N * PANEL
+# Schedule entries: (first batch, end batch, first row, end row, first key, end key), int64 each.
+ENTRY_BYTES = 48
+
+
+@driver
+def pack_block(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
+    """q and dout of a block, as fp32 rows and as transposed panels; lse in log2 units and delta = rowsum(dout * out) - dlse."""
+    width, width_v, dtype, start = field(p, P.DIM_WIDE), field(p, P.DIM_V_WIDE), field(p, P.DTYPE), q_start(p, batch)
+    q_rows, dout_rows = ws + field(p, P.WS_Q_ROWS), ws + field(p, P.WS_DOUT_ROWS)
+    row = start + first_row
+    q = field(p, P.Q) + batch * field(p, P.Q_BATCH) + head * field(p, P.Q_HEAD) + row * field(p, P.Q_ROW)
+    dout = field(p, P.DOUT) + batch * field(p, P.DOUT_BATCH) + head * field(p, P.DOUT_HEAD) + row * field(p, P.DOUT_ROW)
+    pack_rows(q, field(p, P.Q_ROW), count, dtype, field(p, P.HEAD_DIM), q_rows, 4 * width, width)
+    pack_rows(dout, field(p, P.DOUT_ROW), count, dtype, field(p, P.HEAD_DIM_V), dout_rows, 4 * width_v, width_v)
+    panels = (count + PANEL - 1) // PANEL
+    fill(q_rows + 4 * count * width, (panels * PANEL - count) * width, 0.0)
+    fill(dout_rows + 4 * count * width_v, (panels * PANEL - count) * width_v, 0.0)
+    for panel in range(panels):
+        at, at_v = 4 * panel * PANEL * width, 4 * panel * PANEL * width_v
+        transpose_panel(q_rows + at, 4 * width, width, ws + field(p, P.WS_Q) + at, scalar_bits(field(p, P.Q_SCALE)))
+        transpose_panel(dout_rows + at_v, 4 * width_v, width_v, ws + field(p, P.WS_DOUT) + at_v, 1.0)
+    pack_row_statistics(p, ws, batch, head, first_row, count)
+
+
+@driver
+def pack_row_statistics(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
+    """lse and delta of a block's rows; a row without keys, or beyond the last one, has lse +inf, which makes its P 0."""
+    width_v, row, stage = field(p, P.DIM_V_WIDE), q_start(p, batch) + first_row, ws + field(p, P.WS_STAGE)
+    out = field(p, P.OUT) + batch * field(p, P.OUT_BATCH) + head * field(p, P.OUT_HEAD) + row * field(p, P.OUT_ROW)
+    at = batch * field(p, P.LSE_BATCH) + head * field(p, P.LSE_HEAD) + 4 * row
+    for r in range((count + PANEL - 1) // PANEL * PANEL):
+        lse, delta = INFINITY, 0.0
+        if r < count:
+            lse = load_f32(field(p, P.LSE) + at + 4 * r) * LOG2E_F32
+            if lse == MINUS_INF:
+                lse = INFINITY
+            pack_rows(out + r * field(p, P.OUT_ROW), 0, 1, field(p, P.DTYPE), field(p, P.HEAD_DIM_V), stage, 0, width_v)
+            delta = row_dots(stage, ws + field(p, P.WS_DOUT_ROWS) + 4 * r * width_v, width_v)
+            if field(p, P.DLSE) != 0:
+                delta -= load_f32(field(p, P.DLSE) + at + 4 * r)
+            if field(p, P.DELTA) != 0:
+                store_f32(field(p, P.DELTA) + at + 4 * r, delta)
+        store_f32(ws + field(p, P.WS_LSE) + 4 * r, lse)
+        store_f32(ws + field(p, P.WS_DELTA) + 4 * r, delta)
+
+
+@driver
+def panel_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int) -> None:
+    """P and dS of one panel against keys [begin, end) of the tile at k0, left in the score buffers at `begin`."""
+    size, first_key = end - begin, k0 + begin
+    width, width_v = field(p, P.DIM_WIDE), field(p, P.DIM_V_WIDE)
+    s = ws + field(p, P.WS_SCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
+    ds = ws + field(p, P.WS_DSCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
+    table, bounds = ws + field(p, P.WS_ROWS) + panel * TABLE_BYTES, ws + field(p, P.WS_PANELS) + panel * PANEL_BYTES
+    q, dout = ws + field(p, P.WS_Q) + 4 * panel * PANEL * width, ws + field(p, P.WS_DOUT) + 4 * panel * PANEL * width_v
+    k, v = ws + field(p, P.WS_K) + 4 * begin * width, ws + field(p, P.WS_V) + 4 * begin * width_v
+    for j in range(0, size, SCORE_KEYS):
+        scores(k + 4 * j * width, 4 * width, field(p, P.DIM_PADDED), q, s + 4 * j * PANEL, ws + field(p, P.WS_MAX))
+    for j in range(0, size, SCORE_KEYS):
+        scores(v + 4 * j * width_v, 4 * width_v, field(p, P.DIM_V_PADDED), dout, ds + 4 * j * PANEL, ws + field(p, P.WS_MAX))
+    features, vectors = field(p, P.FEATURES), PANEL // LANES
+    edge = first_key < load_i64(bounds + MAX_FIRST) or first_key + size - 1 > load_i64(bounds + MIN_LAST)
+    if edge or (features & P.CHANGES_SCORES) != 0:
+        valid = min(size, load_i64(bounds + MAX_LAST) + 1 - first_key)
+        change_scores(p, ws, s, size, valid, first_key, table, num_rows, ws + field(p, P.WS_CAP))
+    threshold, keep = field(p, P.DROPOUT_THRESHOLD), scalar_bits(field(p, P.KEEP_SCALE))
+    if features & P.HAS_DROPOUT:
+        drop(ds, size, first_key, table, batch, field(p, P.SEED_LOW), field(p, P.SEED_HIGH), threshold, keep, vectors)
+    rows = 4 * panel * PANEL
+    softmax_gradient(s, ds, size, ws + field(p, P.WS_LSE) + rows, ws + field(p, P.WS_DELTA) + rows)
+    if features & P.HAS_DROPOUT:
+        drop(s, size, first_key, table, batch, field(p, P.SEED_LOW), field(p, P.SEED_HIGH), threshold, keep, vectors)
+    if field(p, P.WORK) & P.MAKES_DBIAS:
+        valid = min(size, load_i64(bounds + MAX_LAST) + 1 - first_key)
+        untranspose_panel(ds, size, ws + field(p, P.WS_STAGE), 4 * BLOCK_N)
+        add_bias_gradient(p, ws, batch, panel, num_rows, first_key, valid)
+    if features & P.HAS_SOFTCAP:
+        multiply_panel(ds, size, ws + field(p, P.WS_CAP), (num_rows + LANES - 1) // LANES)
+
+
+@driver
+def add_bias_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, first_key: int, valid: int) -> None:
+    """Add the staged dS rows of a panel to dbias; rows, heads or batches that share a bias row come one after another."""
+    head, row = field(p, P.WS_HEAD_ROW) + ws, 0
+    base = field(p, P.DBIAS) + batch * field(p, P.DBIAS_BATCH) + load_i64(head) * field(p, P.DBIAS_HEAD)
+    row = load_i64(head + 8) + panel * PANEL
+    for r in range(num_rows):
+        target = base + (row + r) * field(p, P.DBIAS_ROW) + first_key * field(p, P.DBIAS_KEY)
+        add_row(target, field(p, P.DBIAS_KEY), ws + field(p, P.WS_STAGE) + 4 * BLOCK_N * r, valid)
+
+
+@driver
+def accumulate_tile(p: int, ws: int, panels: int, size: int, weights: int, x: int, width: int, acc: int) -> None:
+    """acc[size keys][width] += weights . x over the panels that see each group of keys."""
+    for d in range(0, width, VALUE_STEP):
+        for j in range(0, size, VALUE_ROWS):
+            first, count = 0, 0
+            for panel in range(panels):
+                bounds = ws + field(p, P.WS_PANELS) + panel * PANEL_BYTES
+                if load_i64(bounds + TILE_BEGIN) <= j < load_i64(bounds + TILE_END):
+                    first = panel if count == 0 else first
+                    count += 1
+            if count > 0:
+                source = x + 4 * (first * PANEL * width + d)
+                place = acc + 4 * (j * width + d)
+                accumulate_keys(weights + first * SCORE_BYTES + 4 * j * PANEL, SCORE_BYTES, count, source, 4 * width, place, 4 * width)
+
+
+@driver
+def accumulate_dq(p: int, ws: int, panel: int, num_rows: int, begin: int, end: int) -> None:
+    """dq[num_rows] += dS K for one panel and the keys it sees."""
+    width = field(p, P.DIM_WIDE)
+    ds = ws + field(p, P.WS_DSCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
+    k = ws + field(p, P.WS_K) + 4 * begin * width
+    dq = ws + field(p, P.WS_DQ) + 4 * panel * PANEL * width
+    for i in range(0, num_rows, VALUE_ROWS):
+        for d in range(0, width, VALUE_STEP):
+            weigh_values(ds + 4 * i, k + 4 * d, 4 * width, end - begin, dq + 4 * (i * width + d), 4 * width, ws + field(p, P.WS_ONES))
+
+
+@driver
+def tile_gradient(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, size: int, key_begin: int) -> None:
+    """All panels of a block against the tile of `size` keys at k0."""
+    width, width_v, work = field(p, P.DIM_WIDE), field(p, P.DIM_V_WIDE), field(p, P.WORK)
+    pack_tile(p, P.K, field(p, P.HEAD_DIM), width, batch, kv_head, k0, k0 + size, ws + field(p, P.WS_K))
+    pack_tile(p, P.V, field(p, P.HEAD_DIM_V), width_v, batch, kv_head, k0, k0 + size, ws + field(p, P.WS_V))
+    panels = (count + PANEL - 1) // PANEL
+    for panel in range(panels):
+        bounds = ws + field(p, P.WS_PANELS) + panel * PANEL_BYTES
+        low = max(0, load_i64(bounds + MIN_FIRST) - k0)
+        high = min(size, load_i64(bounds + MAX_LAST) + 1 - k0)
+        begin, end = low // KEY_STEP * KEY_STEP, (max(high, 0) + KEY_STEP - 1) // KEY_STEP * KEY_STEP
+        if low >= high:
+            begin, end = 0, 0
+        store_i64(bounds + TILE_BEGIN, begin)
+        store_i64(bounds + TILE_END, end)
+        if begin < end:
+            num_rows = min(PANEL, count - panel * PANEL)
+            panel_gradient(p, ws, batch, panel, num_rows, k0, begin, end)
+            if work & P.MAKES_DQ:
+                accumulate_dq(p, ws, panel, num_rows, begin, end)
+    if work & P.MAKES_DKV:
+        s, ds = ws + field(p, P.WS_SCORES), ws + field(p, P.WS_DSCORES)
+        dk, dv = ws + field(p, P.WS_DK) + 4 * (k0 - key_begin) * width, ws + field(p, P.WS_DV) + 4 * (k0 - key_begin) * width_v
+        accumulate_tile(p, ws, panels, size, s, ws + field(p, P.WS_DOUT_ROWS), width_v, dv)
+        accumulate_tile(p, ws, panels, size, ds, ws + field(p, P.WS_Q_ROWS), width, dk)
+
+
+@driver
+def block_gradient(p: int, ws: int, batch: int, head: int, first_row: int, count: int, key_begin: int, key_end: int) -> None:
+    """One block of query rows of one head against a range of keys."""
+    kv_head, width = head // field(p, P.GROUP_SIZE), field(p, P.DIM_WIDE)
+    prepare_rows(p, ws, batch, head, first_row, count, key_begin, key_end)
+    first, last = P.UNBOUNDED, -1
+    for panel in range((count + PANEL - 1) // PANEL):
+        bounds = ws + field(p, P.WS_PANELS) + panel * PANEL_BYTES
+        first, last = min(first, load_i64(bounds + MIN_FIRST)), max(last, load_i64(bounds + MAX_LAST))
+    makes_dq = field(p, P.WORK) & P.MAKES_DQ
+    if first > last and makes_dq == 0:
+        return
+    store_i64(ws + field(p, P.WS_HEAD_ROW), head)
+    store_i64(ws + field(p, P.WS_HEAD_ROW) + 8, first_row)
+    pack_block(p, ws, batch, head, first_row, count)
+    fill(ws + field(p, P.WS_DQ), (count + PANEL - 1) // PANEL * PANEL * width, 0.0)
+    k0 = max(0, first) // BLOCK_N * BLOCK_N
+    while k0 <= last:
+        tile_gradient(p, ws, batch, kv_head, count, k0, min(BLOCK_N, last + 1 - k0), key_begin)
+        k0 += BLOCK_N
+    if makes_dq:
+        row = q_start(p, batch) + first_row
+        dq = field(p, P.DQ) + batch * field(p, P.DQ_BATCH) + head * field(p, P.DQ_HEAD) + row * field(p, P.DQ_ROW)
+        for r in range(count):
+            source, target = ws + field(p, P.WS_DQ) + 4 * r * width, dq + r * field(p, P.DQ_ROW)
+            store_row(source, field(p, P.HEAD_DIM), target, field(p, P.DTYPE), scalar_bits(field(p, P.SCALE)))
+
+
+@driver
+def store_key_gradients(p: int, ws: int, batch: int, kv_head: int, key_begin: int, key_end: int) -> None:
+    """Write dk and dv of a range of keys."""
+    width, width_v, table = field(p, P.DIM_WIDE), field(p, P.DIM_V_WIDE), field(p, P.CU_GRADS_K)
+    row = key_begin + (load_i32(table + 4 * batch) if table != 0 else 0)
+    dk = field(p, P.DK) + batch * field(p, P.DK_BATCH) + kv_head * field(p, P.DK_HEAD) + row * field(p, P.DK_ROW)
+    dv = field(p, P.DV) + batch * field(p, P.DV_BATCH) + kv_head * field(p, P.DV_HEAD) + row * field(p, P.DV_ROW)
+    dtype, scale = field(p, P.KV_GRAD_DTYPE), scalar_bits(field(p, P.SCALE))
+    for r in range(key_end - key_begin):
+        if field(p, P.DK) != 0:
+            store_row(ws + field(p, P.WS_DK) + 4 * r * width, field(p, P.HEAD_DIM), dk + r * field(p, P.DK_ROW), dtype, scale)
+        if field(p, P.DV) != 0:
+            store_row(ws + field(p, P.WS_DV) + 4 * r * width_v, field(p, P.HEAD_DIM_V), dv + r * field(p, P.DV_ROW), dtype, 1.0)
+
+
+@driver
+def backward_item(p: int, ws: int, item: int) -> None:
+    """One work item: a schedule entry for one unit of heads."""
+    head = item % field(p, P.UNITS) * field(p, P.HEADS_PER_UNIT)
+    place = field(p, P.SCHEDULE) + item // field(p, P.UNITS) * ENTRY_BYTES
+    batch, end_batch, first_row, end_row = load_i64(place), load_i64(place + 8), load_i64(place + 16), load_i64(place + 24)
+    key_begin, end_key = load_i64(place + 32), load_i64(place + 40)
+    makes_dkv, block_m = field(p, P.WORK) & P.MAKES_DKV, field(p, P.BLOCK_M)
+    if makes_dkv:
+        keys = (min(end_key, k_length(p, batch)) - key_begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        fill(ws + field(p, P.WS_DK), keys * field(p, P.DIM_WIDE), 0.0)
+        fill(ws + field(p, P.WS_DV), keys * field(p, P.DIM_V_WIDE), 0.0)
+    while batch < end_batch:
+        key_end, rows = min(end_key, k_length(p, batch)), min(end_row, q_length(p, batch))
+        for h in range(head, head + field(p, P.HEADS_PER_UNIT)):
+            for row in range(first_row, rows, block_m):
+                block_gradient(p, ws, batch, h, row, min(block_m, rows - row), key_begin, key_end)
+        if makes_dkv:
+            store_key_gradients(p, ws, batch, head // field(p, P.GROUP_SIZE), key_begin, key_end)
+        batch += 1
+
+
+@driver
+def backward(p: int) -> None:
+    """What each thread runs: take work items until none is left."""
+    counters = field(p, P.COUNTERS)
+    ws = field(p, P.WORKSPACE) + atomic_add(counters, 1) * field(p, P.WORKSPACE_BYTES)
+    fill(ws + field(p, P.WS_ONES), PANEL, 1.0)
+    while True:
+        item = atomic_add(counters + 64, 1)
+        if item >= field(p, P.NUM_ITEMS):
+            break
+        backward_item(p, ws, item)

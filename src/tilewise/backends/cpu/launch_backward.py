@@ -1,0 +1,281 @@
+"""Launching the backward pass: which work items, in which of three ways, and the gradients that are left to the host."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tilewise.backends.cpu import launch, schedule, threads
+from tilewise.backends.cpu import params as P
+from tilewise.backends.cpu.emit import FP32
+from tilewise.backends.cpu.isa import host
+from tilewise.backends.cpu.launch import Block
+from tilewise.backends.cpu.schedule import Lengths, Schedule, round_up
+from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.problem import AttentionProblem
+
+__all__ = ["backward"]
+
+# Query rows of a block: their P and dS for a tile stay in the second-level cache.
+BLOCK_ROWS = 128
+# Keys whose dk and dv one work item owns where keys are split.
+BLOCK_KEYS = 256
+EVERYTHING = 1 << 40
+
+
+def backward(
+    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
+) -> Gradients:
+    """Gradients of canonical operands."""
+    grads = _Buffers(problem, operands, wanted)
+    if out.numel() > 0 and problem.seqlen_k > 0:
+        q_lengths, k_lengths = _lengths(problem, operands)
+        keep: list[Tensor] = []
+        block = _input_fields(problem, operands, out, lse, dout, dlse, keep) | grads.fields(problem, operands, k_lengths)
+        _run_passes(problem, block, wanted, q_lengths, k_lengths)
+        return grads.finished(problem, operands, lse, k_lengths)
+    return grads.empty(problem, operands, lse, dlse)
+
+
+def _lengths(problem: AttentionProblem, operands: Operands) -> tuple[Lengths, Lengths]:
+    return schedule.dense_lengths(problem) if problem.kind == "dense" else launch.lengths(problem, operands)
+
+
+def _input_fields(
+    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, keep: list[Tensor]
+) -> Block:
+    """What the pass reads; widths here pad both head dims for products in either direction."""
+    isa, kind = host(), launch.query_kind(problem, operands)
+    step = math.lcm(isa.value_step, isa.dim_step)
+    dout = dout.to(problem.dtype)
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    lse = lse.contiguous()
+    keep += [dout, lse]
+    block = launch.operand_fields(problem, operands, keep)
+    block |= launch.tensor_fields(P.OUT, out, kind) | launch.tensor_fields(P.DOUT, dout, kind) | launch.lse_fields(problem, lse, kind)
+    if dlse is not None:
+        keep.append(dlse.to(torch.float32).contiguous())
+        block[P.DLSE] = keep[-1].data_ptr()
+    return block | {
+        P.DIM_V_PADDED: round_up(problem.head_dim_v, isa.dim_step),
+        P.DIM_WIDE: round_up(problem.head_dim, step),
+        P.DIM_V_WIDE: round_up(problem.head_dim_v, step),
+    }
+
+
+class _Buffers:
+    """The gradients being made. dk and dv of pages are made per sequence in fp32, as sequences may share pages."""
+
+    def __init__(self, problem: AttentionProblem, operands: Operands, wanted: Wanted) -> None:
+        self.dq = _empty_like(problem, operands.q) if wanted.dq or wanted.dsinks else None
+        self.returns_dq = wanted.dq
+        new = _empty_like if problem.kind == "dense" else _zeros_like
+        paged = problem.kind == "paged"
+        self.dk = new(problem, operands.k) if wanted.dk and not paged else None
+        self.dv = new(problem, operands.v) if wanted.dv and not paged else None
+        self.wanted = wanted
+        self.delta = torch.empty(problem.lse_shape, dtype=torch.float32) if wanted.dsinks else None
+        shape = problem.bias_shape if wanted.dbias else None
+        self.dbias = torch.zeros(shape, dtype=torch.float32) if shape is not None else None
+        self.cu_grads: Tensor | None = None
+
+    def fields(self, problem: AttentionProblem, operands: Operands, k_lengths: Lengths) -> Block:
+        """Where the kernels write."""
+        block: Block = {P.KV_GRAD_DTYPE: launch.DTYPES[problem.dtype]}
+        if problem.kind == "paged":
+            total = int(k_lengths.sum())
+            heads = problem.num_kv_heads
+            self.dk = torch.empty(total, heads, problem.head_dim) if self.wanted.dk else None
+            self.dv = torch.empty(total, heads, problem.head_dim_v) if self.wanted.dv else None
+            block[P.KV_GRAD_DTYPE] = FP32
+        if problem.kind != "dense":
+            self.cu_grads = torch.from_numpy(np.concatenate([[0], np.cumsum(k_lengths)]).astype(np.int32))
+            block[P.CU_GRADS_K] = self.cu_grads.data_ptr()
+        kv_kind = "dense" if problem.kind == "dense" else "packed"
+        if self.dq is not None:
+            block |= launch.tensor_fields(P.DQ, self.dq, launch.query_kind(problem, operands))
+        if self.dk is not None:
+            block |= launch.tensor_fields(P.DK, self.dk, kv_kind)
+        if self.dv is not None:
+            block |= launch.tensor_fields(P.DV, self.dv, kv_kind)
+        if self.delta is not None:
+            block[P.DELTA] = self.delta.data_ptr()
+        if self.dbias is not None:
+            block[P.DBIAS] = self.dbias.data_ptr()
+            sizes_and_strides = zip(self.dbias.shape, self.dbias.stride(), strict=True)
+            for i, (size, stride) in enumerate(sizes_and_strides):
+                block[P.DBIAS + 1 + i] = 0 if size == 1 else 4 * stride
+        return block
+
+    def finished(self, problem: AttentionProblem, operands: Operands, lse: Tensor, k_lengths: Lengths) -> Gradients:
+        """The gradients as the caller wants them."""
+        dk, dv = self.dk, self.dv
+        if problem.kind == "paged":
+            dk = _into_pages(dk, operands.k, operands, k_lengths) if dk is not None else None
+            dv = _into_pages(dv, operands.v, operands, k_lengths) if dv is not None else None
+        dbias = self.dbias.to(problem.bias_dtype) if self.dbias is not None else None
+        dsinks = _sink_gradient(operands, lse, self.delta) if self.delta is not None else None
+        return Gradients(self.dq if self.returns_dq else None, dk, dv, dbias, dsinks)
+
+    def empty(self, problem: AttentionProblem, operands: Operands, lse: Tensor, dlse: Tensor | None) -> Gradients:
+        """Gradients where no query sees a key: zeros, but for a sink that is the whole denominator."""
+        zeros = [torch.zeros_like(x) if want else None for x, want in zip(operands[:3], self.wanted[:3], strict=True)]
+        dbias = self.dbias.to(problem.bias_dtype) if self.dbias is not None else None
+        dsinks = None
+        if self.delta is not None:
+            self.delta.copy_(-dlse) if dlse is not None else self.delta.zero_()
+            dsinks = _sink_gradient(operands, lse, self.delta)
+        return Gradients(zeros[0], zeros[1], zeros[2], dbias, dsinks)
+
+
+def _empty_like(problem: AttentionProblem, tensor: Tensor) -> Tensor:
+    """Uninitialised memory in the order of the caller's layout, heads first."""
+    if problem.kind == "dense" and problem.layout == "bshd":
+        b, h, s, d = tensor.shape
+        return torch.empty((b, s, h, d), dtype=tensor.dtype).transpose(1, 2)
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _zeros_like(_problem: AttentionProblem, tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+def _into_pages(packed: Tensor, pages: Tensor, operands: Operands, k_lengths: Lengths) -> Tensor:
+    """Add each sequence's rows into its pages, in the order of the sequences."""
+    assert operands.block_table is not None
+    page_size = pages.shape[1]
+    total = torch.zeros(pages.shape[0] * page_size, *pages.shape[2:])
+    start = 0
+    for table, length in zip(operands.block_table.to(torch.int64), k_lengths.tolist(), strict=True):
+        rows = torch.arange(length)
+        total.index_add_(0, table[rows // page_size] * page_size + rows % page_size, packed[start : start + length])
+        start += length
+    return total.view(pages.shape).to(pages.dtype)
+
+
+def _sink_gradient(operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
+    """-sum over rows of exp(sink - lse) * delta, in fp64 and one thread: the same bits for any number of threads."""
+    sinks = operands.sinks
+    assert sinks is not None
+    packed = lse.dim() == 2
+    logits = sinks.to(torch.float64).numpy().reshape((-1, 1) if packed else (1, -1, 1))
+    share = np.exp(logits - lse.to(torch.float64).numpy()) * delta.to(torch.float64).numpy()
+    total: NDArray[np.float64] = -share.sum(axis=1 if packed else (0, 2))
+    return torch.from_numpy(total).to(sinks.dtype)
+
+
+# Schedules: entries of (first batch, end batch, first row, end row, first key, end key).
+
+
+def _run_passes(problem: AttentionProblem, block: Block, wanted: Wanted, q_lengths: Lengths, k_lengths: Lengths) -> None:
+    """Run what is needed: all at once per K/V head, or dq and dk/dv apart; and dbias."""
+    count = threads.num_threads()
+    makes_dq, makes_dkv = wanted.dq or wanted.dsinks, wanted.dk or wanted.dv
+    heads = len(q_lengths) * problem.num_kv_heads
+    # 5 products a tile on as many threads as there are heads, or 3 + 4 on all of them.
+    whole = makes_dq and makes_dkv and 5 * -(-heads // count) * count <= 7 * heads
+    batches = np.arange(len(q_lengths))
+    if whole:
+        entries = _entries(batches, batches + 1)
+        _run(problem, block, P.MAKES_DQ | P.MAKES_DKV, _longest_first(entries, q_lengths * k_lengths), problem.num_kv_heads, count)
+    else:
+        if makes_dkv:
+            _run(problem, block, P.MAKES_DKV, _key_blocks(k_lengths), problem.num_kv_heads, count)
+        if makes_dq:
+            _run(problem, block, P.MAKES_DQ, _row_blocks(problem, q_lengths, k_lengths), problem.num_heads, count)
+    if wanted.dbias and problem.bias_shape is not None:
+        entries, units = _bias_owners(problem, q_lengths)
+        _run(problem, block, P.MAKES_DBIAS, entries, units, count)
+
+
+def _entries(first: Lengths, end: Lengths, *, rows: tuple[Lengths, Lengths] | None = None, keys: tuple[Lengths, Lengths] | None = None) -> Lengths:
+    nothing, everything = np.zeros_like(first), np.full_like(first, EVERYTHING)
+    row_range, key_range = rows or (nothing, everything), keys or (nothing, everything)
+    return np.ascontiguousarray(np.stack([first, end, *row_range, *key_range], axis=1), dtype=np.int64)
+
+
+def _longest_first(entries: Lengths, cost: Lengths) -> Lengths:
+    return np.ascontiguousarray(entries[np.argsort(-cost, kind="stable")])
+
+
+def _blocks(lengths: Lengths, size: int) -> tuple[Lengths, Lengths]:
+    """(sequence, first row) of every block of `size` rows."""
+    counts = -(-lengths // size)
+    batch = np.repeat(np.arange(len(lengths)), counts)
+    return batch, (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * size
+
+
+def _row_blocks(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
+    batch, first = _blocks(q_lengths, BLOCK_ROWS)
+    entries = _entries(batch, batch + 1, rows=(first, first + BLOCK_ROWS))
+    return _longest_first(entries, schedule.keys_seen(problem, first + BLOCK_ROWS, q_lengths[batch], k_lengths[batch]))
+
+
+def _key_blocks(k_lengths: Lengths) -> Lengths:
+    size = round_up(BLOCK_KEYS, host().block_n)
+    batch, first = _blocks(k_lengths, size)
+    return _entries(batch, batch + 1, keys=(first, first + size))
+
+
+def _bias_owners(problem: AttentionProblem, q_lengths: Lengths) -> tuple[Lengths, int]:
+    """Entries that own a part of dbias: broadcast batches, heads and rows are summed within one."""
+    assert problem.bias_shape is not None
+    batches, heads, rows, _ = problem.bias_shape
+    lengths = q_lengths if batches > 1 or len(q_lengths) == 1 else q_lengths.max(keepdims=True)
+    first, end = np.arange(len(lengths)), np.arange(len(lengths)) + 1
+    if len(lengths) != len(q_lengths):
+        end = np.full_like(end, len(q_lengths))
+    if rows > 1:
+        owner, row = _blocks(lengths, BLOCK_ROWS)
+        return _entries(first[owner], end[owner], rows=(row, row + BLOCK_ROWS)), heads
+    return _entries(first, end), heads
+
+
+@functools.lru_cache(maxsize=256)
+def _workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, int]:
+    """Places in one thread's workspace; `keys` rows of dk and dv."""
+    isa = host()
+    step = math.lcm(isa.value_step, isa.dim_step)
+    wide, wide_v = round_up(problem.head_dim, step), round_up(problem.head_dim_v, step)
+    rows, panels = round_up(BLOCK_ROWS, isa.panel), -(-BLOCK_ROWS // isa.panel)
+    scores = (panels * isa.block_n + isa.lanes) * isa.panel
+    floats = {
+        P.WS_Q: rows * wide,
+        P.WS_DOUT: rows * wide_v,
+        P.WS_Q_ROWS: rows * wide,
+        P.WS_DOUT_ROWS: rows * wide_v,
+        P.WS_DQ: rows * wide,
+        P.WS_K: isa.block_n * wide,
+        P.WS_V: isa.block_n * wide_v,
+        P.WS_SCORES: scores,
+        P.WS_DSCORES: scores,
+        P.WS_CAP: isa.block_n * isa.panel,
+        P.WS_EXTRA: (isa.block_n + isa.lanes) * isa.panel,
+        P.WS_STAGE: isa.panel * max(wide, wide_v, isa.block_n),
+        P.WS_MAX: isa.panel,
+        P.WS_ONES: isa.panel,
+        P.WS_LSE: rows,
+        P.WS_DELTA: rows,
+        P.WS_HEAD_ROW: 4,
+        P.WS_ROWS: launch.ROW_TABLE_FIELDS * rows,
+        P.WS_PANELS: launch.PANEL_BOUNDS_BYTES // 4 * panels,
+        P.WS_DK: keys * wide if work & P.MAKES_DKV else 0,
+        P.WS_DV: keys * wide_v if work & P.MAKES_DKV else 0,
+    }
+    return launch.places(floats)
+
+
+def _run(problem: AttentionProblem, block: Block, work: int, entries: Lengths, units: int, count: int) -> None:
+    """One pass over a list of entries."""
+    if len(entries) == 0:
+        return
+    longest = int((entries[:, 5] - entries[:, 4]).max())
+    keys = round_up(min(longest, problem.seqlen_k), host().block_n)
+    offsets, size = _workspace(problem, work, keys)
+    plan = Schedule(entries, units, problem.num_heads // units, BLOCK_ROWS, 0)
+    launch.run_items("backward", block | offsets | {P.WORK: work}, plan, size, count)
