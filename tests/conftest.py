@@ -1,13 +1,68 @@
-"""Options of the conformance suite; they must be known before tests/backends is collected."""
+"""Which backends are judged, on which device, by which cases: --backend NAME (repeatable), --device, --size."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import pytest
+import torch
+
+from tilewise import dispatch
+from tilewise.backends import NAMES
+from tilewise.testing import Case
+from tilewise.testing.generation import capped
+
+# What `--size small` leaves: interpreted kernels take seconds for 65 x 65 scores.
+SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_COUNT = 65, 64, 100
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`pytest tests/backends --backend triton --device cuda`: see tests/backends/conftest.py."""
+    """`pytest tests/backends --backend triton --device cuda` judges one backend on a GPU."""
     group = parser.getgroup("tilewise conformance")
     group.addoption("--backend", action="append", default=[], help="judge this backend (repeatable; default: all here)")
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the inputs live")
     group.addoption("--size", default="full", choices=("full", "small"), help="small: for the Triton interpreter")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with a `backend` argument runs once per backend; one that has `cases` too, cases outermost.
+
+    Neighbouring tests then share the case, whose oracle is remembered.
+    """
+    if "backend" not in metafunc.fixturenames:
+        return
+    names = _backends(metafunc.config)
+    cases = getattr(metafunc.function, "cases", None)
+    if cases is None:
+        metafunc.parametrize("backend", names)
+        return
+    chosen = _small(cases()) if metafunc.config.getoption("size") == "small" else cases()
+    pairs = [pytest.param(case, name, id=f"{name}-{case.id}") for case in chosen for name in names]
+    metafunc.parametrize(("case", "backend"), pairs)
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """Where the inputs live."""
+    return str(pytestconfig.getoption("device"))
+
+
+@pytest.fixture
+def reference_is_single_threaded(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Its problems are so small that two threads waiting for each other take up to ten times as long as one."""
+    threads = torch.get_num_threads()
+    if request.getfixturevalue("backend") == "reference":
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _backends(config: pytest.Config) -> list[str]:
+    named: list[str] = config.getoption("backend")
+    return named or [name for name in NAMES if dispatch.load(name).unavailable() is None]
+
+
+def _small(cases: Iterable[Case]) -> list[Case]:
+    """Cut the cases down, merge those that become equal, and thin out what is still too many."""
+    distinct = list(dict.fromkeys(capped(c, SMALL_SEQLEN, SMALL_HEAD_DIM) for c in cases))
+    return distinct[:: 1 + len(distinct) // SMALL_COUNT]

@@ -12,11 +12,13 @@ from tilewise.testing import BackendImplementation, Case, check, check_repeatabl
 from tilewise.testing.generation import pair_cases, single_cases, size_cases
 from tilewise.testing.special import padded_cases, repeatable_cases, special_cases
 
+pytestmark = pytest.mark.usefixtures("reference_is_single_threaded")
+
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def over(cases: Callable[[], list[Case]]) -> Callable[[Test], Test]:
-    """Run the test over (case, backend); tests/backends/conftest.py expands it."""
+    """Run the test over (case, backend); tests/conftest.py expands it."""
 
     def mark(test: Test) -> Test:
         test.cases = cases  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from tilewise.testing.implementations import BackendImplementation, Implementati
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.oracle import Expectation, expect
 from tilewise.testing.poison import uninitialised_is_nan
+from tilewise.testing.registration import installed
 
 __all__ = [
     "BackendImplementation",
@@ -27,6 +28,7 @@ __all__ = [
     "check_repeatable",
     "check_unread",
     "expect",
+    "installed",
     "make_inputs",
     "run",
     "uninitialised_is_nan",

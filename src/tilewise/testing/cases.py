@@ -11,7 +11,7 @@ import torch
 
 from tilewise.problem import Kind, Layout
 
-__all__ = ["Case", "GRADIENTS"]
+__all__ = ["GRADIENTS", "Case"]
 
 Strides = Literal["contiguous", "transposed", "sliced", "expanded", "strided_last"]
 Values = Literal["normal", "large", "tiny"]

@@ -52,7 +52,7 @@ def run(case: Case, implementation: Implementation, *, padding_value: float = fl
 
 
 def check_repeatable(case: Case, implementation: Implementation) -> None:
-    """Raise Nonconformance unless two runs agree in every bit: the forward always, gradients if `case.deterministic`."""
+    """Raise Nonconformance unless two runs agree bit by bit: the forward always, gradients if `case.deterministic`."""
     names = case.results if case.deterministic else ("out", "lse")
     _check_equal_bits(case, implementation, run(case, implementation), run(case, implementation), names, "a second run")
 

@@ -1,4 +1,4 @@
-"""The cases of the suite, generated: every feature, every pair of features, every size; sizes drawn but reproducible."""
+"""The cases of the suite, generated: every feature, every pair of features, every size; reproducible."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from tilewise import api, dispatch, validation
 from tilewise import device as devices
 from tilewise.operands import Flags, Operands
+from tilewise.problem import AttentionProblem
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.results import Results, differentiate, dropout_seed
@@ -104,42 +105,38 @@ class TorchSDPA:
 
 def call_api(case: Case, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     """(out, lse) of the case's public function."""
-    flags = {
+    max_seqlen_q, max_seqlen_k = _bounds(case)
+    named: dict[str, Any] = {
         "causal": case.causal, "window": case.window, "bias": inputs.bias, "mask": inputs.mask,
         "alibi_slopes": inputs.alibi_slopes, "softcap": case.softcap, "sinks": inputs.sinks, "scale": case.scale,
-        "deterministic": case.deterministic, "backend": backend, "return_lse": True,
+        "deterministic": case.deterministic, "backend": backend,
     }  # fmt: skip
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if case.kind == "paged":
-        bounds = _bounds(case)[:1] if inputs.cu_seqlens_q is not None else (None,)
-        flags |= {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": bounds[0]}
-        result = api.attention_paged(q, k, v, inputs.block_table, inputs.seqlens_k, **flags)  # type: ignore[arg-type]
-    elif case.kind == "varlen":
-        max_seqlen_q, max_seqlen_k = _bounds(case)
-        flags |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "dropout": case.dropout}
-        flags |= {"seed": dropout_seed(case)}
-        result = api.attention_varlen(q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **flags)  # type: ignore[arg-type]
-    else:
-        flags |= {"layout": case.layout, "dropout": case.dropout, "seed": dropout_seed(case)}
-        result = api.attention(q, k, v, **flags)  # type: ignore[arg-type]
-    out, lse = result
-    return out, lse
+    if case.kind != "paged":
+        named |= {"dropout": case.dropout, "seed": dropout_seed(case)}
+    if case.kind == "dense":
+        return api.attention(inputs.q, inputs.k, inputs.v, layout=case.layout, return_lse=True, **named)
+    named |= {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+    if case.kind == "varlen":
+        named |= {"cu_seqlens_k": inputs.cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
+        return api.attention_varlen(inputs.q, inputs.k, inputs.v, return_lse=True, **named)
+    named |= {"block_table": inputs.block_table, "seqlens_k": inputs.seqlens_k}
+    return api.attention_paged(inputs.q, inputs.k, inputs.v, return_lse=True, **named)
 
 
 def _bounds(case: Case) -> tuple[int | None, int | None]:
-    return (None, None) if case.bounds == "none" else (case.seqlen_q, case.seqlen_k)
+    """The longest lengths as the call gets them: dense and decoding calls have no such argument, pages none for keys."""
+    if case.kind == "dense" or case.bounds == "none":
+        return None, None
+    return None if case.decode else case.seqlen_q, None if case.kind == "paged" else case.seqlen_k
 
 
-def _problem(case: Case, inputs: Inputs, backend: str) -> validation.AttentionProblem:
+def _problem(case: Case, inputs: Inputs, backend: str) -> AttentionProblem:
     left, right = case.window or (None, None)
-    max_seqlen_q, max_seqlen_k = _bounds(case) if case.kind != "dense" else (None, None)
-    if case.decode:
-        max_seqlen_q = None
+    max_seqlen_q, max_seqlen_k = _bounds(case)
     flags = Flags(
         causal=case.causal, window_left=left, window_right=right, scale=case.scale, softcap=case.softcap,
-        dropout=case.dropout, layout=case.layout, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=None if case.kind == "paged" else max_seqlen_k, deterministic=case.deterministic,
-        needs_grad=bool(case.wants_grad), backend=backend,
+        dropout=case.dropout, layout=case.layout, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        deterministic=case.deterministic, needs_grad=bool(case.wants_grad), backend=backend,
     )  # fmt: skip
-    shared = {name: getattr(inputs, name) for name in Operands._fields if hasattr(inputs, name)}
-    return validation.problem_of(case.kind, Operands(**shared), flags)
+    operands = {name: getattr(inputs, name) for name in Operands._fields if hasattr(inputs, name)}
+    return validation.problem_of(case.kind, Operands(**operands), flags)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -31,15 +33,27 @@ class Expectation(NamedTuple):
 def expect(case: Case) -> Expectation:
     """What an implementation must compute for a case; remembered, because several are judged by the same cases."""
     inputs = make_inputs(case)
-    reference = reference_results(case, inputs)
-    plain = plain_results(case, inputs)
-    terms = summed_terms(case, inputs)
+    with _one_thread():
+        reference = reference_results(case, inputs)
+        plain = plain_results(case, inputs)
+        terms = summed_terms(case, inputs)
     dtypes = _dtypes(case, inputs)
     slack = {
         name: slack_of(reference[name], plain[name], terms[name], dtypes[name], case.accumulate_dtype)
         for name in case.results
     }
     return Expectation(reference, slack, dtypes)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The problems are small: on two busy cores, two threads took nine times as long as one (26 s and 2.9 s)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def reference_results(case: Case, inputs: Inputs) -> Results:

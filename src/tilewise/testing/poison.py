@@ -21,8 +21,8 @@ METHODS = ("new_empty", "new_empty_strided")
 def uninitialised_is_nan() -> Iterator[None]:
     """Within the block torch.empty and its kin return NaN (integers: their largest value), in every thread.
 
-    torch has such a mode too (`torch.utils.deterministic`), but only together with deterministic algorithms, which would
-    change what is tested.
+    torch has such a mode too (`torch.utils.deterministic`), but only together with deterministic algorithms, which
+    would change what is tested.
     """
     functions = {name: getattr(torch, name) for name in FUNCTIONS}
     methods = {name: getattr(Tensor, name) for name in METHODS}
