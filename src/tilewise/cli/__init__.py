@@ -35,9 +35,11 @@ class FriendlyGroup(TyperGroup):
 
 def build_app() -> typer.Typer:
     """The application with every command."""
-    app = typer.Typer(cls=FriendlyGroup, help=HELP, no_args_is_help=True, add_completion=False)
+    app = typer.Typer(
+        cls=FriendlyGroup, help=HELP, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown"
+    )
     # A callback keeps the commands named even if there were only one of them.
-    app.callback()(lambda: None)
+    app.callback(epilog="Example:  tilewise demo")(lambda: None)
     for name in COMMANDS:
         module = importlib.import_module(f"tilewise.cli.{name}")
         app.command(name, epilog=f"Example:  {module.EXAMPLE}")(module.command)

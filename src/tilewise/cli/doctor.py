@@ -8,7 +8,6 @@ import platform
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -96,28 +95,23 @@ def _backend(status: dispatch.Status) -> dict[str, Any]:
 
 def _show(findings: dict[str, Any]) -> None:
     console = Console(highlight=False)
-    versions = _section("versions")
-    for name, version in findings["versions"].items():
-        versions.add_row(name, version or "[yellow]not installed[/]")
-    devices = _section("devices")
-    for found in findings["devices"]:
-        devices.add_row(found["device"], _device_line(found))
-    backends = _section("backends, in order of preference")
-    for found in findings["backends"]:
-        backends.add_row(found["name"], _backend_line(found))
-    in_force = _section("settings (TILEWISE_...)")
-    for name, value in findings["settings"].items():
-        in_force.add_row(name, "[dim]default[/]" if value is None else escape(str(value)))
-    console.print(versions, devices, backends, in_force, sep="\n")
+    _section(console, "versions", {n: v or "[yellow]not installed[/]" for n, v in findings["versions"].items()})
+    _section(console, "devices", {found["device"]: _device_line(found) for found in findings["devices"]})
+    _section(console, "backends, in order of preference", {b["name"]: _backend_line(b) for b in findings["backends"]})
+    _section(console, "settings in force", {name: _setting_line(v) for name, v in findings["settings"].items()})
 
 
-def _section(title: str) -> Table:
-    table = Table(
-        title=title, title_style="bold", title_justify="left", box=box.SIMPLE, show_header=False, pad_edge=False
-    )
-    table.add_column(min_width=12, style="cyan", no_wrap=True)
+def _section(console: Console, title: str, lines: dict[str, str]) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=14, style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    return table
+    for name, line in lines.items():
+        table.add_row(f"  {name}", line)
+    console.print(f"[bold]{title}[/]", table, "", sep="\n")
+
+
+def _setting_line(value: object) -> str:
+    return "[dim]default[/]" if value is None else escape(str(value))
 
 
 def _device_line(found: dict[str, Any]) -> str:

@@ -29,30 +29,25 @@ class DType(str, enum.Enum):
     float64 = "float64"
 
 
-Size = Annotated[int, typer.Option(min=0)]
-Count = Annotated[int, typer.Option(min=1)]
-OptionalCount = Annotated[int | None, typer.Option(min=1)]
-
-
 def command(
     *,
-    batch: Size = 1,
+    batch: Annotated[int, typer.Option(min=0, help="Sequences.")] = 1,
     seqlen: Annotated[int, typer.Option(min=0, help="Queries and keys per sequence.")] = 4096,
     seqlen_q: Annotated[int | None, typer.Option(min=0, help="Queries, where not --seqlen.")] = None,
     seqlen_k: Annotated[int | None, typer.Option(min=0, help="Keys, where not --seqlen.")] = None,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="K/V heads; fewer share (GQA).")] = None,
-    head_dim: Count = 128,
-    head_dim_v: OptionalCount = None,
-    dtype: DType = DType.bfloat16,
+    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(min=1, help="Width of V, where not --head-dim.")] = None,
+    dtype: Annotated[DType, typer.Option(help="Of q, k and v.")] = DType.bfloat16,
     causal: Annotated[bool, typer.Option("--causal", help="Keys after a query are hidden.")] = False,
     window: Annotated[str | None, typer.Option(help="Keys seen to each side: '1024,0'; '1024,' is open.")] = None,
-    softcap: float | None = None,
-    alibi: Annotated[bool, typer.Option("--alibi")] = False,
+    softcap: Annotated[float | None, typer.Option(help="Scores become c * tanh(s / c).")] = None,
+    alibi: Annotated[bool, typer.Option("--alibi", help="A penalty by distance, one slope per head.")] = False,
     sinks: Annotated[bool, typer.Option("--sinks", help="One extra logit per head.")] = False,
     bias: Annotated[bool, typer.Option("--bias", help="A dense bias shared by batch and heads.")] = False,
     mask: Annotated[bool, typer.Option("--mask", help="A dense mask shared by batch and heads.")] = False,
-    dropout: float = 0.0,
+    dropout: Annotated[float, typer.Option(help="Share of probabilities dropped.")] = 0.0,
     backward: Annotated[bool, typer.Option("--backward", help="Plan the gradients too.")] = False,
     backend: Annotated[str, typer.Option(help="Ask for one backend.")] = "auto",
     device: Annotated[str | None, typer.Option(help=f"This machine, or: {', '.join(DEVICES)}.")] = None,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["best_seconds", "memory_method", "peak_extra_memory"]
+__all__ = ["LEAST_CALLS", "TIMING_SECONDS", "best_seconds", "memory_method", "peak_extra_memory", "torch_peak"]
 
 Run = Callable[[], object]
 
@@ -21,11 +21,14 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # What the kernel takes as "forget the high-water mark of resident memory".
 RESET_PEAK = "5"
 
+# Timing repeats a call this often, and between the two for about so many seconds.
+LEAST_CALLS, MOST_CALLS, TIMING_SECONDS = 2, 20, 0.8
 
-def best_seconds(run: Run, *, budget: float = 0.5, most: int = 7) -> float:
-    """The fastest of up to `most` calls, which together take about `budget` seconds, or one call if it takes longer."""
+
+def best_seconds(run: Run) -> float:
+    """The fastest of some calls: at least two, since the first may compile, then more while there is time."""
     times: list[float] = []
-    while not times or (len(times) < most and sum(times) + times[-1] < budget):
+    while len(times) < LEAST_CALLS or (len(times) < MOST_CALLS and sum(times) + min(times) < TIMING_SECONDS):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
