@@ -124,7 +124,7 @@ def call_api(case: Case, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
 
 
 def _bounds(case: Case) -> tuple[int | None, int | None]:
-    """The longest lengths as the call gets them: dense and decoding calls have no such argument, pages none for keys."""
+    """The longest lengths as the call gets them: dense and decoding calls take none, pages none for keys."""
     if case.kind == "dense" or case.bounds == "none":
         return None, None
     return None if case.decode else case.seqlen_q, None if case.kind == "paged" else case.seqlen_k

@@ -89,10 +89,16 @@ def _terms_of(case: Case, inputs: Inputs, view: SequenceView) -> Results:
     lse = torch.logsumexp(torch.cat([s, sinks[:, None, None].expand(-1, s.shape[1], 1)], -1), -1)
     shift = torch.where(lse == -math.inf, 0.0, lse)[..., None]
     # A score is off by eps times its own terms, and a probability by that much relatively.
-    p = torch.exp(s - shift) * (1.0 + sizes)
-    kept = p * (dropout_factor(case, view, dropout_seed(case)) if case.dropout > 0.0 else 1.0)
+    p = torch.exp(s - shift)
+    keep = dropout_factor(case, view, dropout_seed(case)) if case.dropout > 0.0 else 1.0
+    out = (p * keep) @ view.v
+    p = p * (1.0 + sizes)
+    kept = p * keep
     dp = dout @ v.transpose(1, 2)
-    pull = (kept * dp).sum(-1, keepdim=True) + dlse[..., None]
+    # delta = rowsum(dout * out) is made of the out that was saved, rounded to its dtype in every element.
+    rounding = torch.finfo(case.dtype).eps / torch.finfo(case.accumulate_dtype).eps
+    saved = rounding * torch.linalg.vector_norm(dout * out, dim=-1, keepdim=True)
+    pull = (kept * dp).sum(-1, keepdim=True) + dlse[..., None] + saved
     ds = kept * dp + p * pull
     sink_p = torch.exp(sinks[:, None] - shift.squeeze(-1))
     group = case.num_heads // case.num_kv_heads
@@ -110,8 +116,8 @@ def _terms_of(case: Case, inputs: Inputs, view: SequenceView) -> Results:
 
 def _cotangents(case: Case, inputs: Inputs, view: SequenceView) -> tuple[Tensor, Tensor]:
     if case.kind == "dense":
-        dout = inputs.dout[view.index]
-        dout, dlse = dout.transpose(0, 1) if case.layout == "bshd" else dout, inputs.dlse[view.index]
+        dout = inputs.dout[view.sequence]
+        dout, dlse = dout.transpose(0, 1) if case.layout == "bshd" else dout, inputs.dlse[view.sequence]
     else:
         dout, dlse = inputs.dout[view.rows].transpose(0, 1), inputs.dlse[:, view.rows]
     zero = torch.zeros(())

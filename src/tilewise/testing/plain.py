@@ -24,7 +24,7 @@ __all__ = ["SequenceView", "dropout_factor", "masked_scores", "plain_attention",
 class SequenceView(NamedTuple):
     """One sequence, heads first: q (num_heads, seqlen_q, d), k and v with as many heads; `rows` of a packed q."""
 
-    index: int
+    sequence: int
     q: Tensor
     k: Tensor
     v: Tensor
@@ -74,11 +74,11 @@ def masked_scores(case: Case, inputs: Inputs, view: SequenceView) -> Tensor:
     # How far key j lies to the right of the query's own position, bottom-right aligned.
     ahead = torch.arange(seqlen_k)[None, :] - torch.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
     if inputs.alibi_slopes is not None:
-        slopes = inputs.alibi_slopes.expand(case.batch, case.num_heads)[view.index]
+        slopes = inputs.alibi_slopes.expand(case.batch, case.num_heads)[view.sequence]
         s = s - slopes[:, None, None].to(s.dtype) * ahead.abs().to(s.dtype)
     scores_shape = (case.batch, case.num_heads, case.seqlen_q, case.seqlen_k)
     if inputs.bias is not None:
-        s = s + inputs.bias.expand(scores_shape)[view.index, :, :seqlen_q, :seqlen_k]
+        s = s + inputs.bias.expand(scores_shape)[view.sequence, :, :seqlen_q, :seqlen_k]
     hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
     if case.causal:
         hidden = hidden | (ahead > 0)
@@ -88,13 +88,13 @@ def masked_scores(case: Case, inputs: Inputs, view: SequenceView) -> Tensor:
     if right is not None:
         hidden = hidden | (ahead > right)
     if inputs.mask is not None:
-        hidden = hidden | ~inputs.mask.expand(scores_shape)[view.index, :, :seqlen_q, :seqlen_k]
+        hidden = hidden | ~inputs.mask.expand(scores_shape)[view.sequence, :, :seqlen_q, :seqlen_k]
     return s.masked_fill(hidden, -math.inf)
 
 
 def dropout_factor(case: Case, view: SequenceView, dropout_seed: int) -> Tensor:
     """What dropout multiplies the probabilities with: 0 or 1 / (1 - p)."""
-    kept = _kept(dropout_seed, case.dropout, view.index, case.num_heads, view.q.shape[1], view.k.shape[1])
+    kept = _kept(dropout_seed, case.dropout, view.sequence, case.num_heads, view.q.shape[1], view.k.shape[1])
     return kept.to(torch.float64) / (1.0 - case.dropout)
 
 

@@ -11,6 +11,10 @@ from tilewise.testing.cases import Case
 __all__ = ["padded_cases", "repeatable_cases", "special_cases"]
 
 
+# Many tiles in a row for every plausible tile size: sums that lose digits at each of them show.
+LONG = 2049
+
+
 def special_cases() -> list[Case]:
     """All of them, labelled."""
     named = {**_empty(), **_masked_rows(), **_magnitudes(), **_packed(), **_paged(), **_gradients(), **_mixtures()}
@@ -92,16 +96,26 @@ def _masked_rows() -> dict[str, Case]:
 
 
 def _magnitudes() -> dict[str, Case]:
-    return {
-        f"{values}_{dtype}".replace("torch.", ""): Case(values=values, dtype=dtype, causal=True)  # type: ignore[arg-type]
-        for values in ("large", "tiny")
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-    } | {
-        "large_softcap": Case(values="large", softcap=30.0),
-        "large_sinks": Case(values="large", sinks=True, window=(20, 0)),
-        "scale_0": Case(scale=0.0),
-        "scale_negative": Case(scale=-0.5, causal=True),
-    }
+    return (
+        {
+            f"{values}_{dtype}".replace("torch.", ""): Case(values=values, dtype=dtype, causal=True)  # type: ignore[arg-type]
+            for values in ("large", "tiny")
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        }
+        | {
+            f"long_{side}_{dtype}".replace("torch.", ""): Case(
+                seqlens_q=(m,), seqlens_k=(n,), dtype=dtype, num_kv_heads=1
+            )
+            for side, m, n in (("k", 17, LONG), ("q", LONG, 17))
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        }
+        | {
+            "large_softcap": Case(values="large", softcap=30.0),
+            "large_sinks": Case(values="large", sinks=True, window=(20, 0)),
+            "scale_0": Case(scale=0.0),
+            "scale_negative": Case(scale=-0.5, causal=True),
+        }
+    )
 
 
 def _packed() -> dict[str, Case]:
