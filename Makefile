@@ -24,6 +24,17 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+bench: $(READY)
+	$(BIN)/python -m tilewise bench --device cpu --plots docs/images $(ARGS)
+
+# On a machine with a GPU: the python3 that is there, with its torch and Triton; nothing is installed.
+# ARGS="--only decode --output FILE" for a part of it.
+test-gpu:
+	PYTHONPATH=src python3 -m pytest -q --device cuda $(ARGS)
+
+bench-gpu:
+	PYTHONPATH=src python3 -m tilewise.bench --device cuda $(ARGS)
+
 # constraints.txt pins the development set; torch comes first because only the exact pin finds a CPU build.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -32,7 +32,8 @@ ARROWS: dict[str, set[str]] = {
     "cost": SPINE | {"backends"},
     "plan": SPINE | {"validation", "dispatch", "cost", "canonical", "backends"},
     "testing": SPINE | {"api", "__init__", "backends.__init__"},
-    "cli": SPINE | {"api", "__init__", "plan", "cost", "dispatch", "backends"},
+    "bench": SPINE | {"api", "__init__", "plan", "dispatch", "units", "testing"},
+    "cli": SPINE | {"api", "__init__", "plan", "cost", "dispatch", "backends", "bench"},
     "__main__": {"cli"},
     "__init__": {"api", "plan"},
 }

@@ -1,0 +1,164 @@
+"""Whether a result is right, judged by fp64: sampled rows of every head, and the whole of one head's dK and dV.
+
+The tolerance is the conformance suite's: twice the error of plain PyTorch in the case's dtype, and a few ulp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.bench.cases import Case
+from tilewise.bench.inputs import Inputs
+from tilewise.masks import Band
+from tilewise.testing.tolerances import Slack, judge, measure, slack_of
+
+__all__ = ["Checker", "Outcome"]
+
+# Rows of each sequence that are compared, from the first to the last.
+ROWS = 64
+# Rows of one head that are computed at once for dK and dV: 134 MB of fp64 scores at 16,384 keys.
+CHUNK = 1024
+
+Results = dict[str, Tensor]
+
+
+class Outcome(NamedTuple):
+    """The largest deviation from fp64, and what is wrong if it is too large."""
+
+    error: float
+    complaint: str | None
+
+
+class Piece(NamedTuple):
+    """Sequences of one length, heads first; `where` finds their rows in a packed result."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    where: slice
+
+
+class Checker:
+    """Knows the right result of a case, computed once, and judges those of implementations."""
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        self.case = case
+        self.pieces = list(_pieces(case, inputs))
+        exact, plain = self._expected(torch.float64), self._expected(case.torch_dtype)
+        accumulate = torch.float64 if case.torch_dtype == torch.float64 else torch.float32
+        self.expected: Results = {}
+        self.slack: dict[str, Slack] = {}
+        for name in ("out", "dq", "dk", "dv")[: 4 if case.measure == "backward" else 1]:
+            ref, terms = exact[name].cpu(), exact[f"|{name}|"].cpu()
+            self.expected[name] = ref
+            self.slack[name] = slack_of(ref, plain[name].cpu(), terms, case.torch_dtype, accumulate)
+
+    def judge(self, results: Results) -> Outcome:
+        """`results` holds out and, for a backward, dq, dk, dv, in the shapes of the case's inputs."""
+        errors, complaints = [0.0], []
+        for name, slack in self.slack.items():
+            ref, got = self.expected[name], self._sampled(name, results[name].detach()).double().cpu()
+            complaint = judge(name, got, ref, slack)
+            complaints += [] if complaint is None else [complaint]
+            errors.append(measure(got - ref).largest)
+        return Outcome(max(errors), "; ".join(complaints) or None)
+
+    def _expected(self, dtype: torch.dtype) -> Results:
+        """The sampled results in a dtype, flat; `|x|` are the sums of absolute values behind x."""
+        results: dict[str, list[Tensor]] = {}
+        for piece in self.pieces:
+            band = self.case.band(piece.q.shape[2], piece.k.shape[2])
+            for name, value in _rows(piece, _sample(piece), band, dtype).items():
+                if name.strip("|") in ("out", "dq"):
+                    results.setdefault(name, []).append(value.double().flatten())
+        if self.case.measure == "backward":
+            for name, value in _keys_of_last_head(self.pieces[0], self.case, dtype).items():
+                results[name] = [value.double().flatten()]
+        return {name: torch.cat(values) for name, values in results.items()}
+
+    def _sampled(self, name: str, result: Tensor) -> Tensor:
+        """The same elements of an implementation's result, in the same order."""
+        first = self.pieces[0]
+        if name in ("dk", "dv"):
+            head = result[first.where, -1] if self.case.kind == "varlen" else result[-1, -1]
+            return head.flatten()
+        if self.case.kind == "varlen":
+            parts = [result[p.where].transpose(0, 1)[:, _sample(p)] for p in self.pieces]
+            return torch.cat([p.flatten() for p in parts])
+        dense = result.view(first.q.shape) if self.case.kind == "paged" else result
+        return dense[:, :, _sample(first)].flatten()
+
+
+def _pieces(case: Case, inputs: Inputs) -> Iterator[Piece]:
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.dout)
+    if case.kind != "varlen":
+        yield Piece(*tensors, slice(None))
+        return
+    start = 0
+    for length in case.seqlens:
+        where = slice(start, start + length)
+        q, k, v, dout = (t[where].transpose(0, 1)[None] for t in tensors)
+        yield Piece(q, k, v, dout, where)
+        start += length
+
+
+def _sample(piece: Piece) -> Tensor:
+    length = piece.q.shape[2]
+    return torch.linspace(0, length - 1, min(length, ROWS), device=piece.q.device).round().long()
+
+
+def _rows(piece: Piece, rows: Tensor, band: Band, dtype: torch.dtype) -> Results:
+    """Attention of some rows as the textbook has it, in `dtype`, and what these rows add to dK and dV."""
+    groups = piece.q.shape[1] // piece.k.shape[1]
+    q, dout = (t[:, :, rows].to(dtype).unflatten(1, (-1, groups)) for t in (piece.q, piece.dout))
+    k, v = (t.to(dtype)[:, :, None] for t in (piece.k, piece.v))
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    s = (q @ k.mT) * scale
+    s.masked_fill_(~_visible(band, rows), -math.inf)
+    p = torch.softmax(s, -1)
+    dp = dout @ v.mT
+    delta = (p * dp).sum(-1, keepdim=True)
+    ds = p * (dp - delta)
+    bound = p * (dp.abs() + delta.abs())
+    return {
+        "out": (p @ v).flatten(1, 2),
+        "dq": (ds @ k * scale).flatten(1, 2),
+        "dk": (ds.mT @ q).sum(2) * scale,
+        "dv": (p.mT @ dout).sum(2),
+        "|out|": (p @ v.abs()).flatten(1, 2),
+        "|dq|": (bound @ k.abs() * scale).flatten(1, 2),
+        "|dk|": (bound.mT @ q.abs()).sum(2) * scale,
+        "|dv|": (p.mT @ dout.abs()).sum(2),
+    }
+
+
+def _visible(band: Band, rows: Tensor) -> Tensor:
+    distance = torch.arange(band.seqlen_k, device=rows.device) - (rows[:, None] + band.offset)
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if band.left is not None:
+        visible &= distance >= -band.left
+    if band.right is not None:
+        visible &= distance <= band.right
+    return visible
+
+
+def _keys_of_last_head(piece: Piece, case: Case, dtype: torch.dtype) -> Results:
+    """Gradients dK and dV of the last K/V head of the last sequence, which need every row; sums are kept in fp64."""
+    groups = piece.q.shape[1] // piece.k.shape[1]
+    q, dout = (t[-1:, -groups:] for t in (piece.q, piece.dout))
+    last = Piece(q, piece.k[-1:, -1:], piece.v[-1:, -1:], dout, piece.where)
+    length = q.shape[2]
+    band = case.band(length, piece.k.shape[2])
+    totals: Results = {}
+    for start in range(0, length, CHUNK):
+        rows = torch.arange(start, min(start + CHUNK, length), device=q.device)
+        for name, part in _rows(last, rows, band, dtype).items():
+            if name.strip("|") in ("dk", "dv"):
+                totals[name] = totals.get(name, 0.0) + part.double()
+    return {name: total.to(dtype) for name, total in totals.items()}

@@ -1,0 +1,90 @@
+"""A whole benchmark run from its options: what `tilewise bench` and `python -m tilewise.bench` share."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime as dt
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tilewise.bench import machine
+from tilewise.bench.cases import Case, select
+from tilewise.bench.cpu_cases import cpu_cases
+from tilewise.bench.gpu_cases import gpu_cases
+from tilewise.bench.peers import implementations
+from tilewise.bench.results import CaseResult, Results
+from tilewise.bench.runner import Limits, run
+from tilewise.errors import InvalidProblem
+
+__all__ = ["Options", "chosen_cases", "execute"]
+
+# Seconds of timing per case and in all: (device, quick). Checks, inputs and compilation come on top of the former.
+SECONDS_PER_CASE = {("cpu", False): 4.0, ("cpu", True): 0.6, ("cuda", False): 1.2, ("cuda", True): 0.8}
+MAX_SECONDS = {("cpu", False): 1800.0, ("cpu", True): 120.0, ("cuda", False): 340.0, ("cuda", True): 80.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to run; None takes the default for the device."""
+
+    device: str = "auto"
+    only: tuple[str, ...] = ()
+    quick: bool = False
+    threads: int | None = None
+    seconds_per_case: float | None = None
+    max_seconds: float | None = None
+
+    @property
+    def resolved_device(self) -> str:
+        """The GPU where there is one, unless the CPU is asked for."""
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise InvalidProblem("--device", "auto, cpu or cuda", repr(self.device), "Name one of these.")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise InvalidProblem("--device", "a device that is here", "cuda", "Use --device cpu, or another machine.")
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        return found if self.device == "auto" else self.device
+
+
+def chosen_cases(options: Options) -> tuple[Case, ...]:
+    """The cases that the options ask for."""
+    registry = gpu_cases() if options.resolved_device == "cuda" else cpu_cases()
+    return select(registry, options.only, quick=options.quick)
+
+
+def execute(options: Options, announce: Callable[[str], None]) -> Results:
+    """Run the cases; an interrupt ends the run early and keeps what is there."""
+    device = options.resolved_device
+    kind = (device, options.quick)
+    found: list[CaseResult] = []
+    with _threads(options.threads) as threads:
+        limits = Limits(
+            options.seconds_per_case or SECONDS_PER_CASE[kind], options.max_seconds or MAX_SECONDS[kind], threads
+        )
+        with contextlib.suppress(KeyboardInterrupt):
+            for result in run(chosen_cases(options), implementations(device), limits, announce):
+                found.append(result)  # noqa: PERF402 - kept one by one for the sake of an interrupt
+    if not found:
+        raise KeyboardInterrupt
+    return Results(
+        machine=machine.machine(),
+        versions=machine.versions(),
+        commit=machine.commit(),
+        date=dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        options={"device": device, "quick": options.quick, "only": list(options.only), **dataclasses.asdict(limits)},
+        cases=tuple(found),
+    )
+
+
+@contextlib.contextmanager
+def _threads(wanted: int | None) -> Iterator[int]:
+    """Threads of torch set for the run, and as they were afterwards."""
+    before = torch.get_num_threads()
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,190 @@
+"""The GPU's cases: bf16 at B * N = 16384 tokens and H * D = 2048, decode, and what else is promised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tilewise.bench.cases import Bar, Case
+
+__all__ = ["gpu_cases"]
+
+TRITON, HOPPER, DETERMINISTIC = "tilewise-triton", "tilewise-hopper", "tilewise-hopper-deterministic"
+FLASH, CUDNN = "sdpa-flash", "sdpa-cudnn"
+PEERS = (FLASH, CUDNN, "fa2", "fa3", "fa4")
+OURS = (TRITON, HOPPER)
+TOKENS, MODEL_DIM = 16384, 2048
+LENGTHS = (1024, 4096, 16384)
+H200 = "H200"
+
+# FA4 over cuDNN on an H200 at the three lengths, for the bars where FA4 is not installed: (direction, D, causal).
+FA4_OVER_CUDNN = {
+    ("forward", 64, False): (402 / 436, 506 / 458, 533 / 459),
+    ("forward", 64, True): (262 / 335, 441 / 414, 508 / 447),
+    ("forward", 128, False): (550 / 564, 637 / 605, 676 / 615),
+    ("forward", 128, True): (407 / 425, 568 / 525, 612 / 564),
+    ("backward", 64, False): (424 / 363, 506 / 431, 525 / 454),
+    ("backward", 64, True): (319 / 252, 462 / 379, 522 / 438),
+    ("backward", 128, False): (477 / 421, 573 / 519, 616 / 550),
+    ("backward", 128, True): (362 / 313, 520 / 444, 605 / 534),
+}
+# Batch, keys, and GB/s of K and V that an H200 should reach.
+DECODE = ((1, 8192, 1500), (1, 131072, 3900), (16, 8192, 4000), (64, 8192, 4450), (16, 65536, 4600))
+# One packed batch of TOKENS tokens, from a few words to a long document.
+MIXED = (4096, 2816, 2048, 1792, 1536, 1024, 1000, 640, 512, 333, 256, 128, 100, 64, 32, 7)
+
+
+def gpu_cases() -> tuple[Case, ...]:
+    """All cases."""
+    return (
+        *_table(),
+        *_other_head_dims(),
+        *_window(),
+        *_shared_heads(),
+        *_varlen(),
+        *_short(),
+        *_decode(),
+        *_paged(),
+        *_overhead(),
+    )
+
+
+def _case(name: str, group: str, *, implementations: tuple[str, ...] = (*OURS, *PEERS), **fields: Any) -> Case:
+    """bf16, TOKENS tokens in all, MODEL_DIM wide unless said otherwise."""
+    length = fields.pop("seqlen", 0)
+    head_dim = fields.get("head_dim", 128)
+    heads = fields.get("num_heads", MODEL_DIM // head_dim)
+    defaults: dict[str, Any] = {
+        "measure": "forward",
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "batch": TOKENS // length if length else 1,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "seqlen_q": length,
+        "seqlen_k": length,
+        "head_dim": head_dim,
+        "implementations": implementations,
+    }
+    return Case(name=name, group=group, **(defaults | fields))
+
+
+def _mask(causal: bool) -> str:
+    return "causal" if causal else "full"
+
+
+def _table() -> Iterator[Case]:
+    for direction in ("forward", "backward"):
+        for head_dim in (64, 128, 256):
+            for causal in (False, True):
+                for seqlen in LENGTHS:
+                    # FlexAttention takes seconds to compile each: at D=128, where its figures are the bar.
+                    flex = head_dim == 128 and seqlen >= 4096
+                    both = direction == "backward" and (head_dim, seqlen) == (128, 4096)
+                    yield _case(
+                        f"{direction}-d{head_dim}-{_mask(causal)}-n{seqlen}", direction, measure=direction,
+                        head_dim=head_dim, causal=causal, seqlen=seqlen, quick=(head_dim, seqlen) == (128, 4096),
+                        implementations=(*OURS, *(DETERMINISTIC,) * both, *PEERS, *("flex",) * flex),
+                        bars=tuple(_table_bars(direction, head_dim, causal, seqlen)),
+                    )  # fmt: skip
+
+
+def _table_bars(direction: str, head_dim: int, causal: bool, seqlen: int) -> Iterator[Bar]:
+    if head_dim == 128 and seqlen >= 4096:
+        yield Bar(TRITON, 1.0, against=("flex",))
+    known = FA4_OVER_CUDNN.get((direction, head_dim, causal))
+    stand_in = None if known is None else (CUDNN, known[LENGTHS.index(seqlen)])
+    peers = (CUDNN,) if known is None else (CUDNN, "fa4")
+    yield Bar(HOPPER, 0.97 if direction == "backward" and seqlen == 16384 else 1.0, against=peers, stand_in=stand_in)
+    if direction == "forward" and causal and seqlen == 16384:
+        # At most 0.54 of the full matrix's time.
+        yield Bar(HOPPER, 1 / 0.54, case=f"forward-d{head_dim}-full-n{seqlen}", by="speed")
+    if direction == "backward" and (head_dim, seqlen) == (128, 4096):
+        yield Bar(DETERMINISTIC, 0.85, against=(HOPPER,))
+
+
+def _other_head_dims() -> Iterator[Case]:
+    for head_dim, limit in ((96, 1.05), (192, 1.0)):
+        for causal in (False, True):
+            yield _case(
+                f"forward-d{head_dim}-{_mask(causal)}-n4096", "forward", head_dim=head_dim, causal=causal, seqlen=4096,
+                bars=(Bar(HOPPER, limit, against=(CUDNN,)),), quick=(head_dim, causal) == (96, True),
+            )  # fmt: skip
+
+
+def _window() -> Iterator[Case]:
+    yield _case(
+        "window-1024-n16384", "forward", causal=True, window=(1024, 0), seqlen=16384, quick=False,
+        implementations=(*OURS, "fa2", "fa3", "fa4", "flex"),
+        bars=(Bar(TRITON, 6.0, case="forward-d128-causal-n16384", by="speed"),),
+    )  # fmt: skip
+
+
+def _shared_heads() -> Iterator[Case]:
+    for direction in ("forward", "backward"):
+        # 32 heads of 128 at half the tokens cost what 16 do.
+        yield _case(
+            f"gqa-32-8-{direction}-causal-n4096", "gqa", measure=direction, num_heads=32, num_kv_heads=8, batch=2,
+            seqlen=4096, causal=True, quick=direction == "forward",
+            bars=(Bar(HOPPER, 0.95, case=f"{direction}-d128-causal-n4096", by="rate"),),
+        )  # fmt: skip
+
+
+def _varlen() -> Iterator[Case]:
+    for direction in ("forward", "backward"):
+        # The mean length weighted by work is about 2,300: the dense rate of N=4096 is a demanding yardstick.
+        dense = f"{direction}-d128-causal-n4096"
+        yield _case(
+            f"varlen-mixed-{direction}-causal", "varlen", measure=direction, kind="varlen", batch=len(MIXED),
+            seqlens=MIXED, seqlen_q=max(MIXED), seqlen_k=max(MIXED), causal=True, quick=direction == "forward",
+            implementations=(*OURS, "fa2", "fa3", "sdpa-padded"),
+            bars=(Bar(TRITON, 0.9, case=dense, by="rate"), Bar(HOPPER, 0.95, case=dense, by="rate")),
+        )  # fmt: skip
+
+
+def _short() -> Iterator[Case]:
+    best = (CUDNN, FLASH, "fa2", "naive")
+    for graph in (False, True):
+        for causal in (False, True):
+            for seqlen in (128, 256, 512):
+                yield _case(
+                    f"short-{_mask(causal)}-n{seqlen}{'-graph' if graph else ''}", "short", seqlen=seqlen,
+                    causal=causal, graph=graph, quick=seqlen == 256 and not causal,
+                    implementations=(*OURS, *PEERS, "naive"),
+                    bars=(Bar(TRITON, 0.9, against=(CUDNN, FLASH)), Bar(HOPPER, 0.97, against=best)),
+                )  # fmt: skip
+
+
+def _decode() -> Iterator[Case]:
+    for batch, keys, goal in DECODE:
+        bars = [Bar(TRITON, 0.9, against=(CUDNN,))] if batch >= 16 else []
+        if keys == 131072:
+            bars.append(Bar(TRITON, 3400e9, by="rate", machine=H200))
+        yield _case(
+            f"decode-b{batch}-n{keys}", "decode", num_heads=32, num_kv_heads=8, batch=batch, seqlen_q=1, seqlen_k=keys,
+            graph=True, quick=(batch, keys) in ((1, 8192), (16, 8192)),
+            bars=(*bars, Bar("tilewise", goal * 1e9, by="rate", machine=H200)),
+        )  # fmt: skip
+
+
+def _paged() -> Iterator[Case]:
+    for page_size in (16, 32, 64, 128, 256):
+        yield _case(
+            f"decode-b16-n8192-paged-{page_size}", "decode", kind="paged", page_size=page_size, num_heads=32,
+            num_kv_heads=8, batch=16, seqlen_q=1, seqlen_k=8192, graph=True, quick=page_size in (16, 256),
+            implementations=(*OURS, "sdpa-gather"),
+            bars=(Bar("tilewise", 0.95, case="decode-b16-n8192", by="rate"),),
+        )  # fmt: skip
+
+
+def _overhead() -> Iterator[Case]:
+    peers = (FLASH, CUDNN)
+    yield _case(
+        "overhead-forward", "latency", measure="overhead", batch=1, num_heads=16, seqlen_q=128, seqlen_k=128,
+        implementations=(*OURS, *peers), quick=True,
+        bars=(Bar(TRITON, 40e-6, by="seconds"), Bar(HOPPER, 30e-6, by="seconds")),
+    )  # fmt: skip
+    yield _case(
+        "overhead-decode", "latency", measure="overhead", batch=1, num_heads=32, num_kv_heads=8, seqlen_q=1,
+        seqlen_k=512, implementations=(*OURS, *peers), quick=True, bars=(Bar("tilewise", 25e-6, by="seconds"),),
+    )  # fmt: skip

@@ -1,0 +1,75 @@
+"""Random tensors for a case, as the public calls take them, and the dense keys that peers and the check need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise.bench.cases import Case
+
+__all__ = ["Inputs", "make_inputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The operands of one call; q, k, v dense and heads-first (also where there are pages), or packed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    cu_seqlens: Tensor | None = None
+    k_pages: Tensor | None = None
+    v_pages: Tensor | None = None
+    block_table: Tensor | None = None
+    seqlens_k: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What a call reads, to judge whether it fits a cache."""
+        return sum(t.numel() * t.element_size() for t in (self.q, self.k, self.v))
+
+
+def make_inputs(case: Case, seed: int = 0) -> Inputs:
+    """Standard normal values, different for every seed."""
+    generator = torch.Generator(case.device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=case.device, dtype=torch.float32).to(case.torch_dtype)
+
+    heads, shared, dim = case.num_heads, case.num_kv_heads, case.head_dim
+    if case.kind == "varlen":
+        total = sum(case.seqlens)
+        q, k, v = normal(total, heads, dim), normal(total, shared, dim), normal(total, shared, dim)
+        return Inputs(q, k, v, normal(total, heads, dim), cu_seqlens=_offsets(case))
+    q, dout = (normal(case.batch, heads, case.seqlen_q, dim) for _ in range(2))
+    k, v = (normal(case.batch, shared, case.seqlen_k, dim) for _ in range(2))
+    if case.kind == "dense":
+        return Inputs(q, k, v, dout)
+    table = _table(case, generator)
+    seqlens_k = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=case.device)
+    return Inputs(q, k, v, dout, None, _paged(case, k, table), _paged(case, v, table), table, seqlens_k)
+
+
+def _offsets(case: Case) -> Tensor:
+    lengths = torch.tensor((0, *case.seqlens), dtype=torch.int32)
+    return lengths.cumsum(0, dtype=torch.int32).to(case.device)
+
+
+def _table(case: Case, generator: torch.Generator) -> Tensor:
+    """Pages in random order, as a cache in use hands them out."""
+    pages = -(-case.seqlen_k // case.page_size)
+    order = torch.randperm(case.batch * pages, generator=generator, device=case.device)
+    return order.view(case.batch, pages).to(torch.int32)
+
+
+def _paged(case: Case, dense: Tensor, table: Tensor) -> Tensor:
+    """(batch, heads, seqlen, dim) cut into the pages (num_pages, page_size, heads, dim) that the table names."""
+    tokens = dense.transpose(1, 2)
+    missing = table.shape[1] * case.page_size - case.seqlen_k
+    tokens = torch.nn.functional.pad(tokens, (0, 0, 0, 0, 0, missing))
+    pages = torch.empty(table.numel(), case.page_size, *tokens.shape[2:], dtype=dense.dtype, device=dense.device)
+    pages[table.flatten().long()] = tokens.reshape(pages.shape)
+    return pages

@@ -1,0 +1,74 @@
+"""Where a figure was measured: processor, GPU, memory, versions, driver and commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tilewise
+from tilewise import device
+
+__all__ = ["commit", "machine", "versions"]
+
+PACKAGES = ("torch", "triton", "numba", "llvmlite", "numpy", "flash-attn", "flash-attn-3", "flash-attn-4")
+
+
+def machine() -> dict[str, Any]:
+    """The hardware and the system."""
+    cpu = device.this_cpu()
+    facts: dict[str, Any] = {
+        "cpu": cpu.name,
+        "cores": cpu.num_sms,
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "memory_bytes": cpu.memory_bytes,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        gpu = device.of(torch.device("cuda"))
+        facts |= {"gpu": gpu.name, "gpu_processors": gpu.num_sms, "gpu_memory_bytes": gpu.memory_bytes}
+    return facts
+
+
+def versions() -> dict[str, Any]:
+    """Everything that could change a figure; packages that are not installed are left out."""
+    found: dict[str, Any] = {"tilewise": tilewise.__version__, "python": platform.python_version()}
+    installed = {package: _version(package) for package in PACKAGES}
+    found |= {package: version for package, version in installed.items() if version is not None}
+    if torch.cuda.is_available():
+        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": _driver()}
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The commit of this source tree, with a + where the package differs from it; None outside a checkout."""
+    package = Path(tilewise.__file__).parent
+    head = _output("git", "-C", str(package), "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", str(package), "status", "--porcelain", "--", str(package))
+    return head + "+" if head and changed else head
+
+
+def _driver() -> str | None:
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found.splitlines()[0] if found else None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,126 @@
+"""What was measured, the verdict on each bar, and both as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tilewise.bench.cases import Bar, Case
+from tilewise.bench.timing import Summary
+from tilewise.errors import InvalidProblem
+
+__all__ = ["CaseResult", "Measured", "Results", "default_path", "read", "write"]
+
+FORMAT = 1
+Status = Literal["ok", "wrong", "failed", "skipped", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One implementation in one case. `value` is seconds a call, or bytes in a memory case; None unless it is "ok"."""
+
+    implementation: str
+    status: Status
+    detail: str = ""
+    error: float | None = None
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    samples: int = 0
+    calls: int = 0
+    rate: float | None = None
+
+    @classmethod
+    def of(cls, case: Case, name: str, summary: Summary, *, error: float | None = None, detail: str = "") -> Measured:
+        """A valid measurement."""
+        return cls(
+            name, "ok", detail, error, summary.median, summary.low, summary.high, summary.samples, summary.calls,
+            case.rate(summary.median) if case.metric in ("flops", "bytes") else None,
+        )  # fmt: skip
+
+    @property
+    def spread(self) -> float:
+        """Half the distance of the quartiles, relative to the median."""
+        if not self.value or self.low is None or self.high is None:
+            return 0.0
+        return (self.high - self.low) / 2 / self.value
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """A case and how everybody did; `auto` is the backend that tilewise chooses by itself there."""
+
+    case: Case
+    auto: str | None
+    measured: tuple[Measured, ...]
+
+    def valid(self, name: str) -> Measured | None:
+        """The measurement of an implementation; "tilewise" is what a plain call runs."""
+        names = (name, f"tilewise-{self.auto}") if name == "tilewise" else (name,)
+        return next((m for m in self.measured if m.implementation in names and m.status == "ok"), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """A whole run."""
+
+    machine: dict[str, Any]
+    versions: dict[str, Any]
+    commit: str | None
+    date: str
+    options: dict[str, Any]
+    cases: tuple[CaseResult, ...]
+
+    @property
+    def device_name(self) -> str:
+        """The processor or GPU that was measured."""
+        return str(self.machine["gpu" if self.options["device"] == "cuda" else "cpu"])
+
+    @property
+    def slug(self) -> str:
+        """The device's name for a file: nvidia-h200, or a processor with its threads."""
+        words = re.sub(r"\((r|tm)\)", " ", self.device_name.lower())
+        slug = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
+        return slug if self.options["device"] == "cuda" else f"{slug}-{self.options['threads']}-threads"
+
+
+def default_path(results: Results) -> Path:
+    """Where results are kept unless another path is given."""
+    return Path("bench", "results", f"{results.slug}-{results.date[:10]}.json")
+
+
+def write(results: Results, path: Path, verdicts: Sequence[Any] = ()) -> None:
+    """As JSON; `verdicts` are added for readers of the file and computed again when it is read."""
+    document = {"format": FORMAT, **dataclasses.asdict(results), "verdicts": [dataclasses.asdict(v) for v in verdicts]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> Results:
+    """The results in a file that `write` made."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if document.pop("format", None) != FORMAT:
+        raise InvalidProblem("results", f"a benchmark file of format {FORMAT}", str(path), "Run the benchmark again.")
+    document.pop("verdicts", None)
+    cases = tuple(
+        CaseResult(_case(entry["case"]), entry["auto"], tuple(Measured(**m) for m in entry["measured"]))
+        for entry in document.pop("cases")
+    )
+    return Results(**document, cases=cases)
+
+
+def _case(fields: dict[str, Any]) -> Case:
+    tuples = {name: tuple(fields[name]) for name in ("seqlens", "implementations")}
+    window = None if fields["window"] is None else tuple(fields["window"])
+    bars = tuple(_bar(bar) for bar in fields["bars"])
+    return Case(**{**fields, **tuples, "window": window, "bars": bars})
+
+
+def _bar(fields: dict[str, Any]) -> Bar:
+    stand_in = None if fields["stand_in"] is None else tuple(fields["stand_in"])
+    return Bar(**{**fields, "against": tuple(fields["against"]), "stand_in": stand_in})

@@ -1,0 +1,167 @@
+"""How time is taken: all contestants of a case in turn, round after round, each sample a batch of calls.
+
+On a GPU a sample is the time between two events with the second-level cache flushed before the first one; the call
+rotates over several sets of inputs where one set would stay in that cache.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Clock", "CpuClock", "CudaClock", "Entrant", "HostClock", "Summary", "race", "summarise"]
+
+Batch = Callable[[], object]
+
+# A sample lasts at least so long, by repeating the call: a clock tick or an event's latency is then under 0.5 %.
+SAMPLE_SECONDS = {"cpu": 10e-3, "cuda": 3e-3}
+MOST_CALLS = 1000
+LEAST_ROUNDS, MOST_ROUNDS, LEAST_SAMPLES = 5, 60, 2
+# Written before each GPU sample; larger than any second-level cache (50 MB on Hopper, 126 MB on Blackwell).
+FLUSH_BYTES = 256 << 20
+
+
+class Clock:
+    """Measures how long a batch of calls takes, in seconds."""
+
+    sample_seconds = SAMPLE_SECONDS["cpu"]
+
+    def __call__(self, batch: Batch) -> float:
+        """Run the batch once."""
+        raise NotImplementedError
+
+
+class CpuClock(Clock):
+    """Wall time of calls that return when they are done."""
+
+    def __call__(self, batch: Batch) -> float:
+        """Run the batch once."""
+        start = time.perf_counter()
+        batch()
+        return time.perf_counter() - start
+
+
+class CudaClock(Clock):
+    """Time on the device. The flush also keeps it busy while the host enqueues the batch."""
+
+    sample_seconds = SAMPLE_SECONDS["cuda"]
+
+    def __init__(self) -> None:
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+    def __call__(self, batch: Batch) -> float:
+        """Run the batch once."""
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flush.zero_()
+        start.record()
+        batch()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) * 1e-3
+
+
+class HostClock(Clock):
+    """What a call costs the host, which does not wait for the device; a sample fits the device's launch queue."""
+
+    sample_seconds = SAMPLE_SECONDS["cuda"]
+
+    def __call__(self, batch: Batch) -> float:
+        """Run the batch once."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        batch()
+        seconds = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return seconds
+
+
+@dataclass(slots=True)
+class Entrant:
+    """A contestant in one case: `repeat(calls)` makes the batch that is timed. Filled in by `race`."""
+
+    name: str
+    repeat: Callable[[int], Batch]
+    calls: int = 1
+    samples: list[float] = field(default_factory=list)
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Seconds a call: median and quartiles over the samples."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+    calls: int
+
+
+def race(entrants: Sequence[Entrant], clock: Clock, seconds: float) -> None:
+    """Time the entrants round-robin for about `seconds` in all, starting each round with another one.
+
+    An entrant that takes more than its share takes part in fewer rounds; one that raises drops out with `failure`.
+    """
+    batches = {e.name: batch for e in entrants if (batch := _calibrated(e, clock)) is not None}
+    running = [e for e in entrants if e.name in batches]
+    if not running:
+        return
+    costs = {e.name: e.samples[-1] * e.calls for e in running}
+    rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(seconds / sum(costs.values()))))
+    share = 2 * seconds / len(running)
+    strides = {
+        name: math.ceil(rounds / max(LEAST_SAMPLES, min(rounds, int(share / cost)))) for name, cost in costs.items()
+    }
+    for entrant in running:
+        entrant.samples.clear()
+    for index in range(rounds):
+        first = index % len(running)
+        for entrant in running[first:] + running[:first]:
+            if index % strides[entrant.name] == 0 and entrant.failure is None:
+                _sample(entrant, batches[entrant.name], clock)
+
+
+def _calibrated(entrant: Entrant, clock: Clock) -> Batch | None:
+    """Choose how often the call is repeated in a sample, and leave one sample of that in `samples`."""
+    try:
+        once = entrant.repeat(1)
+        seconds = min(clock(once) for _ in range(2))
+        entrant.calls = max(1, min(MOST_CALLS, math.ceil(clock.sample_seconds / max(seconds, 1e-7))))
+        if entrant.calls == 1:  # slow calls are not made more often than needed
+            entrant.samples.append(seconds)
+            return once
+        batch = entrant.repeat(entrant.calls)
+        batch()
+    except Exception as error:  # a contestant that fails is reported, the others go on
+        entrant.failure = describe(error)
+        return None
+    _sample(entrant, batch, clock)
+    return None if entrant.failure else batch
+
+
+def _sample(entrant: Entrant, batch: Batch, clock: Clock) -> None:
+    try:
+        entrant.samples.append(clock(batch) / entrant.calls)
+    except Exception as error:
+        entrant.failure = describe(error)
+
+
+def describe(error: Exception) -> str:
+    """The first line of what went wrong, short enough for a table's footnote."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def summarise(entrant: Entrant) -> Summary:
+    """Median and quartiles of what an entrant took."""
+    samples = sorted(entrant.samples)
+    if len(samples) < 2:
+        return Summary(samples[0], samples[0], samples[0], len(samples), entrant.calls)
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Summary(median, low, high, len(samples), entrant.calls)
