@@ -1,0 +1,195 @@
+"""What only a real GPU can show of the Triton backend; the conformance suite runs there with `--backend triton --device cuda`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def clean_memory() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.cuda.empty_cache()
+
+
+def randn(*shape: int, grad: bool = False) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=BF16).requires_grad_(grad)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **flags: object) -> Tensor:
+    out = tw.attention(q, k, v, backend="triton", **flags)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **flags: object) -> tuple[Tensor, ...]:
+    out = attend(q, k, v, **flags)
+    return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = (q.float() @ k.float().transpose(-1, -2)) * q.shape[-1] ** -0.5
+    return scores.masked_fill(~keep, float("-inf")).softmax(-1) @ v.float()
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_offsets_beyond_two_to_the_31(layout: str) -> None:
+    heads, length, dim, window, tail = 132, 131072, 128, 63, 256
+    shape = (1, heads, length, dim) if layout == "bhsd" else (1, length, heads, dim)
+    q, k, v = (randn(*shape, grad=True) for _ in range(3))
+    assert q.numel() > 2**31
+    dout = torch.randn(shape, device="cuda", dtype=BF16)
+    out, dq, dk, dv = gradients(q, k, v, dout, causal=True, window=(window, 0), layout=layout)
+
+    def last(t: Tensor) -> Tensor:
+        rows = t[0, -1, -tail:] if layout == "bhsd" else t[0, -tail:, -1]
+        return rows.detach().float().requires_grad_()
+
+    i = torch.arange(tail, device="cuda")
+    keep = (i[None, :] <= i[:, None]) & (i[None, :] >= i[:, None] - window)
+    small = [last(t) for t in (q, k, v)]
+    want = plain(*small, keep)
+    want_grads = torch.autograd.grad(want, small, last(dout).detach())
+    # The first `window` rows of the slice see keys before it, and its first keys are seen by nobody else: compare the rest.
+    inner = slice(window, None)
+    for got, ref in zip((out, dq, dk, dv), (want.detach(), *want_grads), strict=True):
+        torch.testing.assert_close(last(got).detach()[inner], ref[inner], atol=2e-2, rtol=2e-2)
+
+
+def test_five_hundred_runs_give_the_same_bits() -> None:
+    q, k, v = randn(2, 8, 777, 64, grad=True), randn(2, 2, 777, 64, grad=True), randn(2, 2, 777, 64, grad=True)
+    dout = torch.randn_like(q)
+    first = gradients(q, k, v, dout, causal=True)
+    for _ in range(500):
+        for a, b in zip(first, gradients(q, k, v, dout, causal=True), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_decode_gives_the_same_bits_every_time() -> None:
+    q, k, v = randn(3, 8, 1, 128), randn(3, 2, 5001, 128), randn(3, 2, 5001, 128)
+    first = attend(q, k, v)
+    assert all(torch.equal(first, attend(q, k, v)) for _ in range(200))
+
+
+def test_concurrent_streams_do_not_disturb_each_other() -> None:
+    inputs = [tuple(randn(2, 4, 1000 + 17 * i, 64, grad=True) for _ in range(3)) for i in range(4)]
+    douts = [torch.randn_like(q) for q, _, _ in inputs]
+    alone = [gradients(*qkv, dout, causal=True) for qkv, dout in zip(inputs, douts, strict=True)]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(10):
+        together = []
+        for stream, qkv, dout in zip(streams, inputs, douts, strict=True):
+            with torch.cuda.stream(stream):
+                together.append(gradients(*qkv, dout, causal=True))
+        torch.cuda.synchronize()
+        for one, other in zip(alone, together, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 4, 640, 640), (2, 8, 2, 1, 4096)], ids=["prefill", "decode"])
+def test_cuda_graph_replays_with_new_inputs(shape: tuple[int, ...]) -> None:
+    batch, heads, kv_heads, seqlen_q, seqlen_k = shape
+    q, k, v = (
+        randn(batch, heads, seqlen_q, 64),
+        randn(batch, kv_heads, seqlen_k, 64),
+        randn(batch, kv_heads, seqlen_k, 64),
+    )
+    attend(q, k, v, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend(q, k, v, causal=True)
+    for _ in range(3):
+        for t in (q, k, v):
+            t.copy_(torch.randn_like(t))
+        graph.replay()
+        assert torch.equal(captured, attend(q, k, v, causal=True))
+
+
+def test_cuda_graph_captures_the_backward() -> None:
+    q, k, v = (randn(2, 4, 300, 64, grad=True) for _ in range(3))
+    dout = torch.randn_like(q)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        gradients(q, k, v, dout, causal=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(q, k, v, dout, causal=True)
+    dout.copy_(torch.randn_like(dout))
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, want in zip(captured, gradients(q, k, v, dout, causal=True), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_torch_compile_takes_the_whole_graph() -> None:
+    q, k, v = (randn(2, 4, 257, 64, grad=True) for _ in range(3))
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q * 1.5, k, v, causal=True).float().square().sum()
+
+    eager = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True)(q, k, v), (q, k, v))
+    for got, want in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+def test_memory_is_linear_in_sequence_length() -> None:
+    heads, length, dim = 8, 65536, 128
+    q, k, v = (randn(1, heads, length, dim, grad=True) for _ in range(3))
+    dout = torch.randn_like(q)
+    tensor = q.numel() * q.element_size()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = attend(q, k, v, causal=True)
+    forward_peak = torch.cuda.max_memory_allocated() - before
+    # q, k, v were there before; out is the only thing of that size the forward may add.
+    assert forward_peak + 3 * tensor < 1.2 * 4 * tensor
+    torch.autograd.grad(out, (q, k, v), dout)
+    backward_peak = torch.cuda.max_memory_allocated() - before
+    assert backward_peak + 4 * tensor < 1.2 * 8 * tensor
+
+
+def test_new_lengths_compile_nothing() -> None:
+    from tilewise.backends.triton.backward import key_gradient_kernel, query_gradient_kernel
+    from tilewise.backends.triton.forward import forward_kernel
+
+    kernels = (forward_kernel, key_gradient_kernel, query_gradient_kernel)
+
+    def compiled() -> list[int]:
+        return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
+
+    def call(length: int) -> None:
+        q, k, v = (randn(2, 3, length, 64, grad=True) for _ in range(3))
+        gradients(q, k, v, torch.randn_like(q), causal=True)
+
+    call(300)
+    before = compiled()
+    for length in (65, 128, 129, 256, 1000, 1024):
+        call(length)
+    assert compiled() == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_runs_on_the_device_of_its_tensors() -> None:
+    q, k, v = (torch.randn(1, 2, 100, 64, device="cuda:1", dtype=BF16) for _ in range(3))
+    assert torch.cuda.current_device() == 0
+    here = attend(q, k, v)
+    there = attend(*(t.to("cuda:0") for t in (q, k, v)))
+    assert here.device == q.device
+    assert torch.equal(here.cpu(), there.cpu())
