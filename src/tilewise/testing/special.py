@@ -6,13 +6,14 @@ import dataclasses
 
 import torch
 
-from tilewise.testing.cases import Case
+from tilewise.testing.cases import Case, Values
 
 __all__ = ["padded_cases", "repeatable_cases", "special_cases"]
 
 
 # Many tiles in a row for every plausible tile size: sums that lose digits at each of them show.
 LONG = 2049
+_EXTREMES: tuple[Values, ...] = ("large", "tiny")
 
 
 def special_cases() -> list[Case]:
@@ -98,8 +99,8 @@ def _masked_rows() -> dict[str, Case]:
 def _magnitudes() -> dict[str, Case]:
     return (
         {
-            f"{values}_{dtype}".replace("torch.", ""): Case(values=values, dtype=dtype, causal=True)  # type: ignore[arg-type]
-            for values in ("large", "tiny")
+            f"{values}_{dtype}".replace("torch.", ""): Case(values=values, dtype=dtype, causal=True)
+            for values in _EXTREMES
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
         }
         | {
