@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "backends": SPINE,
     "cost": SPINE | {"backends"},
     "plan": SPINE | {"validation", "dispatch", "cost", "canonical", "backends"},
-    "testing": SPINE | {"api", "__init__", "backends.__init__"},
+    "testing": SPINE | {"api", "__init__", "backends", "dispatch", "validation"},
     "bench": SPINE | {"api", "__init__", "plan", "dispatch", "units", "testing"},
     "cli": SPINE | {"api", "__init__", "plan", "cost", "dispatch", "backends", "bench"},
     "__main__": {"cli"},
