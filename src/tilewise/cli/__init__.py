@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import typer
@@ -35,12 +36,17 @@ class FriendlyGroup(TyperGroup):
 
 def build_app() -> typer.Typer:
     """The application with every command."""
-    app = typer.Typer(
-        cls=FriendlyGroup, help=HELP, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown"
-    )
+    app = typer.Typer(cls=FriendlyGroup, help=HELP, no_args_is_help=True, add_completion=False)
     # A callback keeps the commands named even if there were only one of them.
     app.callback(epilog="Example:  tilewise demo")(lambda: None)
     for name in COMMANDS:
         module = importlib.import_module(f"tilewise.cli.{name}")
-        app.command(name, epilog=f"Example:  {module.EXAMPLE}")(module.command)
+        help_text = _reflowed(module.command.__doc__)
+        app.command(name, help=help_text, epilog=f"Example:  {module.EXAMPLE}")(module.command)
     return app
+
+
+def _reflowed(docstring: str | None) -> str:
+    """Paragraphs on one line each: the help page breaks them to the terminal's width, not to the source's."""
+    paragraphs = inspect.cleandoc(docstring or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

@@ -37,7 +37,7 @@ def command(
         float, typer.Option(min=0.0, help="Most seconds a call of naive attention may take.")
     ] = 6.0,
     naive_memory: Annotated[
-        float | None, typer.Option(min=0.0, help="Most GiB it may take [default: a sixth of memory, at most 4].")
+        float | None, typer.Option(min=0.0, help="Most GiB it may take; by default a sixth of memory, at most 4.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -160,5 +160,12 @@ def _comparison(played: Round, naive: Measurement) -> str:
     memory = f"{format_bytes(tiled.extra_memory)} instead of {format_bytes(naive.extra_memory)}"
     return (
         f"You saw the same attention at {played.seqlen:,} tokens {faster} ({times}) in {less:.0f}x less extra memory "
-        f"({memory}), and as exact: off by at most {tiled.error:.0e} (naive: {naive.error:.0e})."
+        f"({memory}); {_verdict(tiled.error, naive.error)} against fp64 ({tiled.error:.0e}, naive {naive.error:.0e})."
     )
+
+
+def _verdict(tiled: float, naive: float) -> str:
+    """The contract's rule: at most twice the error of plain torch in the same dtype, and a few units of rounding."""
+    if tiled <= 2 * naive + 8 * torch.finfo(DTYPE).eps:
+        return "both are exact up to rounding"
+    return "its error is larger than rounding explains"

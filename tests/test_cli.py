@@ -1,0 +1,312 @@
+"""The command line: what each command prints, its JSON, its errors, and that nothing else loads its libraries."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import tilewise as tw
+from tilewise import device, dispatch, settings
+from tilewise.cli import COMMANDS, build_app, contest, demo, measure
+from tilewise.cli.contest import Limits, Measurement, Round
+from tilewise.cli.measure import best_seconds, peak_extra_memory, torch_peak
+
+MIB = 1 << 20
+
+
+def invoke(*arguments: str, columns: int = 80) -> Result:
+    return CliRunner().invoke(build_app(), list(arguments), env={"COLUMNS": str(columns), "TERM": "dumb"})
+
+
+def succeed(*arguments: str, columns: int = 80) -> str:
+    result = invoke(*arguments, columns=columns)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def read(*arguments: str) -> Any:
+    return json.loads(succeed(*arguments, "--json"))
+
+
+# --- help and errors
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_an_example(name: str) -> None:
+    text = succeed(name, "--help")
+    assert "Example:" in text
+    assert f"tilewise {name}" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", ["doctor", "demo", "explain"])
+def test_json_is_offered(name: str) -> None:
+    assert "--json" in succeed(name, "--help")
+
+
+def test_help_paragraphs_are_broken_to_the_terminal_not_the_source() -> None:
+    sentence = "measured: the best time of a call, the most memory it holds beyond its inputs"
+    assert sentence in " ".join(succeed("demo", "--help", columns=200).split("\n")[0:12])
+
+
+def test_the_bare_command_lists_every_command() -> None:
+    text = invoke().output
+    assert all(name in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "h300"), "error: device: expected one of cpu, v100"),
+        (("--heads", "3", "--kv-heads", "2"), "error: num_heads: expected a multiple"),
+        (("--window", "3"), "error: --window: expected 'left,right'"),
+        (("--window", "-1,0"), "error: --window: expected 'left,right'"),
+        (("--dropout", "1.5"), "error: dropout: expected a probability"),
+        (("--backend", "magic"), "error: backend: expected 'auto' or one of"),
+        (("--head-dim", "1000"), "error: head_dim: expected at most 512"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_status_2(arguments: tuple[str, ...], message: str) -> None:
+    result = invoke("explain", *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_nonsense_is_refused_by_the_parser() -> None:
+    assert invoke("explain", "--dtype", "int8").exit_code == 2
+    assert invoke("demo", "--max-seqlen", "1").exit_code == 2
+    assert invoke("fly").exit_code == 2
+
+
+# --- doctor
+
+
+def test_doctor_shows_versions_devices_backends_and_settings() -> None:
+    text = " ".join(succeed("doctor").split())
+    assert f"torch {torch.__version__}" in text
+    assert "measured:" in text
+    for status in tw.backends():
+        assert f"{status.name} {'available' if status.reason is None else 'no:'}" in text
+    assert "check_values False" in text
+
+
+def test_doctor_as_json() -> None:
+    findings = read("doctor")
+    assert findings["versions"]["tilewise"] == tw.__version__
+    assert [found["name"] for found in findings["backends"]] == [status.name for status in tw.backends()]
+    assert findings["devices"][0]["flops"]["float32"] > 1e8
+    q = torch.empty(1, 1, 128, 64)
+    assert findings["devices"][0]["backend"] == tw.explain(q, q, q).backend
+    with settings.overridden(check_values=True):
+        assert read("doctor")["settings"]["check_values"] is True
+
+
+def test_doctor_shows_cache_state_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = dispatch.load("reference")
+    monkeypatch.setattr(backend, "cache_state", lambda: {"kernels": 3, "folder": "/some/[where]"}, raising=False)
+    monkeypatch.setattr(importlib.import_module("tilewise.cli.doctor"), "PACKAGES", ("torch", "no-such-package"))
+    cache = {found["name"]: found["cache"] for found in read("doctor")["backends"]}
+    assert cache["reference"] == {"kernels": 3, "folder": "/some/[where]"}
+    text = succeed("doctor")
+    assert "kernels: 3" in text
+    assert "folder: /some/[where]" in text
+    assert "not installed" in text
+
+
+# --- explain
+
+
+def test_explain_prints_the_plan() -> None:
+    q = torch.empty(2, 8, 512, 64, dtype=torch.float16, device="meta", requires_grad=True)
+    kv = torch.empty(2, 4, 1024, 64, dtype=torch.float16, device="meta")
+    v = torch.empty(2, 4, 1024, 32, dtype=torch.float16, device="meta")
+    plan = tw.explain(q, kv, v, causal=True, window=(100, None), device="a100")
+    sizes = [
+        "--batch",
+        "2",
+        "--seqlen-q",
+        "512",
+        "--seqlen-k",
+        "1024",
+        "--heads",
+        "8",
+        "--kv-heads",
+        "4",
+        "--head-dim",
+        "64",
+        "--head-dim-v",
+        "32",
+    ]
+    flags = ["--dtype", "float16", "--causal", "--window", "100,", "--backward", "--device", "a100"]
+    assert succeed("explain", *sizes, *flags) == f"{plan}\n"
+    assert read("explain", *sizes, *flags) == json.loads(json.dumps(plan.to_dict()))
+
+
+def test_explain_takes_every_feature() -> None:
+    flags = [
+        "--seqlen",
+        "256",
+        "--softcap",
+        "30",
+        "--alibi",
+        "--sinks",
+        "--bias",
+        "--mask",
+        "--dropout",
+        "0.1",
+        "--device",
+        "h100",
+    ]
+    assert read("explain", *flags)["features"] == ["alibi", "softcap", "bias", "mask", "sinks", "dropout"]
+
+
+def test_explain_is_for_this_machine_by_default() -> None:
+    assert read("explain", "--dtype", "float32")["device"]["name"] == device.of(torch.device("meta")).name
+
+
+# --- measuring
+
+
+@pytest.mark.parametrize("peak", [peak_extra_memory, torch_peak])
+def test_peak_memory_sees_what_is_freed_again(peak: Any) -> None:
+    def allocate() -> None:
+        (torch.ones(16 * MIB // 4) + 1).sum()
+
+    allocate()
+    assert 31.75 * MIB <= peak(allocate) <= 34 * MIB
+    assert peak(lambda: torch.ones(2)) <= MIB
+
+
+def test_memory_is_measured_by_torch_where_the_system_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(measure, "CLEAR", tmp_path)
+    assert measure.memory_method() == "peak of torch's allocations"
+    assert 8 * MIB <= peak_extra_memory(lambda: torch.ones(8 * MIB // 4)) <= 9 * MIB
+
+
+def test_best_seconds_calls_at_least_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 5.0, 10.0, 13.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    assert best_seconds(lambda: None) == 3.0
+
+
+# --- demo
+
+TINY = ("--max-seqlen", "512", "--heads", "1", "--head-dim", "16")
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls of each implementation instead of up to twenty."""
+    monkeypatch.setattr(measure, "MOST_CALLS", 2)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_demo_compares_time_memory_and_error() -> None:
+    text = succeed("demo", *TINY)
+    for part in ("full:", "causal:", "256", "512", "You saw the same attention at 512 tokens", "exact up to rounding"):
+        assert part in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.usefixtures("hurried")
+def test_demo_as_json_is_measured() -> None:
+    result = read("demo", *TINY)
+    assert [(r["seqlen"], r["causal"]) for r in result["rounds"]] == [
+        (256, False), (256, True), (512, False), (512, True),
+    ]  # fmt: skip
+    for played in result["rounds"]:
+        for side in ("naive", "tiled"):
+            assert 0 < played[side]["seconds"] < 60
+            assert played[side]["error"] < 1e-5
+        # Two matrices of scores: what naive attention cannot do without.
+        assert played["naive"]["extra_memory"] > 1.5 * played["seqlen"] ** 2 * 4
+    assert result["rounds"][2]["tiled"]["extra_memory"] < result["rounds"][2]["naive"]["extra_memory"]
+
+
+@pytest.mark.usefixtures("hurried")
+def test_demo_goes_one_length_beyond_naive_attention() -> None:
+    # Two 512 x 512 matrices of fp32 are 2 MiB, more than allowed.
+    result = read("demo", "--max-seqlen", "4096", "--heads", "1", "--head-dim", "16", "--naive-memory", "0.001")
+    assert [r["seqlen"] for r in result["rounds"] if r["naive"] is None] == [512, 512]
+    assert result["rounds"][-1]["naive_needs"] > 2 * MIB
+    assert "not run" in result["summary"]
+
+
+@pytest.mark.usefixtures("hurried")
+def test_demo_stops_in_time() -> None:
+    assert {played["seqlen"] for played in read("demo", *TINY, "--seconds", "0")["rounds"]} == {256}
+
+
+@pytest.mark.usefixtures("hurried")
+def test_demo_takes_the_backend_that_runs_or_the_textbook() -> None:
+    q = torch.empty(1, 1, 256, 16)
+    backend = tw.explain(q, q, q).backend
+    expected = "textbook" if backend == "reference" else backend
+    assert contest.implementation((1, 1, 16), torch.float32) == expected
+    with settings.overridden(backend="reference"):
+        assert contest.implementation((1, 1, 16), torch.float32) == "textbook"
+        text = " ".join(succeed("demo", *TINY).split())
+    assert "here: the textbook algorithm in torch" in text
+    assert "Python loops" in text
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_errors_are_measured_against_fp64(causal: bool) -> None:
+    q, k, v = contest._inputs((1, 2, 8), 600, torch.float32)
+    exact = contest._naive(q.double(), k.double(), v.double(), causal)
+    assert contest._error(exact, q, k, v, causal) < 1e-14
+    assert contest._error(exact + 1e-3, q, k, v, causal) == pytest.approx(1e-3)
+    torch.testing.assert_close(contest._textbook(q.double(), k.double(), v.double(), causal), exact)
+    torch.testing.assert_close(contest._library(q.double(), k.double(), v.double(), causal), exact)
+
+
+def test_the_summary_tells_slow_and_wrong_results_as_they_are() -> None:
+    good, slow = Measurement(1.0, 100 * MIB, 1e-7), Measurement(2.0, 10 * MIB, 1e-2)
+    summary = demo._summary("cpu", [Round(256, False, good, slow, 0)])
+    assert "2.0x slower" in summary
+    assert "10x less extra memory" in summary
+    assert "its error is larger than rounding explains" in summary
+    assert demo._summary("cpu", [Round(256, False, None, slow, 0)]).startswith("Nothing was compared")
+
+
+def test_naive_attention_is_sensible_only_within_its_limits() -> None:
+    limits = Limits(1024, 10.0, naive_seconds=1.0, naive_memory=100)
+    quick, lengthy = Measurement(0.1, 0, 0.0), Measurement(0.3, 0, 0.0)
+    assert contest._sensible(None, 10**9, limits)
+    assert contest._sensible(Round(256, False, quick, quick, 0), 100, limits)
+    assert not contest._sensible(Round(256, False, quick, quick, 0), 101, limits)
+    assert not contest._sensible(Round(256, False, lengthy, quick, 0), 1, limits)
+    assert not contest._sensible(Round(256, False, None, quick, 0), 1, limits)
+
+
+# --- the process
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_importing_the_library_loads_nothing_of_the_command_line() -> None:
+    code = "import sys, tilewise; print([m for m in ('rich', 'typer', 'tilewise.cli') if m in sys.modules])"
+    assert python("-c", code).stdout.strip() == "[]"
+
+
+def test_python_m_tilewise() -> None:
+    done = python("-m", "tilewise", "explain", "--device", "h200", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["device"]["name"] == "NVIDIA H200"
+    bad = python("-m", "tilewise", "explain", "--device", "h300")
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert "Traceback" not in bad.stderr
