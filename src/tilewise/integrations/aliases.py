@@ -1,0 +1,45 @@
+"""Let `import name` find a drop-in module in this process, and undo it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+
+from tilewise.errors import TilewiseError
+
+__all__ = ["put_in_place", "take_out"]
+
+# What an installation displaced, by module name; `import` itself is state of the process, and so is this.
+_displaced: dict[str, ModuleType] = {}
+
+
+def put_in_place(modules: Mapping[str, ModuleType], *, force: bool) -> None:
+    """Enter the modules into `sys.modules`. Rejects displacing a module of somebody else unless `force`."""
+    top = next(iter(modules)).split(".")[0]
+    foreign = _family(top)
+    foreign = {name: module for name, module in foreign.items() if module not in modules.values()}
+    if foreign and not force:
+        where = getattr(foreign.get(top), "__file__", None) or "an unknown place"
+        raise TilewiseError(
+            f"{top} is already imported from {where}, and code that has taken names from it keeps them. Call install() "
+            "before anything imports it, or pass force=True to displace it for later imports."
+        )
+    for name in foreign:
+        del sys.modules[name]
+    _displaced.update(foreign)
+    sys.modules.update(modules)
+
+
+def take_out(modules: Mapping[str, ModuleType]) -> None:
+    """Remove the modules from `sys.modules` and put back what they displaced."""
+    top = next(iter(modules)).split(".")[0]
+    for name, module in modules.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+    for name in [n for n in _displaced if n == top or n.startswith(top + ".")]:
+        sys.modules[name] = _displaced.pop(name)
+
+
+def _family(top: str) -> dict[str, ModuleType]:
+    return {name: m for name, m in sys.modules.items() if name == top or name.startswith(top + ".")}

@@ -1,0 +1,186 @@
+"""The flash kernels behind torch's own SDPA, replaced: what `torch.nn.attention.activate_flash_attention_impl` calls.
+
+Four aten kernels, forward and backward for CUDA and for CPU. Torch chooses as before which calls are flash calls (on
+CUDA: fp16 or bf16, no mask); only those come here. Results have the memory layout that torch's meta kernels promise,
+so compiled graphs stay valid.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from tilewise.api import attention
+from tilewise.errors import Unsupported
+from tilewise.integrations.sdpa import top_left
+from tilewise.operands import Flags
+
+__all__ = ["Activation", "activate"]
+
+FlashResult = tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, Tensor]
+DenseGradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Activation:
+    """Keeps the kernels in place until `remove`, which torch calls when another implementation is chosen."""
+
+    def __init__(self, libraries: tuple[torch.library.Library, ...]) -> None:
+        self.libraries = libraries
+
+    def remove(self) -> None:
+        """Give torch its own kernels back."""
+        for library in self.libraries:
+            library._destroy()  # noqa: SLF001
+        self.libraries = ()
+
+
+def activate() -> Activation:
+    """Put tilewise in the place of torch's flash kernels on CUDA and CPU."""
+    cuda, cpu = (torch.library.Library("aten", "IMPL", key) for key in ("CUDA", "CPU"))
+    with warnings.catch_warnings():
+        # Torch warns that a kernel is being replaced, which is what the user asked for.
+        warnings.simplefilter("ignore", UserWarning)
+        cuda.impl("_scaled_dot_product_flash_attention", flash_forward)
+        cuda.impl("_scaled_dot_product_flash_attention_backward", flash_backward)
+        cpu.impl("_scaled_dot_product_flash_attention_for_cpu", cpu_forward)
+        cpu.impl("_scaled_dot_product_flash_attention_for_cpu_backward", cpu_backward)
+    return Activation((cuda, cpu))
+
+
+def flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> FlashResult:
+    """aten::_scaled_dot_product_flash_attention; the dropout seed travels in `rng_state`."""
+    if return_debug_mask:
+        raise Unsupported("return_debug_mask: the debug mask is flash-attn's own; use return_attn_probs of the drop-in")
+    rng_state = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64) if dropout_p else torch.zeros(2).long()
+    rng_state = rng_state.to(query.device)
+    out, lse = _forward(query, key, value, None, is_causal, scale, dropout_p, rng_state[0])
+    unused = rng_state.new_zeros(()).view(torch.uint64)
+    return out, lse, None, None, query.shape[2], key.shape[2], rng_state.view(torch.uint64), unused, query.new_empty(0)
+
+
+def flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    _cum_seq_q: Tensor | None,
+    _cum_seq_k: Tensor | None,
+    _max_q: int,
+    _max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    _philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> DenseGradients:
+    """aten::_scaled_dot_product_flash_attention_backward."""
+    seed = philox_seed.view(torch.int64)[0]
+    gradients = _backward(grad_out, query, key, value, out, logsumexp, None, is_causal, scale, dropout_p, seed)
+    dq, dk, dv = (_laid_out_like(g, torch.empty_like(t)) for g, t in zip(gradients, (query, key, value), strict=True))
+    return dq, dk, dv
+
+
+def cpu_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """aten::_scaled_dot_product_flash_attention_for_cpu; torch calls it without dropout."""
+    out, lse = _forward(query, key, value, attn_mask, is_causal, scale, dropout_p, None)
+    batch, num_heads, seqlen_q = lse.shape
+    return out, _laid_out_like(lse, lse.new_empty(batch, seqlen_q, num_heads).transpose(1, 2))
+
+
+def cpu_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> DenseGradients:
+    """aten::_scaled_dot_product_flash_attention_for_cpu_backward."""
+    gradients = _backward(
+        grad_out, query, key, value, out, logsumexp.contiguous(), attn_mask, is_causal, scale, dropout_p, None
+    )
+    dq, dk, dv = (_laid_out_like(g, torch.empty_permuted(g.shape, (0, 2, 1, 3), dtype=g.dtype)) for g in gradients)
+    return dq, dk, dv
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    causal, window, k, v = top_left(q, k, v) if is_causal else (False, None, k, v)
+    flags = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "seed": seed, **_masking(mask)}
+    out, lse = attention(q, k, v, return_lse=True, **flags)
+    return _laid_out_like(out, torch.empty_like(q)), lse
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout: float,
+    seed: Tensor | None,
+) -> DenseGradients:
+    seqlen_k = k.shape[2]
+    causal, window, k, v = top_left(q, k, v) if is_causal else (False, None, k, v)
+    right = None if window is None else window[1]
+    flags = Flags(causal=causal, window_right=right, scale=scale, dropout=dropout, needs_grad=True)
+    masking = _masking(mask)
+    extra = (masking.get("bias"), masking.get("mask"), None, None, seed if dropout else None)
+    wanted = [True, True, True, False, False]
+    dq, dk, dv, _, _ = torch.ops.tilewise.dense_backward(dout, None, out, lse, wanted, q, k, v, *extra, *flags)
+    if k.shape[2] < seqlen_k:
+        dk, dv = (F.pad(g, (0, 0, 0, seqlen_k - k.shape[2])) for g in (dk, dv))
+    return dq, dk, dv
+
+
+def _masking(mask: Tensor | None) -> dict[str, Any]:
+    if mask is None:
+        return {}
+    return {"mask" if mask.dtype == torch.bool else "bias": mask}
+
+
+def _laid_out_like(result: Tensor, empty: Tensor) -> Tensor:
+    """`result` over the strides of `empty`, copied only where they differ."""
+    return result if result.stride() == empty.stride() else empty.copy_(result)

@@ -1,0 +1,41 @@
+"""`flash_attn.bert_padding`: between padded (batch, seqlen, ...) tensors and packed (total, ...) ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """(packed, indices, cu_seqlens, max_seqlen, seqused) of hidden_states (batch, seqlen, ...).
+
+    `attention_mask` (batch, seqlen), bool or 0/1, marks the tokens that count. Tokens of `unused_mask` are packed
+    too, as room that nobody attends to: cu_seqlens and max_seqlen then include them, seqused (batch,) does not.
+    """
+    allotted = attention_mask if unused_mask is None else attention_mask + unused_mask
+    seqlens = allotted.sum(-1, dtype=torch.int32)
+    indices = allotted.flatten().nonzero().flatten()
+    max_seqlen = int(seqlens.max()) if seqlens.numel() else 0
+    cu_seqlens = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+    packed = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return packed, indices, cu_seqlens, max_seqlen, attention_mask.sum(-1, dtype=torch.int32)
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """(batch, seqlen, ...) with the packed rows at `indices` and zeros elsewhere: the way back from `unpad_input`."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002
+    """The rows of `input` at `indices`."""
+    return input.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """Zeros with `first_axis_dim` rows, and `values` at `indices`."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)

@@ -1,0 +1,244 @@
+"""The functions of flash-attn 2. Tensors are (batch, seqlen, heads, dim), or packed (total, heads, dim).
+
+All share: `window_size` sides below 0 and `softcap` 0.0 mean "off"; `causal` and the window are aligned with the
+bottom-right corner; the number of query heads is a multiple of the K/V heads. With `return_attn_probs` the result is
+(out, softmax_lse, S_dmask): lse (batch, heads, seqlen_q) or (heads, total_q); S_dmask as in flash-attn, probabilities
+that are negative where dropped, (batch, heads, seqlen_q, seqlen_k), or an empty tensor without dropout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tilewise.api import attention, attention_paged, attention_varlen
+from tilewise.errors import Unsupported
+from tilewise.integrations import cache
+from tilewise.integrations.probabilities import dense_dmask, draw_seed, varlen_dmask
+from tilewise.integrations.translation import length, softcap_of, window_of
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
+Flags = dict[str, Any]
+UNBOUNDED = (-1, -1)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of q (batch, seqlen_q, heads, dim) to k, v (batch, seqlen_k, kv_heads, dim)."""
+    flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    if not return_attn_probs:
+        return attention(q, k, v, layout="bshd", return_lse=False, **flags)
+    flags["seed"] = draw_seed() if dropout_p else None
+    out, lse = attention(q, k, v, layout="bshd", return_lse=True, **flags)
+    dmask = dense_dmask(q, k, {"layout": "bshd", **flags}) if dropout_p else q.new_empty(0)
+    return out, lse, dmask
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim), without copying it apart."""
+    q, k, v = qkv.unbind(2)
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *tail)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` of q and kv (batch, seqlen_k, 2, kv_heads, dim)."""
+    k, v = kv.unbind(2)
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *tail)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """Attention of packed sequences; with `block_table` k and v are pages (num_pages, page_size, kv_heads, dim)."""
+    flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    flags["max_seqlen_q"] = length(max_seqlen_q)
+    if block_table is not None:
+        out, lse = _varlen_paged(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k, flags)
+        return (out, lse, q.new_empty(0)) if return_attn_probs else out
+    flags["max_seqlen_k"] = length(max_seqlen_k)
+    if not return_attn_probs:
+        return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=False, **flags)
+    flags["seed"] = draw_seed() if dropout_p else None
+    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **flags)
+    dmask = varlen_dmask(q, k, cu_seqlens_q, cu_seqlens_k, flags) if dropout_p else q.new_empty(0)
+    return out, lse, dmask
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` of qkv (total, 3, heads, dim)."""
+    q, k, v = qkv.unbind(1)
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` of q and kv (total_k, 2, kv_heads, dim)."""
+    k, v = kv.unbind(1)
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *tail)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of q (batch, seqlen_q, heads, dim) to a cache, after appending k, v (batch, seqlen_new, ...) to it in
+    place.
+
+    The cache is (batch_cache, capacity, kv_heads, dim), or pages (num_pages, page_size, kv_heads, dim) with
+    `block_table`. New tokens go to positions cache_seqlens, cache_seqlens + 1, ...; rotary turns them and q by those
+    positions (all of q by cache_seqlens itself when neither causal nor windowed). No gradient, as in flash-attn.
+    `num_splits` is accepted: the backend splits the keys as it sees fit, and the result does not depend on it.
+    """
+    del num_splits
+    store = cache.Store(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
+    rotary = cache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, spread=causal or window_size != UNBOUNDED)
+    out, lse = cache.append_and_attend(
+        q, k, v, store, cache_seqlens, rotary,
+        causal=bool(causal), window=window_of(window_size), softcap=softcap_of(softcap), alibi_slopes=alibi_slopes,
+        scale=softmax_scale,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
+
+
+def _flags(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+) -> Flags:
+    # deterministic=False is flash-attn's default, not a wish: torch.use_deterministic_algorithms still counts.
+    return {
+        "causal": bool(causal),
+        "window": window_of(window_size),
+        "softcap": softcap_of(softcap),
+        "alibi_slopes": alibi_slopes,
+        "dropout": dropout_p,
+        "scale": softmax_scale,
+        "deterministic": True if deterministic else None,
+    }
+
+
+def _varlen_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    flags: Flags,
+) -> tuple[Tensor, Tensor]:
+    if flags.pop("dropout"):
+        raise Unsupported(
+            "dropout_p with block_table: pages are for serving and have no dropout; gather them into packed k and v "
+            "and call flash_attn_varlen_func without block_table"
+        )
+    seqlens_k = cu_seqlens_k.diff()
+    return attention_paged(q, k, v, block_table, seqlens_k, cu_seqlens_q=cu_seqlens_q, return_lse=True, **flags)

@@ -1,0 +1,94 @@
+"""`flash_attn.layers.rotary`: rotary embedding of (batch, seqlen, heads, dim) or packed (total, heads, dim) tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidProblem
+from tilewise.integrations.translation import places
+from tilewise.nn.rotary import rotate
+
+__all__ = ["apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"]
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Turn x by the rows of cos and sin (seqlen_rotary, rotary_dim / 2) at each token's position.
+
+    A token's position is its index in the sequence plus `seqlen_offsets`, an int or one per sequence. With
+    `cu_seqlens` x is packed; `max_seqlen` is then accepted and not needed. `inplace` writes into x and returns it.
+    """
+    del max_seqlen
+    positions = _positions(x, seqlen_offsets, cu_seqlens)
+    _check_positions(positions, cos.shape[0])
+    turned = rotate(x, cos[positions], sin[positions], interleaved=interleaved)
+    return x.copy_(turned) if inplace else turned
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Turn q and k of qkv (batch, seqlen, 3, heads, dim), or (batch, seqlen, heads + 2 kv_heads, dim), in place."""
+    if qkv.dim() == 5:
+        q, k = qkv[:, :, 0], qkv[:, :, 1]
+    elif num_heads_q is None:
+        fix = "It says how many of the stacked heads are query heads."
+        raise InvalidProblem("num_heads_q", "an integer, because qkv has 4 dimensions", None, fix)
+    else:
+        num_kv_heads = (qkv.shape[2] - num_heads_q) // 2
+        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + num_kv_heads]
+    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
+    apply_rotary_emb(
+        k, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k, interleaved, True, seqlen_offsets
+    )
+    return qkv
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
+) -> Tensor:
+    """Turn k of kv (batch, seqlen, 2, heads, dim) in place."""
+    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    return kv
+
+
+def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """One position a token: (seqlen,), (batch, seqlen) or (total,)."""
+    if cu_seqlens is not None:
+        sequence, position = places(cu_seqlens, x.shape[0])
+        if isinstance(offsets, Tensor):
+            # Rows past the last sequence belong to nobody; any position does.
+            position = position + offsets[sequence.clamp(max=offsets.numel() - 1)]
+            return torch.where(sequence < offsets.numel(), position, 0)
+        return torch.where(sequence < cu_seqlens.numel() - 1, position + offsets, 0)
+    position = torch.arange(x.shape[1], device=x.device)
+    return offsets[:, None] + position if isinstance(offsets, Tensor) else offsets + position
+
+
+def _check_positions(positions: Tensor, rows: int) -> None:
+    """Contents are looked at on a CPU only; on a GPU that would make the CPU wait."""
+    if positions.device.type != "cpu" or torch.compiler.is_compiling() or positions.numel() == 0:
+        return
+    last = int(positions.max())
+    if last >= rows:
+        fix = "Make cos and sin as long as the longest sequence with its offset."
+        raise InvalidProblem("cos", f"at least {last + 1} rows for the last position", rows, fix)

@@ -1,0 +1,40 @@
+"""Rotary position embedding: pairs of features turned by an angle that grows with the position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidProblem
+
+__all__ = ["rotary_table", "rotate"]
+
+
+def rotary_table(
+    seqlen: int, rotary_dim: int, *, base: float = 10000.0, device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each fp32 (seqlen, rotary_dim / 2): pair p turns by position * base^(-2p / rotary_dim)."""
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise InvalidProblem("rotary_dim", "an even number >= 2", rotary_dim, "Features are turned in pairs.")
+    pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
+    angles = torch.arange(seqlen, dtype=torch.float32, device=device)[:, None] * base ** (-pairs / rotary_dim)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Turn the first rotary_dim features of x (..., heads, dim); cos, sin (..., rotary_dim / 2), one row a token.
+
+    `interleaved` pairs features 0 and 1, 2 and 3, ...; otherwise feature p goes with p + rotary_dim / 2. Computed in
+    fp32 (fp64 for fp64) whatever the dtype of x. Rejects a rotary_dim above dim.
+    """
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim > x.shape[-1]:
+        fix = "cos and sin have half as many columns as there are features to turn."
+        raise InvalidProblem("cos", f"at most {x.shape[-1] // 2} columns", cos.shape[-1], fix)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2)
+    turning = x[..., :rotary_dim].to(wide)
+    first, second = turning.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turning.chunk(2, -1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    rotated = (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(x.dtype)
+    return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), -1)
