@@ -1,0 +1,122 @@
+"""The Hopper backend: TMA, wgmma and warp specialisation in Gluon, for H100 and H200.
+
+What it does not take, the portable Triton backend serves; docs/kernels/hopper.md shows how it works.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import TileShape
+from tilewise.device import DeviceSpec
+from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["BACKEND", "HopperBackend"]
+
+DTYPES = (torch.float16, torch.bfloat16)
+# Rows of 16-bit numbers whose length is a multiple of this can be 16-byte aligned, as TMA wants.
+HEAD_DIM_STEP = 8
+# Narrower heads are mostly padding in a 64-column tile.
+MIN_HEAD_DIM, MAX_HEAD_DIM = 40, 256
+MAX_BACKWARD_HEAD_DIM = 128
+# Gluon is experimental: its names move between Triton releases.
+TRITON_RELEASES = ("3.6",)
+
+
+class HopperBackend:
+    """Dense and packed attention in fp16 and bf16."""
+
+    name = "hopper"
+
+    def unavailable(self) -> str | None:
+        """What is missing on this machine, if anything."""
+        if importlib.util.find_spec("triton") is None:
+            return "the triton package is not installed (pip install triton)"
+        version = importlib.metadata.version("triton")
+        if not version.startswith(TRITON_RELEASES):
+            return f"triton {version} is installed, these kernels are written for {', '.join(TRITON_RELEASES)}"
+        if not torch.cuda.is_available():
+            return "no CUDA device is visible to torch"
+        return None
+
+    def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
+        """The first reason why not."""
+        return next(_refusals(problem, device), None)
+
+    def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
+        """The forward tile."""
+        del device
+        configs = importlib.import_module("tilewise.backends.hopper.configs")
+        config = configs.forward_config(problem)
+        return TileShape(64 * config.NUM_WARPGROUPS, config.BLOCK_N)
+
+    def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+        """(out, lse); see Backend."""
+        out, lse = _module("launch").run_forward(problem, operands)
+        return out, lse
+
+    def backward(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """The wanted gradients; see Backend."""
+        run = _module("launch_backward").run_backward
+        gradients: Gradients = run(problem, operands, out, lse, dout, dlse, wanted)
+        return gradients
+
+
+def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
+    if not device.has_wgmma:
+        yield f"{device.name} has no wgmma (compute capability 9.0: H100, H200)"
+    if problem.dtype not in DTYPES:
+        yield f"dtype {problem.dtype} is not float16 or bfloat16"
+    if problem.kind == "paged":
+        yield "paged keys are gathered by the Triton kernels"
+    for name in ("alibi", "bias", "mask", "dropout"):
+        if name in problem.features:
+            yield f"{name} is not compiled into these kernels"
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size % HEAD_DIM_STEP or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            yield f"{name} {size} is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    if problem.scale <= 0:
+        yield f"scale {problem.scale} is not positive (the running maximum is taken before scaling)"
+    if problem.needs_grad:
+        yield from _backward_refusals(problem)
+
+
+def _backward_refusals(problem: AttentionProblem) -> Iterator[str]:
+    if problem.head_dim != problem.head_dim_v:
+        yield "the backward wants head_dim_v equal to head_dim"
+    if problem.head_dim > MAX_BACKWARD_HEAD_DIM:
+        yield f"the backward wants head_dim up to {MAX_BACKWARD_HEAD_DIM}, here {problem.head_dim}"
+    for name in ("window", "softcap"):
+        if name in problem.features:
+            yield f"the backward has no {name}"
+    if problem.kind == "varlen":
+        yield "the backward has no packed sequences"
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"tilewise.backends.hopper.{name}")
+
+
+BACKEND = HopperBackend()

@@ -1,0 +1,155 @@
+"""Compile the kernels for sm_90a on any machine, and read from the machine code what decides their speed.
+
+Triton hides the assembler's log, so ptxas is run once more on the PTX: it tells of spills and of wgmma that it had to
+serialise.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+from tilewise.backends.hopper.configs import ForwardConfig
+from tilewise.backends.hopper.forward import forward_kernel
+from tilewise.backends.hopper.layouts import smem_layout, tile_box
+from tilewise.backends.hopper.schedule import Sizes
+
+__all__ = ["Resources", "compile_forward", "compile_kernel", "resources"]
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+HOPPER = GPUTarget("cuda", 90, 32)
+GLUON_DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the machine code of one kernel needs and contains."""
+
+    registers: int
+    spill_bytes: int
+    smem_bytes: int
+    hgmma: int
+    serialised: bool
+    instructions: int
+    spills_in_hot_loops: int
+
+
+def descriptor_type(dtype: str, box: list[int]) -> str:
+    """The signature of a tensor descriptor argument."""
+    return f"tensordesc<{dtype}[{','.join(map(str, box))}],{smem_layout(box, GLUON_DTYPES[dtype])!r}>"
+
+
+def compile_kernel(
+    kernel: Any, signature: dict[str, Any], constants: dict[str, Any], divisible: tuple[str, ...]
+) -> Any:
+    """The compiled kernel; a None in the signature is an argument that is not there."""
+    names = kernel.arg_names
+    absent = {name: None for name, kind in signature.items() if kind is None}
+    nested = {
+        (names.index(name), i): None
+        for name, kind in signature.items() if isinstance(kind, tuple) for i, k in enumerate(kind) if k is None
+    }  # fmt: skip
+    fixed = constants | absent
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    return triton.compile(
+        source(
+            fn=kernel,
+            signature={name: "constexpr" if name in fixed else signature[name] for name in names},
+            constexprs={(names.index(name),): value for name, value in fixed.items()} | nested,
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
+        ),
+        target=HOPPER,
+        options={"num_warps": 4},
+    )
+
+
+def compile_forward(config: ForwardConfig, dtype: str = "bf16") -> Any:
+    """The forward kernel of one configuration."""
+
+    def desc(rows: int, columns: int) -> str | None:
+        if columns == 0:
+            return None
+        return descriptor_type(dtype, tile_box(rows, columns, packed=config.IS_VARLEN))
+
+    index = "*i32" if config.IS_VARLEN else None
+    signature = {
+        "q_desc": desc(64, config.D),
+        "k_desc": desc(config.BLOCK_N, config.D),
+        "v_desc": desc(config.BLOCK_N, config.DV),
+        "out_desc": desc(64, config.DV),
+        "q_rest": desc(64, config.D_REST),
+        "k_rest": desc(config.BLOCK_N, config.D_REST),
+        "v_rest": desc(config.BLOCK_N, config.DV_REST),
+        "out_rest": desc(64, config.DV_REST),
+        "lse_ptr": "*fp32",
+        "sinks_ptr": "*fp32" if config.HAS_SINKS else None,
+        "cu_seqlens_q": index,
+        "cu_seqlens_k": index,
+        "counter_ptr": "*i32",
+        "scale_log2": "fp32",
+        "cap_scale": "fp32",
+        "sizes": Sizes(*("i32",) * len(Sizes._fields)),  # type: ignore[arg-type]
+    }
+    return compile_kernel(forward_kernel, signature, {"C": config}, ("lse_ptr",))
+
+
+def resources(compiled: Any) -> Resources:
+    """Assemble once more with the log on, and disassemble."""
+    ptx: str = compiled.asm["ptx"]
+    log, sass = _assemble(ptx), _disassemble(compiled.asm["cubin"])
+    return Resources(
+        registers=_number(r"Used (\d+) registers", log),
+        spill_bytes=_number(r"(\d+) bytes spill stores", log),
+        smem_bytes=compiled.metadata.shared,
+        hgmma=len(re.findall(r"\bHGMMA", sass)),
+        serialised="serializ" in log,
+        instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/", sass, re.MULTILINE)),
+        spills_in_hot_loops=_spills_in_hot_loops(sass),
+    )
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else 0
+
+
+def _assemble(ptx: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [str(TOOLS / "ptxas"), "-v", "--gpu-name=sm_90a", str(source), "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _disassemble(cubin: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(cubin)
+        command = [str(TOOLS / "nvdisasm"), "-c", str(binary)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _spills_in_hot_loops(sass: str) -> int:
+    """Local loads and stores inside innermost loops that multiply matrices."""
+    lines = sass.splitlines()
+    labels = {m.group(1): i for i, line in enumerate(lines) if (m := re.match(r"^(\.L_x_\d+):", line))}
+    loops = []
+    for i, line in enumerate(lines):
+        jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+        if jump and labels.get(jump.group(1), i) < i:
+            loops.append((labels[jump.group(1)], i))
+    innermost = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
+    bodies = ["\n".join(lines[begin:end]) for begin, end in innermost]
+    return sum(len(re.findall(r"\b(?:LDL|STL)", body)) for body in bodies if "HGMMA" in body)

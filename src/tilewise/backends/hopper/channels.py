@@ -1,0 +1,140 @@
+"""Hand-over between the producer and the consumers: rings of shared-memory slots, and a mailbox for the next tile.
+
+Every slot has two mbarriers. `ready` completes when TMA has delivered the bytes that `acquire` announced; `empty` when
+every consumer has called `release`. A `Cursor` knows whose turn it is: it carries the parity that tells this round's
+completion of a barrier from the last one's, and nobody else touches parities. Producer and consumers walk the ring with
+cursors of their own, which stay in step because both visit every slot in order.
+"""
+
+# Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# ruff: noqa: N803, N806, RET505
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+__all__ = ["Cursor", "Mailbox", "Ring", "make_mailbox", "make_ring", "start"]
+
+
+@aggregate
+class Cursor:
+    """A position in a ring: the slot, and the parity of the current round."""
+
+    slot: gl.tensor
+    parity: gl.tensor
+    NUM_SLOTS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, slot, parity, NUM_SLOTS):
+        self.slot = slot
+        self.parity = parity
+        self.NUM_SLOTS = gl.constexpr(NUM_SLOTS)
+
+    @gluon.jit
+    def next(self):
+        """The following slot; a new round begins after the last one."""
+        NUM_SLOTS: gl.constexpr = self.NUM_SLOTS
+        if NUM_SLOTS == 1:
+            return Cursor(self.slot, self.parity ^ 1, self.NUM_SLOTS)
+        else:
+            following = self.slot + 1
+            wraps = following == NUM_SLOTS
+            slot = gl.where(wraps, 0, following)
+            parity = gl.where(wraps, self.parity ^ 1, self.parity)
+            return Cursor(slot, parity, self.NUM_SLOTS)
+
+    @gluon.jit
+    def lane(self, LANE: gl.constexpr, NUM_LANES: gl.constexpr):
+        """The place of one of NUM_LANES warpgroups that have a slot each where this cursor points."""
+        return Cursor(self.slot * NUM_LANES + LANE, self.parity, self.NUM_SLOTS)
+
+
+@gluon.jit
+def start(NUM_SLOTS: gl.constexpr):
+    """A cursor at the first slot of the first round."""
+    return Cursor(gl.to_tensor(0), gl.to_tensor(0), NUM_SLOTS)
+
+
+@aggregate
+class Ring:
+    """The barriers of a ring of slots; what the slots hold is up to the caller."""
+
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, ready, empty):
+        self.ready = ready
+        self.empty = empty
+
+    @gluon.jit
+    def acquire(self, at, NUM_BYTES: gl.constexpr):
+        """Producer: wait until the slot is free, announce NUM_BYTES, return the barrier that TMA shall report to."""
+        mbarrier.wait(self.empty.index(at.slot), at.parity ^ 1)
+        mbarrier.expect(self.ready.index(at.slot), NUM_BYTES)
+        return self.ready.index(at.slot)
+
+    @gluon.jit
+    def wait(self, at):
+        """Consumer: wait until the slot's bytes have arrived."""
+        mbarrier.wait(self.ready.index(at.slot), at.parity)
+
+    @gluon.jit
+    def release(self, at):
+        """Consumer: this warpgroup has read the slot for the last time in this round."""
+        mbarrier.arrive(self.empty.index(at.slot), count=1)
+
+
+@gluon.jit
+def make_ring(NUM_SLOTS: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
+    """Allocate and initialise the barriers of a ring; the caller fences before the roles start."""
+    ready = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM_SLOTS):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=NUM_CONSUMERS)
+    return Ring(ready, empty)
+
+
+@aggregate
+class Mailbox:
+    """One integer from the producer to every consumer, in shared memory."""
+
+    value: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, value, ready, empty):
+        self.value = value
+        self.ready = ready
+        self.empty = empty
+
+    @gluon.jit
+    def send(self, at, number):
+        """Producer (one warp): wait until the last number has been read by all, then hand over this one."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        mbarrier.wait(self.empty, at.parity ^ 1)
+        self.value.store(gl.full([1], 0, gl.int32, LAYOUT) + number)
+        mbarrier.arrive(self.ready, count=1)
+
+    @gluon.jit
+    def receive(self, at):
+        """Consumer (four warps): the number, once it is there."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        mbarrier.wait(self.ready, at.parity)
+        number = gl.max(self.value.load(LAYOUT), axis=0)
+        mbarrier.arrive(self.empty, count=1)
+        return number
+
+
+@gluon.jit
+def make_mailbox(NUM_CONSUMERS: gl.constexpr):
+    """Allocate and initialise an empty mailbox."""
+    value = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(barriers.index(0), count=1)
+    mbarrier.init(barriers.index(1), count=NUM_CONSUMERS)
+    return Mailbox(value, barriers.index(0), barriers.index(1))

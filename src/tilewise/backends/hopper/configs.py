@@ -1,0 +1,133 @@
+"""Which tile a problem gets: a small table of what measured fastest on an H200, and what the kernel is compiled for.
+
+TFLOP/s in the comments: bf16, 16384 tokens, 2048 = heads x head_dim, at N = 1024/4096/16384.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.problem import AttentionProblem
+
+__all__ = ["ForwardConfig", "ForwardTile", "column_parts", "forward_config", "has_left", "has_right"]
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """One row of the table.
+
+    NUM_WARPGROUPS of 64 query rows; BLOCK_N keys in a tile; NUM_STAGES slots in the K and V rings and Q_STAGES in Q's;
+    MERGE_KV: K_i and V_{i-1} share a slot, one barrier less per tile; PIN_EXP: keep the exponentials ahead of the wait
+    for P V; RESCALE_EARLY: rescale O between Q K^T and P V; SPLIT_SUM: no shuffles in the row sums; OUT_IN_Q: O leaves
+    through Q's buffer.
+    """
+
+    NUM_WARPGROUPS: int = 2
+    BLOCK_N: int = 128
+    NUM_STAGES: int = 2
+    Q_STAGES: int = 2
+    MERGE_KV: bool = False
+    PIN_EXP: bool = True
+    RESCALE_EARLY: bool = True
+    SPLIT_SUM: bool = True
+    OUT_IN_Q: bool = False
+
+
+# 337 causal at N = 1k: with 192 rows a tile more of a short triangle is masked away than the third warpgroup brings.
+D64_SHORT = ForwardTile(NUM_STAGES=4)
+# Three warpgroups, 4 stages: 412/506/541 full, 428/520 causal at 4k/16k. Merged barriers pay with three consumers.
+D64_FULL = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False, SPLIT_SUM=False)
+D64_BANDED = ForwardTile(
+    NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False, RESCALE_EARLY=False, SPLIT_SUM=False
+)
+# 587/658/672 full. Separate K and V barriers: 419/576/623 -> 454/597/656 causal.
+D128_FULL = ForwardTile()
+# Rescaling early pays for full only: 467/599/651 causal without it.
+D128_BANDED = ForwardTile(RESCALE_EARLY=False)
+# As two column parts 128 + 64 instead of padding to 256: 0.91-1.04 of cuDNN.
+D192 = ForwardTile(
+    BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, RESCALE_EARLY=False, OUT_IN_Q=True
+)
+# 629/685/722 full, 444/606/677 causal. O takes 128 registers of a thread, so the key tile is halved.
+D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, RESCALE_EARLY=False, OUT_IN_Q=True)
+
+# Softcap and a left edge do not fit into the 160 registers of three warpgroups (64 spills in the hot loops).
+# Below this query length the tail of the causal triangle decides (D=64).
+SHORT_SEQLEN_Q = 2048
+# Registers a consumer thread asks for, by number of warpgroups: 64 K registers an SM, 24 for the producer's threads.
+CONSUMER_REGS = {2: 240, 3: 160}
+
+
+@dataclass(frozen=True)
+class ForwardConfig(ForwardTile):
+    """Everything the forward kernel is compiled for; head dims are pairs of column parts (see `column_parts`)."""
+
+    D: int = 128
+    D_REST: int = 0
+    DV: int = 128
+    DV_REST: int = 0
+    CONSUMER_REGS: int = 240
+    HAS_RIGHT: bool = False
+    IS_CAUSAL: bool = False
+    HAS_LEFT: bool = False
+    HAS_SOFTCAP: bool = False
+    HAS_SINKS: bool = False
+    IS_VARLEN: bool = False
+
+
+def column_parts(head_dim: int) -> tuple[int, int]:
+    """Powers of two that cover a head dim; TMA fills the columns past it with zeros and does not store them.
+
+    >>> [column_parts(d) for d in (64, 96, 128, 192, 256)]
+    [(64, 0), (128, 0), (128, 0), (128, 64), (256, 0)]
+    """
+    if 128 < head_dim <= 192:
+        return 128, 64
+    return next(width for width in (64, 128, 256) if head_dim <= width), 0
+
+
+def has_right(problem: AttentionProblem) -> bool:
+    """Whether the band's right side cuts anything off."""
+    right = problem.band[1]
+    return right is not None and right < problem.seqlen_q - 1
+
+
+def has_left(problem: AttentionProblem) -> bool:
+    """Whether the band's left side cuts anything off."""
+    left = problem.band[0]
+    return left is not None and left < problem.seqlen_k - 1
+
+
+def forward_config(problem: AttentionProblem) -> ForwardConfig:
+    """The table's row for a problem, with what its features add."""
+    tile = _forward_tile(problem)
+    d, d_rest = column_parts(problem.head_dim)
+    dv, dv_rest = column_parts(problem.head_dim_v)
+    out_fits_q = dv == d and dv_rest in (0, d_rest)
+    return ForwardConfig(
+        **{**vars(tile), "OUT_IN_Q": tile.OUT_IN_Q and out_fits_q},
+        D=d,
+        D_REST=d_rest,
+        DV=dv,
+        DV_REST=dv_rest,
+        CONSUMER_REGS=CONSUMER_REGS[tile.NUM_WARPGROUPS],
+        HAS_RIGHT=has_right(problem),
+        IS_CAUSAL=has_right(problem) and problem.band[1] == 0,
+        HAS_LEFT=has_left(problem),
+        HAS_SOFTCAP=problem.softcap is not None,
+        HAS_SINKS=problem.has_sinks,
+        IS_VARLEN=problem.kind == "varlen",
+    )
+
+
+def _forward_tile(problem: AttentionProblem) -> ForwardTile:
+    width = max(sum(column_parts(problem.head_dim)), sum(column_parts(problem.head_dim_v)))
+    banded = has_right(problem) or has_left(problem)
+    if width == 64:
+        crowded = problem.softcap is not None or has_left(problem)
+        if crowded or (banded and problem.seqlen_q <= SHORT_SEQLEN_Q):
+            return D64_SHORT
+        return D64_BANDED if banded else D64_FULL
+    if width == 128:
+        return D128_BANDED if banded else D128_FULL
+    return D192 if width == 192 else D256

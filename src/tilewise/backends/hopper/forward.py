@@ -1,0 +1,432 @@
+"""The forward kernel: out and lse of 128 or 192 query rows at a time, for sm_90.
+
+Grid: one CTA per SM, persistent. Roles, one function each:
+  producer   one warp: takes tiles from the counter, feeds the Q, K and V rings by TMA
+  consumers  two or three warpgroups of 64 query rows. Per key tile S_i = Q K_i^T and O += P_{i-1} V_{i-1} are issued
+             together, and the softmax of S_i runs under the second one
+
+Key tiles are walked from the right, so that the masked ones come first and the loop over whole tiles has no mask. P
+stays in fp32 between iterations: as a 16-bit loop-carried tensor it costs 64 byte-permutes an iteration (D=128 causal
+at N = 1k/4k/16k: 415/553/600 TFLOP/s, 430/590/654 in fp32).
+
+Head dims that are no power of two come in two column parts, (128, 64) for 192: descriptors, buffers and the accumulator
+are pairs whose second half is unused when the second part has no columns.
+"""
+
+# Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# ruff: noqa: N803, N806
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import _aggregate as aggregate
+
+from tilewise.backends.hopper.channels import Mailbox, Ring, make_mailbox, make_ring, start
+from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
+from tilewise.backends.hopper.primitives import NEG_INF, exp2, opaque, pin
+from tilewise.backends.hopper.schedule import (
+    key_span,
+    key_tiles,
+    lengths_of,
+    next_tile,
+    place_of,
+    query_span,
+    skip_empty,
+    whole_tiles,
+)
+from tilewise.backends.hopper.scores import capped, finish_rows, mask_scores, sum_rows
+
+__all__ = ["forward_kernel"]
+
+
+@aggregate
+class Pipeline:
+    """The shared memory of a CTA: tiles (pairs of column parts) and the channels that guard them."""
+
+    q_smem: gl.tuple
+    k_smem: gl.tuple
+    v_smem: gl.tuple
+    out_smem: gl.tuple
+    q_ring: Ring
+    k_ring: Ring
+    v_ring: Ring
+    tiles: Mailbox
+
+    @gluon.constexpr_function
+    def __init__(self, q_smem, k_smem, v_smem, out_smem, q_ring, k_ring, v_ring, tiles):
+        self.q_smem = q_smem
+        self.k_smem = k_smem
+        self.v_smem = v_smem
+        self.out_smem = out_smem
+        self.q_ring = q_ring
+        self.k_ring = k_ring
+        self.v_ring = v_ring
+        self.tiles = tiles
+
+
+# ---- producer
+
+
+@gluon.jit
+def load_tile(desc, smem, slot, ready, span, head, row, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr):
+    """Start the copy of a tile, all its columns, into a slot."""
+    tma.async_copy_global_to_shared(desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), ready, smem[0].index(slot))
+    if D_REST:
+        tma.async_copy_global_to_shared(desc[1], tile_at(span, head, row, D, C.IS_VARLEN), ready, smem[1].index(slot))
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, sizes, pipe, C: gl.constexpr):
+    """Feed the rings. With MERGE_KV the tiles K_i and V_{i-1}, used together, share a slot and its barriers."""
+    NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
+    BLOCK_M: gl.constexpr = 64 * C.NUM_WARPGROUPS
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    Q_BYTES: gl.constexpr = 64 * (C.D + C.D_REST) * 2
+    K_BYTES: gl.constexpr = C.BLOCK_N * (C.D + C.D_REST) * 2
+    V_BYTES: gl.constexpr = C.BLOCK_N * (C.DV + C.DV_REST) * 2
+    kv_at = start(C.NUM_STAGES)
+    q_at = start(C.Q_STAGES)
+    tile_turn = start(1)
+    tile = gl.program_id(0)
+    if C.IS_VARLEN:
+        tile = skip_empty(tile, counter_ptr, cu_seqlens, sizes, BLOCK_M, C)
+        pipe.tiles.send(tile_turn, tile)
+        tile_turn = tile_turn.next()
+    while tile < sizes.num_tiles:
+        block, item = place_of(tile, sizes, C.HAS_RIGHT)
+        batch_idx = item // sizes.num_heads
+        head = item - batch_idx * sizes.num_heads
+        kv_head = head // sizes.group_size
+        q_span = query_span(cu_seqlens, batch_idx, sizes, C)
+        kv_span = key_span(cu_seqlens, batch_idx, sizes, C)
+        last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
+        # The first K right after the first warpgroup's Q: that warpgroup can start.
+        for w in gl.static_range(NUM_WARPGROUPS):
+            at = q_at.lane(w, NUM_WARPGROUPS)
+            ready = pipe.q_ring.acquire(at, Q_BYTES)
+            load_tile(q_desc, pipe.q_smem, at.slot, ready, q_span, head, block * BLOCK_M + w * 64, C.D, C.D_REST, C)
+            if w == 0:
+                ready = pipe.k_ring.acquire(kv_at, K_BYTES)
+                load_tile(k_desc, pipe.k_smem, kv_at.slot, ready, kv_span, kv_head, last * BLOCK_N, C.D, C.D_REST, C)
+        q_at = q_at.next()
+        # Early, so that the atomic's latency hides behind this tile.
+        tile = next_tile(counter_ptr, sizes)
+        tile = skip_empty(tile, counter_ptr, cu_seqlens, sizes, BLOCK_M, C)
+        pipe.tiles.send(tile_turn, tile)
+        tile_turn = tile_turn.next()
+        for i in range(1, count):
+            row = (last - i) * BLOCK_N
+            v_at = kv_at
+            kv_at = kv_at.next()
+            if C.MERGE_KV:
+                ready = pipe.k_ring.acquire(kv_at, K_BYTES + V_BYTES)
+                load_tile(k_desc, pipe.k_smem, kv_at.slot, ready, kv_span, kv_head, row, C.D, C.D_REST, C)
+                load_tile(v_desc, pipe.v_smem, kv_at.slot, ready, kv_span, kv_head, row + BLOCK_N, C.DV, C.DV_REST, C)
+            else:
+                ready = pipe.k_ring.acquire(kv_at, K_BYTES)
+                load_tile(k_desc, pipe.k_smem, kv_at.slot, ready, kv_span, kv_head, row, C.D, C.D_REST, C)
+                ready = pipe.v_ring.acquire(v_at, V_BYTES)
+                load_tile(v_desc, pipe.v_smem, v_at.slot, ready, kv_span, kv_head, row + BLOCK_N, C.DV, C.DV_REST, C)
+        row = (last + 1 - count) * BLOCK_N
+        if C.MERGE_KV:
+            kv_at = kv_at.next()
+            ready = pipe.k_ring.acquire(kv_at, V_BYTES)
+        else:
+            ready = pipe.v_ring.acquire(kv_at, V_BYTES)
+        load_tile(v_desc, pipe.v_smem, kv_at.slot, ready, kv_span, kv_head, row, C.DV, C.DV_REST, C)
+        kv_at = kv_at.next()
+
+
+# ---- consumer: the two products and what surrounds them
+
+
+@gluon.jit
+def issue_scores(q_smem, q_slot, k_smem, k_slot, C: gl.constexpr):
+    """Start S = Q K^T."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    D: gl.constexpr = C.D
+    D_REST: gl.constexpr = C.D_REST
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
+    q = q_smem[0].index(q_slot).reshape([64, D])
+    k = k_smem[0].index(k_slot).reshape([BLOCK_N, D])
+    scores = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if D_REST:
+        q = q_smem[1].index(q_slot).reshape([64, D_REST])
+        k = k_smem[1].index(k_slot).reshape([BLOCK_N, D_REST])
+        scores = warpgroup_mma(q, k.permute([1, 0]), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def issue_output(p, v_smem, slot, acc, acc_rest, C: gl.constexpr):
+    """Start O += P V."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    DV: gl.constexpr = C.DV
+    DV_REST: gl.constexpr = C.DV_REST
+    acc = warpgroup_mma(p, v_smem[0].index(slot).reshape([BLOCK_N, DV]), acc, is_async=True)
+    if DV_REST:
+        p_rest = gl.convert_layout(p, left_operand_layout(accumulator_layout(DV_REST)))
+        acc_rest = warpgroup_mma(p_rest, v_smem[1].index(slot).reshape([BLOCK_N, DV_REST]), acc_rest, is_async=True)
+    return acc, acc_rest
+
+
+@gluon.jit
+def wait_output(acc, acc_rest, p, C: gl.constexpr):
+    """O after every product issued so far; naming p keeps its registers alive until then."""
+    if C.DV_REST:
+        acc, acc_rest, p = warpgroup_mma_wait(0, deps=[acc, acc_rest, p])
+    else:
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    return acc, acc_rest
+
+
+@gluon.jit
+def scale_output(acc, acc_rest, factor, C: gl.constexpr):
+    """Multiply the rows of O."""
+    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, accumulator_layout(C.DV)))[:, None]
+    if C.DV_REST:
+        acc_rest = acc_rest * gl.convert_layout(factor, gl.SliceLayout(1, accumulator_layout(C.DV_REST)))[:, None]
+    return acc, acc_rest
+
+
+@gluon.jit
+def attend(
+    n_block, row, q_slot, at, acc, acc_rest, p, alpha, row_max, row_sum, scale_log2, cap_scale,
+    seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """One key tile: S = Q K_i^T and O += P_{i-1} V_{i-1} issued together, the softmax of tile i under the second one.
+
+    `p` and `alpha` are the last tile's probabilities and rescaling, `at` the slot of its V.
+    """
+    IN_FLIGHT: gl.constexpr = 2 if C.DV_REST else 1
+    P_LAYOUT: gl.constexpr = left_operand_layout(accumulator_layout(C.DV))
+    p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), P_LAYOUT)
+    v_at = at
+    at = at.next()
+    pipe.k_ring.wait(at)
+    issued_scores = issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)
+    if C.MERGE_KV:
+        v_at = at
+    else:
+        pipe.v_ring.wait(v_at)
+    if C.RESCALE_EARLY:
+        acc, acc_rest = scale_output(acc, acc_rest, opaque(alpha), C)
+    acc, acc_rest = issue_output(p_operand, pipe.v_smem, v_at.slot, acc, acc_rest, C)
+    if MASKED:  # few tiles: without overlap they need fewer registers
+        scores = warpgroup_mma_wait(0, deps=[issued_scores])
+        acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
+    else:
+        scores = warpgroup_mma_wait(IN_FLIGHT, deps=[issued_scores])
+    if not C.MERGE_KV:
+        pipe.k_ring.release(at)
+    scores = capped(scores, cap_scale, C)
+    if MASKED:
+        scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
+    new_max = gl.maximum(row_max, gl.max(scores, axis=1))
+    # Only a masked tile can leave a row without any key so far.
+    shift = (gl.where(new_max == NEG_INF, 0.0, new_max) if MASKED else new_max) * scale_log2
+    alpha = exp2(row_max * scale_log2 - shift)
+    p = exp2(scores * scale_log2 - shift[:, None])
+    if C.SPLIT_SUM:
+        row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None] + sum_rows(p, C)
+    else:
+        row_sum = row_sum * alpha + sum_rows(p, C)
+    if not MASKED:
+        if C.PIN_EXP:
+            row_sum = pin(row_sum)
+        acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
+    if C.MERGE_KV:
+        pipe.k_ring.release(at)
+    else:
+        pipe.v_ring.release(v_at)
+    if not C.RESCALE_EARLY:
+        acc, acc_rest = scale_output(acc, acc_rest, alpha, C)
+    return acc, acc_rest, p, alpha, new_max, row_sum, at
+
+
+@gluon.jit
+def store_lse(lse, lse_ptr, item, row, seqlen_q, cu_seqlens, sizes, C: gl.constexpr):
+    """Write one warpgroup's lse: rows of (batch, head) or, packed, of (head, total_q)."""
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
+    if C.IS_VARLEN:
+        batch_idx = item // sizes.num_heads
+        head = item - batch_idx * sizes.num_heads
+        first = head.to(gl.int64) * sizes.total_q + gl.load(cu_seqlens[0] + batch_idx)
+    else:
+        first = item.to(gl.int64) * seqlen_q
+    gl.store(lse_ptr + first + rows, lse, mask=rows < seqlen_q)
+
+
+@gluon.jit
+def store_output(acc, acc_rest, out_desc, slot, span, head, row, pipe, C: gl.constexpr):
+    """Write one warpgroup's rows of O through shared memory; TMA drops rows past the end."""
+    DV: gl.constexpr = C.DV
+    DV_REST: gl.constexpr = C.DV_REST
+    DTYPE: gl.constexpr = pipe.out_smem[0].dtype
+    if not C.OUT_IN_Q:
+        tma.store_wait(0)  # the last tile's store has read this buffer
+    pipe.out_smem[0].index(slot).reshape([64, DV]).store(acc.to(DTYPE))
+    if DV_REST:
+        pipe.out_smem[1].index(slot).reshape([64, DV_REST]).store(acc_rest.to(DTYPE))
+    fence_async_shared()  # orders the stores above before TMA's reads below
+    tma.async_copy_shared_to_global(out_desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), pipe.out_smem[0].index(slot))
+    if DV_REST:
+        tma.async_copy_shared_to_global(
+            out_desc[1], tile_at(span, head, row, DV, C.IS_VARLEN), pipe.out_smem[1].index(slot)
+        )
+
+
+@gluon.jit
+def consumer(
+    out_desc, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe,
+    WARPGROUP: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
+    NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
+    BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
+    DV: gl.constexpr = C.DV
+    DV_REST: gl.constexpr = C.DV_REST
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
+    at = start(C.NUM_STAGES)
+    q_at = start(C.Q_STAGES)
+    tile_turn = start(1)
+    tile = gl.program_id(0)
+    if C.IS_VARLEN:
+        tile = pipe.tiles.receive(tile_turn)
+        tile_turn = tile_turn.next()
+    while tile < sizes.num_tiles:
+        block, item = place_of(tile, sizes, C.HAS_RIGHT)
+        row = block * BLOCK_M + WARPGROUP * 64
+        seqlen_q, seqlen_k = lengths_of(cu_seqlens, item, sizes, C)
+        last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
+        q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
+
+        # The rightmost tile, always masked: its softmax starts the running state.
+        pipe.q_ring.wait(q_lane)
+        pipe.k_ring.wait(at)
+        scores = warpgroup_mma_wait(0, deps=[issue_scores(pipe.q_smem, q_lane.slot, pipe.k_smem, at.slot, C)])
+        pipe.k_ring.release(at)
+        scores = mask_scores(capped(scores, cap_scale, C), row, last, seqlen_q, seqlen_k, sizes, C)
+        row_max = gl.max(scores, axis=1)
+        p = exp2(scores * scale_log2 - (gl.where(row_max == NEG_INF, 0.0, row_max) * scale_log2)[:, None])
+        row_sum = sum_rows(p, C)
+        acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
+        acc_rest = 0
+        if DV_REST:
+            acc_rest = gl.zeros([64, DV_REST], gl.float32, accumulator_layout(DV_REST))
+        alpha = gl.full([64], 1.0, gl.float32, ROW_LAYOUT)
+
+        # The rest of the right edge, whole tiles, the left edge.
+        begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
+        if C.HAS_RIGHT:
+            for i in range(1, begin):
+                acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
+                    last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, scale_log2, cap_scale,
+                    seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+        for i in range(begin, end):
+            acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
+                last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, scale_log2, cap_scale,
+                seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip
+        if C.HAS_LEFT:
+            for i in range(end, count):
+                acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
+                    last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, scale_log2, cap_scale,
+                    seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+
+        # The last P V; what does not depend on it runs under it.
+        tile = pipe.tiles.receive(tile_turn)
+        tile_turn = tile_turn.next()
+        if not C.OUT_IN_Q:
+            pipe.q_ring.release(q_lane)
+        q_at = q_at.next()
+        p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), left_operand_layout(accumulator_layout(C.DV)))
+        if C.MERGE_KV:
+            at = at.next()
+            pipe.k_ring.wait(at)
+        else:
+            pipe.v_ring.wait(at)
+        if C.RESCALE_EARLY:
+            acc, acc_rest = scale_output(acc, acc_rest, alpha, C)
+        acc, acc_rest = issue_output(p_operand, pipe.v_smem, at.slot, acc, acc_rest, C)
+        if C.SPLIT_SUM:
+            row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROW_LAYOUT)
+        factor, lse = finish_rows(row_max, row_sum, sinks_ptr, item, scale_log2, sizes, C)
+        store_lse(lse, lse_ptr, item, row, seqlen_q, cu_seqlens, sizes, C)
+        acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
+        if C.MERGE_KV:
+            pipe.k_ring.release(at)
+        else:
+            pipe.v_ring.release(at)
+        at = at.next()
+        acc, acc_rest = scale_output(acc, acc_rest, factor, C)
+        batch_idx = item // sizes.num_heads
+        span = query_span(cu_seqlens, batch_idx, sizes, C)
+        store_output(acc, acc_rest, out_desc, WARPGROUP, span, item - batch_idx * sizes.num_heads, row, pipe, C)
+        if C.OUT_IN_Q:
+            tma.store_wait(0)  # Q's slot is free once TMA has read O out of it
+            pipe.q_ring.release(q_lane)
+    tma.store_wait(0)
+
+
+# ---- kernel
+
+
+@gluon.jit
+def make_parts(
+    desc, NUM_SLOTS: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr
+):
+    """Buffers for tiles of ROWS rows: a pair of column parts, the first one twice if there is no second."""
+    first = gl.allocate_shared_memory(desc[0].dtype, slots_shape(NUM_SLOTS, ROWS, D, C.IS_VARLEN), desc[0].layout)
+    rest = first
+    if D_REST:
+        rest = gl.allocate_shared_memory(
+            desc[1].dtype, slots_shape(NUM_SLOTS, ROWS, D_REST, C.IS_VARLEN), desc[1].layout
+        )
+    return first, rest
+
+
+@gluon.jit
+def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
+    """Allocate everything the roles share."""
+    NUM_Q: gl.constexpr = C.Q_STAGES * C.NUM_WARPGROUPS
+    q_smem = make_parts(q_desc, NUM_Q, 64, C.D, C.D_REST, C)
+    k_smem = make_parts(k_desc, C.NUM_STAGES, C.BLOCK_N, C.D, C.D_REST, C)
+    v_smem = make_parts(v_desc, C.NUM_STAGES, C.BLOCK_N, C.DV, C.DV_REST, C)
+    out_smem = q_smem
+    if not C.OUT_IN_Q:
+        out_smem = make_parts(out_desc, C.NUM_WARPGROUPS, 64, C.DV, C.DV_REST, C)
+    tiles = make_mailbox(C.NUM_WARPGROUPS)
+    q_ring = make_ring(NUM_Q, 1)
+    k_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
+    v_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
+    fence_async_shared()  # the barriers are initialised before TMA reports to them
+    return Pipeline(q_smem, k_smem, v_smem, out_smem, q_ring, k_ring, v_ring, tiles)
+
+
+@gluon.jit(
+    do_not_specialize=["scale_log2", "cap_scale", "sizes"],
+    do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "cu_seqlens_k", "counter_ptr"],
+)
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, cu_seqlens_q, cu_seqlens_k,
+    counter_ptr, scale_log2, cap_scale, sizes, C: gl.constexpr,
+):  # fmt: skip
+    """Descriptors come twice, for the two column parts; a second one is None where there is no second part."""
+    queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    pipe = make_pipeline(queries, keys, values, outputs, C)
+    # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
+    if C.NUM_WARPGROUPS == 2:
+        gl.warp_specialize([
+            (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 0, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 1, C)),
+            (producer, (queries, keys, values, counter_ptr, cu_seqlens, sizes, pipe, C)),
+        ], [4, 1], [C.CONSUMER_REGS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 0, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 1, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 2, C)),
+            (producer, (queries, keys, values, counter_ptr, cu_seqlens, sizes, pipe, C)),
+        ], [4, 4, 1], [C.CONSUMER_REGS, C.CONSUMER_REGS, 24])  # fmt: skip
