@@ -46,7 +46,11 @@ class TritonBackend:
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             return f"head_dim {max(problem.head_dim, problem.head_dim_v)} is over {MAX_HEAD_DIM}"
         if device.type == "cpu":
-            return None if _interpreted() else "the tensors are on the CPU (TRITON_INTERPRET=1 would interpret the kernels there)"
+            return (
+                None
+                if _interpreted()
+                else "the tensors are on the CPU (TRITON_INTERPRET=1 would interpret the kernels there)"
+            )
         if device.type != "cuda" or device.capability is None:
             return f"device type {device.type!r} is not an NVIDIA GPU"
         if device.capability < (8, 0):
@@ -67,7 +71,14 @@ class TritonBackend:
         return out, lse
 
     def backward(
-        self, problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
     ) -> Gradients:
         """The wanted gradients; see Backend."""
         gradients: Gradients = _launch().run_backward(problem, operands, out, lse, dout, dlse, wanted)

@@ -1,8 +1,14 @@
-"""Backward: row statistics, then dK/dV and dQ in two kernels that each own what they write. No atomics, so always repeatable.
+"""Backward: row statistics, then dK/dV and dQ in two kernels that each own what they write. No atomics, so always
+repeatable.
 
-P is recomputed as exp(S - lse). `delta` is rowsum(dout * out) - dlse, so dS = P * (dP - delta). `lse` reaches the kernels in the unit of
-the scores (log2 for plain ones) and as +inf for rows without keys: their P is exactly 0 and nothing has to be masked.
+P is recomputed as exp(S - lse). `delta` is rowsum(dout * out) - dlse, so dS = P * (dP - delta). `lse` reaches the
+kernels in the unit of the scores (log2 for plain ones) and as +inf for rows without keys: their P is exactly 0 and
+nothing has to be masked.
 """
+
+# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803, SIM102
 
 from __future__ import annotations
 
@@ -37,7 +43,9 @@ from tilewise.backends.triton.primitives import (
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_heads"])
-def row_stats_kernel(out, dout, lse, dlse, lse_unit, delta, num_rows, num_heads, T: tl.constexpr, BLOCK_M: tl.constexpr):
+def row_stats_kernel(
+    out, dout, lse, dlse, lse_unit, delta, num_rows, num_heads, T: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """lse_unit and delta of BLOCK_M rows. Grid: row tile (fastest), head, batch."""
     num_blocks = (num_rows + BLOCK_M - 1) // BLOCK_M
     first = tl.program_id(0) % num_blocks * BLOCK_M
@@ -45,23 +53,54 @@ def row_stats_kernel(out, dout, lse, dlse, lse_unit, delta, num_rows, num_heads,
     batch_idx = tl.program_id(0) // num_blocks // num_heads
     rows = first + tl.arange(0, BLOCK_M)
     row_ok = rows < num_rows
-    out_tile = load_rows(head_base(out, batch_idx, head, first, False), out.stride_row, first, num_rows, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
-    dout_tile = load_rows(head_base(dout, batch_idx, head, first, False), dout.stride_row, first, num_rows, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+    out_tile = load_rows(
+        head_base(out, batch_idx, head, first, False),
+        out.stride_row,
+        first,
+        num_rows,
+        True,
+        BLOCK_M,
+        T.HEAD_DIM_V,
+        T.BLOCK_DV,
+    )
+    dout_tile = load_rows(
+        head_base(dout, batch_idx, head, first, False),
+        dout.stride_row,
+        first,
+        num_rows,
+        True,
+        BLOCK_M,
+        T.HEAD_DIM_V,
+        T.BLOCK_DV,
+    )
     sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     at = head_base(lse, batch_idx, head, first, False) + rows * lse.stride_row
     value = tl.load(at, mask=row_ok, other=0.0)
     if dlse is not None:
-        sums -= tl.load(head_base(dlse, batch_idx, head, first, False) + rows * dlse.stride_row, mask=row_ok, other=0.0).to(tl.float32)
+        sums -= tl.load(
+            head_base(dlse, batch_idx, head, first, False) + rows * dlse.stride_row, mask=row_ok, other=0.0
+        ).to(tl.float32)
     empty = value == NEG_INF
     if not T.TRANSFORMED:
         value = value * LOG2E
-    tl.store(head_base(lse_unit, batch_idx, head, first, False) + rows * lse_unit.stride_row, tl.where(empty, float("inf"), value), mask=row_ok)
-    tl.store(head_base(delta, batch_idx, head, first, False) + rows * delta.stride_row, tl.where(empty, 0.0, sums), mask=row_ok)
+    tl.store(
+        head_base(lse_unit, batch_idx, head, first, False) + rows * lse_unit.stride_row,
+        tl.where(empty, float("inf"), value),
+        mask=row_ok,
+    )
+    tl.store(
+        head_base(delta, batch_idx, head, first, False) + rows * delta.stride_row,
+        tl.where(empty, 0.0, sums),
+        mask=row_ok,
+    )
 
 
 @triton.jit
-def probabilities(dots, lse_rows, m_idx, n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE: tl.constexpr, T: tl.constexpr):
-    """(p, capped) of a tile in either orientation: probabilities before dropout, and the scores right after the softcap.
+def probabilities(
+    dots, lse_rows, m_idx, n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE: tl.constexpr, T: tl.constexpr
+):
+    """(p, capped) of a tile in either orientation: probabilities before dropout, and the scores right after the
+    softcap.
 
     `lse_rows` broadcasts against the tile like `m_idx`.
     """
@@ -91,13 +130,17 @@ def score_gradient(p, dp, capped, delta_rows, keep, scalars, T: tl.constexpr):
 
 @triton.jit
 def key_gradient_loop(
-    dk, dv, k_tile, v_tile, q_source, dout_source, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place, scalars, band,
-    seqlen_q, seqlen_k, begin, gap_begin, gap_end, end, EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr, T: tl.constexpr,
+    dk, dv, k_tile, v_tile, q_source, dout_source, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place,
+    scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end, end,
+    EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Add to dK and dV what the queries begin..gap_begin and gap_end..end of one head contribute. Works on transposed scores (keys are rows)."""
+    """Add to dK and dV what the queries begin..gap_begin and gap_end..end of one head contribute. Works on transposed
+    scores (keys are rows).
+    """
     n_first, head, batch_idx, stride_stat = place
     n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
-    # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one (C7515).
+    # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one
+    # (C7515).
     stop = gap_begin + tl.maximum(end - gap_end, 0)
     if begin < stop:
         tl.assume(begin < stop)
@@ -117,9 +160,12 @@ def key_gradient_loop(
             dots = dot(k_tile, tl.trans(q_tile), T)
             if EARLY_DP:
                 dp = dot(v_tile, tl.trans(dout_tile), T)
-            # A bias is read with its key bound checked: the last key tile may be ragged even where no score needs a mask.
+            # A bias is read with its key bound checked: the last key tile may be ragged even where no score needs a
+            # mask.
             p, capped = probabilities(
-                dots, lse_tile[None, :], m_row[None, :], n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE or T.HAS_BIAS or T.HAS_MASK, T)  # fmt: skip
+                dots, lse_tile[None, :], m_row[None, :], n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE or
+                T.HAS_BIAS or T.HAS_MASK, T
+            )  # fmt: skip
             keep = True
             kept = p
             if T.HAS_DROPOUT:
@@ -135,18 +181,45 @@ def key_gradient_loop(
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def key_gradient_kernel(
-    q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, dk, dv, bias, mask, alibi_slopes, seed_ptr, lengths, sizes, band, scalars,
+    q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, dk, dv, bias, mask, alibi_slopes, seed_ptr,
+    lengths, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr,
 ):  # fmt: skip
-    """dK, dV of one (key tile, K/V head, sequence), summed over the query heads of the group inside the program."""
+    """Write dK and dV of one (key tile, K/V head, sequence), summed over the query heads of the group inside the
+    program.
+    """
     num_blocks = (sizes.seqlen_k + BLOCK_N - 1) // BLOCK_N
-    block, kv_head, batch_idx = work_item(num_blocks, sizes.num_heads // T.GROUP_SIZE, sizes, T.HAS_LEFT and not T.HAS_RIGHT)
+    block, kv_head, batch_idx = work_item(
+        num_blocks, sizes.num_heads // T.GROUP_SIZE, sizes, T.HAS_LEFT and not T.HAS_RIGHT
+    )
     q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
     k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     if T.PACKED_K:
         if batch_idx == sizes.batch - 1:
-            clear_rows(dk, kv_head, block, num_blocks, lengths.cu_seqlens_k, sizes.batch, sizes.total_k, BLOCK_N, T.HEAD_DIM, T.BLOCK_D)
-            clear_rows(dv, kv_head, block, num_blocks, lengths.cu_seqlens_k, sizes.batch, sizes.total_k, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV)
+            clear_rows(
+                dk,
+                kv_head,
+                block,
+                num_blocks,
+                lengths.cu_seqlens_k,
+                sizes.batch,
+                sizes.total_k,
+                BLOCK_N,
+                T.HEAD_DIM,
+                T.BLOCK_D,
+            )
+            clear_rows(
+                dv,
+                kv_head,
+                block,
+                num_blocks,
+                lengths.cu_seqlens_k,
+                sizes.batch,
+                sizes.total_k,
+                BLOCK_N,
+                T.HEAD_DIM_V,
+                T.BLOCK_DV,
+            )
     n_first = block * BLOCK_N
     if n_first >= seqlen_k:
         return
@@ -163,7 +236,7 @@ def key_gradient_kernel(
     dk_acc = zeros(BLOCK_N, T.BLOCK_D)
     dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
     begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
-    for member in range(0, T.GROUP_SIZE):
+    for member in range(T.GROUP_SIZE):
         head = kv_head * T.GROUP_SIZE + member
         q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
         dout_base = head_base(dout, batch_idx, head, q_start, T.PACKED_Q)
@@ -175,11 +248,15 @@ def key_gradient_kernel(
         delta_rows = head_base(delta, batch_idx, head, q_start, T.PACKED_Q)
         place = (n_first, head, batch_idx, lse_unit.stride_row)
         dk_acc, dv_acc = key_gradient_loop(
-            dk_acc, dv_acc, k_tile, v_tile, q_source, dout_source, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place,
-            scalars, band, seqlen_q, seqlen_k, full_begin, full_end, full_end, full_end, False, BLOCK_M, BLOCK_N, EARLY_DP, T)  # fmt: skip
+            dk_acc, dv_acc, k_tile, v_tile, q_source, dout_source, lse_rows, delta_rows, alibi_slopes, bias, mask,
+            seed_ptr, place, scalars, band, seqlen_q, seqlen_k, full_begin, full_end, full_end, full_end, False,
+            BLOCK_M, BLOCK_N, EARLY_DP, T
+        )  # fmt: skip
         dk_acc, dv_acc = key_gradient_loop(
-            dk_acc, dv_acc, k_tile, v_tile, q_source, dout_source, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place,
-            scalars, band, seqlen_q, seqlen_k, begin, full_begin, full_end, end, True, BLOCK_M, BLOCK_N, EARLY_DP, T)  # fmt: skip
+            dk_acc, dv_acc, k_tile, v_tile, q_source, dout_source, lse_rows, delta_rows, alibi_slopes, bias, mask,
+            seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, full_begin, full_end, end, True, BLOCK_M,
+            BLOCK_N, EARLY_DP, T
+        )  # fmt: skip
     dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
     dv_base = head_base(dv, batch_idx, kv_head, k_start, T.PACKED_K)
     store_rows(dk_acc * scalars.scale, dk_base, dk.stride_row, n_first, seqlen_k, T.HEAD_DIM)
@@ -189,11 +266,13 @@ def key_gradient_kernel(
 @triton.jit
 def query_gradient_loop(
     dq, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-    begin, gap_begin, gap_end, end, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+    begin, gap_begin, gap_end, end,
+    EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Add to dQ what the keys begin..gap_begin and gap_end..end contribute."""
     m_idx, head, batch_idx = place
-    # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one (C7515).
+    # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one
+    # (C7515).
     stop = gap_begin + tl.maximum(end - gap_end, 0)
     if begin < stop:
         tl.assume(begin < stop)
@@ -204,7 +283,9 @@ def query_gradient_loop(
             v_tile = load_keys(v_source, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
             dots = dot(q_tile, tl.trans(k_tile), T)
             dp = dot(dout_tile, tl.trans(v_tile), T)
-            p, capped = probabilities(dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE, T)
+            p, capped = probabilities(
+                dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE, T
+            )
             keep = True
             if T.HAS_DROPOUT:
                 keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N)
@@ -215,17 +296,29 @@ def query_gradient_loop(
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def query_gradient_kernel(
-    q, k, v, dout, k_desc, v_desc, k_box, v_box, lse_unit, delta, dq, bias, mask, alibi_slopes, seed_ptr, lengths, sizes, band, scalars,
+    q, k, v, dout, k_desc, v_desc, k_box, v_box, lse_unit, delta, dq, bias, mask, alibi_slopes, seed_ptr, lengths,
+    sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one (query tile, head, sequence)."""
+    """Write dQ of one (query tile, head, sequence)."""
     num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
     block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
     q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
     k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     if T.PACKED_Q:
         if batch_idx == sizes.batch - 1:
-            clear_rows(dq, head, block, num_blocks, lengths.cu_seqlens_q, sizes.batch, sizes.total_q, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+            clear_rows(
+                dq,
+                head,
+                block,
+                num_blocks,
+                lengths.cu_seqlens_q,
+                sizes.batch,
+                sizes.total_q,
+                BLOCK_M,
+                T.HEAD_DIM,
+                T.BLOCK_D,
+            )
     m_first = block * BLOCK_M
     if m_first >= seqlen_q:
         return
@@ -257,9 +350,18 @@ def query_gradient_kernel(
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     acc = query_gradient_loop(
-        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-        full_begin, full_end, full_end, full_end, False, BLOCK_N, T)  # fmt: skip
+        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
+        seqlen_k, full_begin, full_end, full_end, full_end, False, BLOCK_N, T
+    )  # fmt: skip
     acc = query_gradient_loop(
-        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-        begin, full_begin, full_end, end, True, BLOCK_N, T)  # fmt: skip
-    store_rows(acc * scalars.scale, head_base(dq, batch_idx, head, q_start, T.PACKED_Q), dq.stride_row, m_first, seqlen_q, T.HEAD_DIM)
+        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
+        seqlen_k, begin, full_begin, full_end, end, True, BLOCK_N, T
+    )  # fmt: skip
+    store_rows(
+        acc * scalars.scale,
+        head_base(dq, batch_idx, head, q_start, T.PACKED_Q),
+        dq.stride_row,
+        m_first,
+        seqlen_q,
+        T.HEAD_DIM,
+    )

@@ -1,9 +1,14 @@
-"""dbias: the score gradient summed over the dimensions in which the bias was broadcast. Nothing larger than the bias is written.
+"""dbias: the score gradient summed over the dimensions in which the bias was broadcast. Nothing larger than the bias
+is written.
 
-Grid: (share of the repetitions, key tile, query tile, bias head, bias sequence). Each program recomputes S and dP of the tiles that map to
-its bias tile and adds up dS in registers; where there are few bias tiles the repetitions are shared out over programs, whose partial
-sums are added in a fixed order afterwards. No atomics.
+Grid: (share of the repetitions, key tile, query tile, bias head, bias sequence). Each program recomputes S and dP of
+the tiles that map to its bias tile and adds up dS in registers; where there are few bias tiles the repetitions are
+shared out over programs, whose partial sums are added in a fixed order afterwards. No atomics.
 """
+
+# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -25,7 +30,9 @@ from tilewise.backends.triton.primitives import (
 
 
 @triton.jit
-def tile_is_seen(m_first, n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
+def tile_is_seen(
+    m_first, n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr
+):
     """Whether some query of the tile sees some of its keys."""
     m_last = tl.minimum(m_first + BLOCK_M, seqlen_q) - 1
     n_last = tl.minimum(n_first + BLOCK_N, seqlen_k) - 1
@@ -39,10 +46,11 @@ def tile_is_seen(m_first, n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constex
 
 @triton.jit
 def tile_score_gradient(
-    q, k, v, dout, lse_unit, delta, bias, mask, alibi_slopes, seed_ptr, lengths, band, scalars, batch_idx, head, m_first, n_first,
-    q_start, seqlen_q, k_start, seqlen_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+    q, k, v, dout, lse_unit, delta, bias, mask, alibi_slopes, seed_ptr, lengths, band, scalars, batch_idx, head,
+    m_first, n_first, q_start, seqlen_q, k_start, seqlen_k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """dS with respect to the biased score, for one (BLOCK_M, BLOCK_N) tile; 0 outside the sequence and the band."""
+    """Gradient of the biased scores of one (BLOCK_M, BLOCK_N) tile; 0 outside the sequence and the band."""
     m_idx = m_first + tl.arange(0, BLOCK_M)
     n_idx = (n_first + tl.arange(0, BLOCK_N))[None, :]
     kv_head = head // T.GROUP_SIZE
@@ -71,14 +79,17 @@ def tile_score_gradient(
         keep = dropout_keep(terms[5], m_idx, n_first, head, batch_idx, scalars.drop_below, BLOCK_N)
     dots = dot(q_tile, tl.trans(k_tile), T)
     dp = dot(dout_tile, tl.trans(v_tile), T)
-    p, capped = probabilities(dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, True, T)
+    p, capped = probabilities(
+        dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, True, T
+    )
     ds_bias, _ = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
     return ds_bias
 
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars", "shape", "num_shares"])
 def bias_gradient_kernel(
-    q, k, v, dout, lse_unit, delta, dbias, bias, mask, alibi_slopes, seed_ptr, lengths, sizes, band, scalars, shape, num_shares,
+    q, k, v, dout, lse_unit, delta, dbias, bias, mask, alibi_slopes, seed_ptr, lengths, sizes, band, scalars, shape,
+    num_shares,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One share of one dbias tile. `shape` is the bias's own 4-D shape; dbias is (num_shares, *shape), contiguous."""
@@ -109,8 +120,9 @@ def bias_gradient_kernel(
         k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
         if tile_is_seen(m_block * BLOCK_M, n_block * BLOCK_N, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T):
             acc += tile_score_gradient(
-                q, k, v, dout, lse_unit, delta, bias, mask, alibi_slopes, seed_ptr, lengths, band, scalars, batch_idx, head,
-                m_block * BLOCK_M, n_block * BLOCK_N, q_start, seqlen_q, k_start, seqlen_k, BLOCK_M, BLOCK_N, T)  # fmt: skip
+                q, k, v, dout, lse_unit, delta, bias, mask, alibi_slopes, seed_ptr, lengths, band, scalars, batch_idx,
+                head, m_block * BLOCK_M, n_block * BLOCK_N, q_start, seqlen_q, k_start, seqlen_k, BLOCK_M, BLOCK_N, T
+            )  # fmt: skip
     rows = own_m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = own_n_block * BLOCK_N + tl.arange(0, BLOCK_N)
     plane = ((share * bias_batch + own_batch).to(tl.int64) * bias_heads + own_head) * bias_rows * bias_cols

@@ -1,4 +1,6 @@
-"""Tile shapes as a pure function of (architecture class, dtype width, head_dim class, pass). `overridden` replaces rows for experiments."""
+"""Tile shapes as a pure function of (architecture class, dtype width, head_dim class, pass). `overridden` replaces
+rows for experiments.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ Architecture = Literal["datacenter", "hopper", "small_smem"]
 class Config:
     """How one kernel is tiled and compiled.
 
-    `descriptors`: whole tiles are loaded by TMA where the tensors allow. `heads_per_wave`: None means as many as keep their rows in L2.
+    `descriptors`: whole tiles are loaded by TMA where the tensors allow. `heads_per_wave`: None means as many as keep
+    their rows in L2.
     """
 
     block_m: int
@@ -158,7 +161,9 @@ _DBIAS: Table = {
     (4, 512): Config(16, 16, 4, 1),
 }
 
-_overrides: contextvars.ContextVar[Mapping[Pass, Config] | None] = contextvars.ContextVar("tilewise_triton_configs", default=None)
+_overrides: contextvars.ContextVar[Mapping[Pass, Config] | None] = contextvars.ContextVar(
+    "tilewise_triton_configs", default=None
+)
 
 
 def architecture(device: DeviceSpec) -> Architecture:
@@ -183,7 +188,7 @@ def choose(direction: Pass, device: DeviceSpec, itemsize: int, block_d: int) -> 
 
 @contextlib.contextmanager
 def overridden(configs: Mapping[Pass, Config]) -> Iterator[None]:
-    """Within the block the named passes use these configurations: `with overridden({"dq": Config(64, 64, 4, 2)}): ...`."""
+    """Replace the configurations of some passes within a block, for experiments."""
     token = _overrides.set(configs)
     try:
         yield
@@ -192,15 +197,19 @@ def overridden(configs: Mapping[Pass, Config]) -> Iterator[None]:
 
 
 def heads_per_wave(device: DeviceSpec, bytes_per_head: int, group_size: int) -> int:
-    """How many heads run side by side: their streamed rows fill at most half of L2; whole groups, for they share K and V."""
+    """How many heads run side by side: their streamed rows fill at most half of L2; whole groups, for they share K
+    and V.
+    """
     fitting = device.l2_bytes // 2 // max(1, bytes_per_head)
     return max(group_size, min(64, fitting) // group_size * group_size)
 
 
 def num_splits(device: DeviceSpec, rows: int, max_tiles: int) -> int:
-    """Into how many parts decode cuts the keys of each of `rows` (sequence, K/V head) pairs: fills the chip's last wave.
+    """Into how many parts decode cuts the keys of each of `rows` (sequence, K/V head) pairs: fills the chip's last
+    wave.
 
-    Two programs fit on a multiprocessor. Takes the fewest splits that reach 90 % of the best occupancy of the last wave.
+    Two programs fit on a multiprocessor. Takes the fewest splits that reach 90 % of the best occupancy of the last
+    wave.
     """
     slots = 2 * device.num_sms
     # A split of less than two tiles costs more in merging than it gains.

@@ -1,8 +1,14 @@
-"""Decode: few query tokens against many keys. The keys are split over programs, the partial results merged by a second kernel.
+"""Decode: few query tokens against many keys. The keys are split over programs, the partial results merged by a
+second kernel.
 
-Grid: (split, K/V head, sequence), splits fastest. The query heads of a group are the rows of one tile, so each K/V tile is read once for
-the whole group. The number of splits depends on shapes and device only, so results are repeatable.
+Grid: (split, K/V head, sequence), splits fastest. The query heads of a group are the rows of one tile, so each K/V
+tile is read once for the whole group. The number of splits depends on shapes and device only, so results are
+repeatable.
 """
+
+# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -26,7 +32,8 @@ from tilewise.backends.triton.primitives import (
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars", "num_splits"])
 def decode_kernel(
-    q, k, v, out, lse, out_parts, lse_parts, bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars, num_splits,
+    q, k, v, out, lse, out_parts, lse_parts, bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars,
+    num_splits,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """(out, lse) of one split of the keys for all query tokens of a (group of heads, sequence); final unless SPLIT."""
@@ -65,10 +72,12 @@ def decode_kernel(
     hi = tl.minimum(lo + share, end)
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-        tl.maximum(lo, full_begin), tl.minimum(hi, full_end), hi, hi, False, BLOCK_N, T)  # fmt: skip
+        tl.maximum(lo, full_begin), tl.minimum(hi, full_end), hi, hi, False, BLOCK_N, T
+    )  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-        lo, tl.maximum(lo, tl.minimum(hi, full_begin)), tl.maximum(lo, full_end), hi, True, BLOCK_N, T)  # fmt: skip
+        acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, lo,
+        tl.maximum(lo, tl.minimum(hi, full_begin)), tl.maximum(lo, full_end), hi, True, BLOCK_N, T
+    )  # fmt: skip
 
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
     dv_idx = tl.arange(0, T.BLOCK_DV)
@@ -114,11 +123,21 @@ def combine_kernel(
     empty = total == 0.0
     share = weights / tl.where(empty, 1.0, total)
     d_idx = tl.arange(0, T.BLOCK_DV)
-    parts = tl.load(out_parts + part[:, None] * T.HEAD_DIM_V + d_idx[None, :], mask=ok[:, None] & (d_idx[None, :] < T.HEAD_DIM_V), other=0.0)
+    parts = tl.load(
+        out_parts + part[:, None] * T.HEAD_DIM_V + d_idx[None, :],
+        mask=ok[:, None] & (d_idx[None, :] < T.HEAD_DIM_V),
+        other=0.0,
+    )
     result = tl.sum(parts * share[:, None], 0)
     seq = token // seqlen_q
     row = token % seqlen_q
-    at = tl.cast(seq, tl.int64) * out.stride_batch + tl.cast(head, tl.int64) * out.stride_head + tl.cast(row, tl.int64) * out.stride_row
+    at = (
+        tl.cast(seq, tl.int64) * out.stride_batch
+        + tl.cast(head, tl.int64) * out.stride_head
+        + tl.cast(row, tl.int64) * out.stride_row
+    )
     tl.store(out.ptr + at + d_idx, result.to(out.ptr.dtype.element_ty), mask=d_idx < T.HEAD_DIM_V)
-    lse_at = tl.cast(seq, tl.int64) * lse.stride_batch + tl.cast(head, tl.int64) * lse.stride_head + row * lse.stride_row
+    lse_at = (
+        tl.cast(seq, tl.int64) * lse.stride_batch + tl.cast(head, tl.int64) * lse.stride_head + row * lse.stride_row
+    )
     tl.store(lse.ptr + lse_at, tl.where(empty, NEG_INF, anchor + tl.log2(tl.where(empty, 1.0, total)) * LN2))

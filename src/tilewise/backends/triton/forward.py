@@ -1,9 +1,14 @@
 """Forward: one kernel for dense, packed and paged problems.
 
-Grid: one program for each (query tile, head, sequence), in the order of `work_item`. A program owns BLOCK_M rows of `out` and `lse`
-and writes them once; K and V are streamed through it. Tiles that no row sees are not visited; only tiles at an edge of the band or
-at the end of the keys are masked. Rows of a packed `out` past the last sequence are cleared by the programs of that sequence.
+Grid: one program for each (query tile, head, sequence), in the order of `work_item`. A program owns BLOCK_M rows of
+`out` and `lse` and writes them once; K and V are streamed through it. Tiles that no row sees are not visited; only
+tiles at an edge of the band or at the end of the keys are masked. Rows of a packed `out` past the last sequence are
+cleared by the programs of that sequence.
 """
+
+# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803, SIM102, SIM108
 
 from __future__ import annotations
 
@@ -40,7 +45,8 @@ from tilewise.backends.triton.primitives import (
 
 @triton.jit
 def attend(
-    acc, row_max, row_sum, q, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end, end,
+    acc, row_max, row_sum, q, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin, gap_begin,
+    gap_end, end,
     EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Advance the softmax state of a query tile over the keys begin..gap_begin and gap_end..end.
@@ -49,7 +55,8 @@ def attend(
     """
     m_idx, head, batch_idx = place
     scale_log2 = scalars.scale * LOG2E
-    # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one (C7515).
+    # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one
+    # (C7515).
     stop = gap_begin + tl.maximum(end - gap_end, 0)
     if begin < stop:
         tl.assume(begin < stop)
@@ -65,7 +72,9 @@ def attend(
                 p, row_max, row_sum, alpha = softmax_step(scores, row_max, row_sum, LOG2E)
             elif EDGE:
                 keep = keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T)
-                p, row_max, row_sum, alpha = softmax_step(tl.where(keep, dots * scale_log2, NEG_INF), row_max, row_sum, 1.0)
+                p, row_max, row_sum, alpha = softmax_step(
+                    tl.where(keep, dots * scale_log2, NEG_INF), row_max, row_sum, 1.0
+                )
             else:
                 p, row_max, row_sum, alpha = softmax_step_scaled(dots, row_max, row_sum, scale_log2)
             if T.HAS_DROPOUT:
@@ -93,7 +102,9 @@ def finish(acc, row_max, row_sum, scalars, T: tl.constexpr):
 
 @triton.jit
 def initial_state(sinks, head, counts, BLOCK_M: tl.constexpr, T: tl.constexpr):
-    """(row_max, row_sum) before any key: a sink is a key without a value. `counts` is false where another split counts it."""
+    """(row_max, row_sum) before any key: a sink is a key without a value. `counts` is false where another split
+    counts it.
+    """
     row_max = tl.full([BLOCK_M], NEG_INF, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if T.HAS_SINKS:
@@ -117,7 +128,8 @@ def clear_lse(lse, head, block, num_blocks, lengths, sizes, BLOCK_M: tl.constexp
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def forward_kernel(
-    q, k, v, k_desc, v_desc, k_box, v_box, out, lse, bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars,
+    q, k, v, k_desc, v_desc, k_box, v_box, out, lse, bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band,
+    scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out, lse of one (query tile, head, sequence)."""
@@ -127,7 +139,18 @@ def forward_kernel(
     k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     if T.PACKED_Q:
         if batch_idx == sizes.batch - 1:
-            clear_rows(out, head, block, num_blocks, lengths.cu_seqlens_q, sizes.batch, sizes.total_q, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+            clear_rows(
+                out,
+                head,
+                block,
+                num_blocks,
+                lengths.cu_seqlens_q,
+                sizes.batch,
+                sizes.total_q,
+                BLOCK_M,
+                T.HEAD_DIM_V,
+                T.BLOCK_DV,
+            )
             clear_lse(lse, head, block, num_blocks, lengths, sizes, BLOCK_M)
     m_first = block * BLOCK_M
     if m_first >= seqlen_q:
@@ -156,12 +179,16 @@ def forward_kernel(
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-        full_begin, full_end, full_end, full_end, False, BLOCK_N, T)  # fmt: skip
+        full_begin, full_end, full_end, full_end, False, BLOCK_N, T
+    )  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-        begin, full_begin, full_end, end, True, BLOCK_N, T)  # fmt: skip
+        acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin,
+        full_begin, full_end, end, True, BLOCK_N, T
+    )  # fmt: skip
 
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
-    store_rows(result, head_base(out, batch_idx, head, q_start, T.PACKED_Q), out.stride_row, m_first, seqlen_q, T.HEAD_DIM_V)
+    store_rows(
+        result, head_base(out, batch_idx, head, q_start, T.PACKED_Q), out.stride_row, m_first, seqlen_q, T.HEAD_DIM_V
+    )
     lse_base = head_base(lse, batch_idx, head, q_start, T.PACKED_Q)
     tl.store(lse_base + m_idx * lse.stride_row, lse_rows, mask=m_idx < seqlen_q)

@@ -1,4 +1,5 @@
-"""From canonical operands to kernel launches: what depends on the problem alone is planned once and cached, the rest is strides.
+"""From canonical operands to kernel launches: what depends on the problem alone is planned once and cached, the rest
+is strides.
 
 Nothing here waits for the device, so a call can be captured in a CUDA graph.
 """
@@ -18,7 +19,18 @@ from tilewise import device as devices
 from tilewise.backends.triton import backward as bwd
 from tilewise.backends.triton import bias_gradient, configs, decode, forward, pages
 from tilewise.backends.triton.configs import Config, Pass
-from tilewise.backends.triton.traits import Band, Box, Grid4, Lengths, Rows, ScoreScalars, Sizes, Traits, padded, traits_of
+from tilewise.backends.triton.traits import (
+    Band,
+    Box,
+    Grid4,
+    Lengths,
+    Rows,
+    ScoreScalars,
+    Sizes,
+    Traits,
+    padded,
+    traits_of,
+)
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LN2, LOG2E, dropout_threshold
 from tilewise.operands import Gradients, Operands, Wanted
@@ -26,7 +38,8 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["Launch", "Plan", "plan_for", "run_backward", "run_forward"]
 
-# Query rows (tokens times heads of a group) that decode takes in one tile, and the keys below which splitting is not worth a second kernel.
+# Query rows (tokens times heads of a group) that decode takes in one tile, and the keys below which splitting is not
+# worth a second kernel.
 MAX_DECODE_ROWS = 64
 MIN_DECODE_KEYS = 256
 STATS_ROWS = 64
@@ -34,7 +47,9 @@ PAGE_SLOTS = 16
 
 
 class Launch(NamedTuple):
-    """A kernel and everything it is started with; kept apart from starting it so that it can be compiled without a GPU."""
+    """A kernel and everything it is started with; kept apart from starting it so that it can be compiled without a
+    GPU.
+    """
 
     kernel: Any
     programs: tuple[int, ...]
@@ -149,7 +164,9 @@ def decode_launches(plan: Plan, operands: Operands, out: Tensor, lse: Tensor) ->
         "num_splits": splits,
         "SPLIT": partial,
     }
-    config = Config(max(config.block_m, triton.next_power_of_2(rows)), config.block_n, config.num_warps, config.num_stages)
+    config = Config(
+        max(config.block_m, triton.next_power_of_2(rows)), config.block_n, config.num_warps, config.num_stages
+    )
     launch = _tiled(decode.decode_kernel, (splits * problem.num_kv_heads * problem.batch,), arguments, config)
     return [launch, _combine_launch(plan, operands, out, lse, out_parts, lse_parts)] if partial else [launch]
 
@@ -176,7 +193,13 @@ def _combine_launch(
 
 
 def run_backward(
-    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
 ) -> Gradients:
     """The wanted gradients of canonical operands."""
     if dout.stride(-1) != 1:
@@ -202,7 +225,9 @@ def run_backward(
         )
 
 
-def _stats_launch(plan: Plan, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, lse_unit: Tensor, delta: Tensor) -> Launch:
+def _stats_launch(
+    plan: Plan, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, lse_unit: Tensor, delta: Tensor
+) -> Launch:
     problem = plan.problem
     dense = problem.kind == "dense"
     num_rows, batch = (problem.seqlen_q, problem.batch) if dense else (problem.total_q, 1)
@@ -227,7 +252,9 @@ def _stats_launch(plan: Plan, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tens
 def key_gradient_launch(plan: Plan, shared: dict[str, Any], dk: Rows, dv: Rows) -> Launch:
     """The kernel that writes dK and dV."""
     problem, config = plan.problem, plan.config("dkdv")
-    bytes_per_head = problem.seqlen_q * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize * problem.group_size
+    bytes_per_head = (
+        problem.seqlen_q * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize * problem.group_size
+    )
     sizes = plan.sizes_streaming(config, bytes_per_head, 1)
     programs = triton.cdiv(problem.seqlen_k, config.block_n) * problem.num_kv_heads * problem.batch
     arguments = shared | {"dk": dk, "dv": dv, "sizes": sizes, "EARLY_DP": config.early_dp}
@@ -254,7 +281,8 @@ def _key_gradients(plan: Plan, operands: Operands, shared: dict[str, Any]) -> tu
 
 
 def _into_pages(like: Tensor, rows: Tensor, operands: Operands) -> Tensor:
-    assert operands.block_table is not None and operands.seqlens_k is not None
+    assert operands.block_table is not None
+    assert operands.seqlens_k is not None
     num_pages, page_size, num_kv_heads, dim = like.shape
     grad = torch.empty_like(like, memory_format=torch.contiguous_format)
     order, ends = pages.entries_by_page(operands.block_table, operands.seqlens_k, num_pages, page_size)
@@ -295,7 +323,8 @@ def _query_gradient(plan: Plan, operands: Operands, shared: dict[str, Any]) -> T
 def _bias_gradient(plan: Plan, operands: Operands, shared: dict[str, Any]) -> Tensor:
     problem, config = plan.problem, plan.config("dbias")
     shape = problem.bias_shape
-    assert shape is not None and operands.bias is not None
+    assert shape is not None
+    assert operands.bias is not None
     tiles = shape[0] * shape[1] * triton.cdiv(shape[2], config.block_m) * triton.cdiv(shape[3], config.block_n)
     # Enough programs for two waves; the partial sums stay below the size of the bias times that.
     shares = max(1, min(64, 2 * plan.device.num_sms // max(1, tiles)))
@@ -311,7 +340,11 @@ def _sink_gradient(plan: Plan, operands: Operands, lse_unit: Tensor, delta: Tens
     assert operands.sinks is not None
     unit = 1.0 if plan.traits.TRANSFORMED else LN2
     by_head = (0, 2) if plan.problem.kind == "dense" else (1,)
-    sinks = operands.sinks.to(torch.float32).view(1, -1, 1) if plan.problem.kind == "dense" else operands.sinks.float().view(-1, 1)
+    sinks = (
+        operands.sinks.to(torch.float32).view(1, -1, 1)
+        if plan.problem.kind == "dense"
+        else operands.sinks.float().view(-1, 1)
+    )
     weight = torch.exp2((sinks - lse_unit * unit) * LOG2E)
     return -(weight * delta).sum(by_head).to(operands.sinks.dtype)
 
@@ -356,7 +389,12 @@ def _pair(a: str, described_a: Described | None, b: str, described_b: Described 
     """Both or neither: one compiled kernel less."""
     if described_a is None or described_b is None:
         return dict.fromkeys((f"{a}_desc", f"{a}_box", f"{b}_desc", f"{b}_box"))
-    return {f"{a}_desc": described_a[0], f"{a}_box": described_a[1], f"{b}_desc": described_b[0], f"{b}_box": described_b[1]}
+    return {
+        f"{a}_desc": described_a[0],
+        f"{a}_box": described_a[1],
+        f"{b}_desc": described_b[0],
+        f"{b}_box": described_b[1],
+    }
 
 
 def _described(plan: Plan, rows: Rows, heads: int, num_rows: int, block: int) -> Described | None:
@@ -394,7 +432,11 @@ def _score_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
         "alibi_slopes": None if slopes is None else Rows(slopes, slopes.stride(0), slopes.stride(1), 0),
         "seed_ptr": _seed_on_device(operands) if plan.problem.dropout > 0.0 else None,
         "lengths": Lengths(
-            operands.cu_seqlens_q, operands.cu_seqlens_k, table, operands.seqlens_k, None if table is None else table.stride(0)
+            operands.cu_seqlens_q,
+            operands.cu_seqlens_k,
+            table,
+            operands.seqlens_k,
+            None if table is None else table.stride(0),
         ),
         "sizes": plan.sizes,
         "band": plan.band,

@@ -1,8 +1,12 @@
 """Gradients of paged K and V: from one row per (sequence, key) back into pages, which several sequences may share.
 
-Table entries are sorted by page, so that the program of a (page, head) adds the contributions of all sequences that read it in a fixed
-order. Pages nobody reads become 0.
+Table entries are sorted by page, so that the program of a (page, head) adds the contributions of all sequences that
+read it in a fixed order. Pages nobody reads become 0.
 """
+
+# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -17,7 +21,9 @@ def gather_pages_kernel(
     rows, pages, order, page_ends, seqlens_k, num_kv_heads, max_pages,
     PAGE_SIZE: tl.constexpr, BLOCK_S: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of every table entry that names this page. Grid: page * num_kv_heads. `rows` is fp32 (batch, head, key, dim)."""
+    """Sum the rows of every table entry that names this page. Grid: page * num_kv_heads. `rows` is fp32 (batch, head,
+    key, dim).
+    """
     head = tl.program_id(0) % num_kv_heads
     page = tl.program_id(0) // num_kv_heads
     begin = tl.load(page_ends + page - 1, mask=page > 0, other=0)
@@ -39,7 +45,9 @@ def gather_pages_kernel(
 
 
 def entries_by_page(block_table: Tensor, seqlens_k: Tensor, num_pages: int, page_size: int) -> tuple[Tensor, Tensor]:
-    """(order, page_ends): flat table entries in use, sorted by page, and where each page's entries end. No synchronisation."""
+    """(order, page_ends): flat table entries in use, sorted by page, and where each page's entries end. No
+    synchronisation.
+    """
     max_pages = block_table.shape[1]
     first_key = torch.arange(max_pages, device=block_table.device) * page_size
     used = first_key[None, :] < seqlens_k[:, None]

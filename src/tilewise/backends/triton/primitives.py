@@ -1,9 +1,13 @@
 """The shared vocabulary of the kernels: tiles in and out of memory, tile ranges, scores, online softmax, dropout bits.
 
-Orientation: `m_idx` and `n_idx` are token indices within their sequence, already shaped to broadcast against a score tile:
-(BLOCK_M, 1) and (1, BLOCK_N) in the forward and dQ kernels, (1, BLOCK_M) and (BLOCK_N, 1) where dK/dV works on transposed scores.
-`T` is a `Traits`. The tile ranges mirror tilewise.masks and are tested against it.
+Orientation: `m_idx` and `n_idx` are token indices within their sequence, already shaped to broadcast against a score
+tile: (BLOCK_M, 1) and (1, BLOCK_N) in the forward and dQ kernels, (1, BLOCK_M) and (BLOCK_N, 1) where dK/dV works on
+transposed scores. `T` is a `Traits`. The tile ranges mirror tilewise.masks and are tested against it.
 """
+
+# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803, N806, RET505
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ def zeros(ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def dot(a, b, T: tl.constexpr):
-    """a @ b with fp32 accumulation; the interpreter multiplies bf16 bit patterns, so it gets fp32 operands."""
+    """Compute a @ b with fp32 accumulation; the interpreter multiplies bf16 bit patterns, so it gets fp32 operands."""
     if T.INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision=T.PRECISION)
@@ -33,7 +37,7 @@ def dot(a, b, T: tl.constexpr):
 
 @triton.jit
 def dot_add(a, b, acc, T: tl.constexpr):
-    """acc + a @ b."""
+    """Compute acc + a @ b."""
     if T.INTERPRETED:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=T.PRECISION)
@@ -41,9 +45,11 @@ def dot_add(a, b, acc, T: tl.constexpr):
 
 @triton.jit
 def work_item(num_blocks, num_heads, sizes, LAST_FIRST: tl.constexpr):
-    """(block, head, batch_idx) of this program: waves of `heads_per_wave` heads whose K and V stay in L2, their blocks outermost.
+    """(block, head, batch_idx) of this program: waves of `heads_per_wave` heads whose K and V stay in L2, their
+    blocks outermost.
 
-    With LAST_FIRST the last blocks come first: under a causal mask they are the longest, and the short ones fill the tail.
+    With LAST_FIRST the last blocks come first: under a causal mask they are the longest, and the short ones fill the
+    tail.
     """
     pid = tl.program_id(0)
     wave_programs = sizes.heads_per_wave * num_blocks
@@ -128,7 +134,16 @@ def load_tile(pointers, first, num_rows, CHECK_ROWS: tl.constexpr, DIM: tl.const
 
 
 @triton.jit
-def load_rows(base, stride_row, first, num_rows, CHECK_ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_rows(
+    base,
+    stride_row,
+    first,
+    num_rows,
+    CHECK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Rows `first` to `first + BLOCK` of a (sequence, head)."""
     return load_tile(tile_pointers(base, stride_row, first, BLOCK, BLOCK_D), first, num_rows, CHECK_ROWS, DIM)
 
@@ -158,7 +173,16 @@ def store_rows(tile, base, stride_row, first, num_rows, DIM: tl.constexpr):
 
 @triton.jit
 def clear_rows(
-    rows, head, block, num_blocks, cu_seqlens, batch, total, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+    rows,
+    head,
+    block,
+    num_blocks,
+    cu_seqlens,
+    batch,
+    total,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Zero the packed rows that belong to no sequence, shared out over the `num_blocks` programs of a head."""
     begin = tl.load(cu_seqlens + batch)
@@ -170,12 +194,20 @@ def clear_rows(
 
 @triton.jit
 def load_keys(
-    source, first, seqlen_k, CHECK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr
+    source,
+    first,
+    seqlen_k,
+    CHECK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    T: tl.constexpr,
 ):
-    """The one loader of K and V tiles, for dense and packed rows and for pages; `source` is (rows, base, table, descriptor, row, column).
+    """The one loader of K and V tiles, for dense and packed rows and for pages; `source` is (rows, base, table,
+    descriptor, row, column).
 
-    A whole tile of rows comes through the descriptor if there is one. A tile inside one page costs a scalar table lookup; pages smaller
-    than a tile are gathered row by row.
+    A whole tile of rows comes through the descriptor if there is one. A tile inside one page costs a scalar table
+    lookup; pages smaller than a tile are gathered row by row.
     """
     rows, base, table, desc, row, col = source
     if desc is not None and not CHECK_ROWS:
@@ -245,7 +277,9 @@ def query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_
 
 @triton.jit
 def around_gap(position, gap_begin, gap_end, EDGE: tl.constexpr):
-    """Token index of a loop position: an edge loop runs over both sides of the whole tiles in one go, so it jumps over them."""
+    """Token index of a loop position: an edge loop runs over both sides of the whole tiles in one go, so it jumps
+    over them.
+    """
     if EDGE:
         return position + tl.where(position >= gap_begin, gap_end - gap_begin, 0)
     else:
@@ -274,7 +308,9 @@ def row_pointers(grid4, batch_idx, head, m_idx, seqlen_q):
 
 @triton.jit
 def score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx, seqlen_q, T: tl.constexpr):
-    """What the scores of these rows need: (slope, bias_rows, bias_stride, mask_rows, mask_stride, seed); 0 where unused."""
+    """What the scores of these rows need: (slope, bias_rows, bias_stride, mask_rows, mask_stride, seed); 0 where
+    unused.
+    """
     slope = 0.0
     bias_rows = 0
     bias_stride = 0
@@ -305,7 +341,7 @@ def load_columns(pointers, stride_col, n_idx, seqlen_k, CHECK: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh to about 1e-7 relative: a series near 0, exponentials elsewhere."""
+    """Compute tanh to about 1e-7 relative: a series near 0, exponentials elsewhere."""
     x2 = x * x
     series = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
     decay = tl.exp2(-2.0 * LOG2E * tl.abs(x))
@@ -315,7 +351,9 @@ def tanh(x):
 
 @triton.jit
 def natural_scores(dots, m_idx, n_idx, terms, scalars, seqlen_q, seqlen_k, CHECK: tl.constexpr, T: tl.constexpr):
-    """(scores, capped): the contract's steps 1 to 4 and the boolean mask; `capped` is the score right after the softcap."""
+    """(scores, capped): the contract's steps 1 to 4 and the boolean mask; `capped` is the score right after the
+    softcap.
+    """
     slope, bias_rows, bias_stride, mask_rows, mask_stride, _ = terms
     scores = dots * scalars.scale
     if T.HAS_SOFTCAP:
@@ -355,9 +393,11 @@ def softmax_step_scaled(dots, row_max, row_sum, scale_log2):
 
 @triton.jit
 def dropout_keep(seed, m_idx, first, head, batch_idx, drop_below, BLOCK_N: tl.constexpr):
-    """The contract's bits for keys first..first+BLOCK_N as (rows, BLOCK_N); m_idx is (rows,), `head` a scalar or (rows,).
+    """The contract's bits for keys first..first+BLOCK_N as (rows, BLOCK_N); m_idx is (rows,), `head` a scalar or
+    (rows,).
 
-    One Philox call serves four neighbouring keys, so (rows, BLOCK_N / 4) counters are drawn and their words interleaved.
+    One Philox call serves four neighbouring keys, so (rows, BLOCK_N / 4) counters are drawn and their words
+    interleaved.
     """
     BLOCK_M: tl.constexpr = m_idx.shape[0]
     zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)

@@ -1,12 +1,13 @@
-"""What a kernel is compiled for: everything about a problem that changes the code, and nothing that only changes a number.
+"""What a kernel is compiled for: everything about a problem that changes the code, and nothing that only changes a
+number.
 
-`Traits` is passed to the kernels as one constexpr. Lengths, strides, scale, window sizes and the dropout rate are not in it, so no
-new sequence length ever compiles anything.
+`Traits` is passed to the kernels as one constexpr. Lengths, strides, scale, window sizes and the dropout rate are not
+in it, so no new sequence length ever compiles anything.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -86,14 +87,23 @@ class ScoreScalars(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Compile-time facts of a problem."""
+    """Compile-time facts of a problem.
+
+    BLOCK_D and BLOCK_DV are the head dims padded to what the matrix units take. TRANSFORMED: scores are more than
+    scale * q.k, so they are kept in natural units instead of log2 ones; a negative scale counts as that, because the
+    fast path takes the maximum before it scales.
+    """
 
     PACKED_Q: bool
-    KEYS: str
+    PACKED_K: bool
+    PAGED: bool
     PAGE_SIZE: int
     GROUP_SIZE: int
     HEAD_DIM: int
     HEAD_DIM_V: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    TRANSFORMED: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
     HAS_BIAS: bool
@@ -102,41 +112,8 @@ class Traits:
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
     HAS_DROPOUT: bool
-    NEGATIVE_SCALE: bool
     PRECISION: str
     INTERPRETED: bool
-
-    @property
-    def BLOCK_D(self) -> int:
-        """head_dim padded to what the matrix units take."""
-        return padded(self.HEAD_DIM)
-
-    @property
-    def BLOCK_DV(self) -> int:
-        """head_dim_v padded to what the matrix units take."""
-        return padded(self.HEAD_DIM_V)
-
-    @property
-    def TRANSFORMED(self) -> bool:
-        """Scores are more than scale * q.k, so they are kept in natural units instead of log2 ones.
-
-        A negative scale is counted in: the fast path takes the maximum before it scales.
-        """
-        return self.HAS_SOFTCAP or self.HAS_ALIBI or self.HAS_BIAS or self.HAS_MASK or self.NEGATIVE_SCALE
-
-    @property
-    def PACKED_K(self) -> bool:
-        """Keys of all sequences lie behind one another."""
-        return self.KEYS == "varlen"
-
-    @property
-    def PAGED(self) -> bool:
-        """Keys lie in pages named by a block table."""
-        return self.KEYS == "paged"
-
-    def as_dense_keys(self) -> Traits:
-        """The same problem with keys at batch strides, as the gradient of paged keys is first written."""
-        return replace(self, KEYS="dense")
 
 
 def padded(head_dim: int) -> int:
@@ -147,13 +124,18 @@ def padded(head_dim: int) -> int:
 def traits_of(problem: AttentionProblem, *, packed_q: bool, precision: str, interpreted: bool) -> Traits:
     """The compile-time facts of `problem`."""
     left, right = problem.band
+    terms = (problem.softcap, problem.bias_shape, problem.mask_shape)
     return Traits(
         PACKED_Q=packed_q,
-        KEYS=problem.kind,
+        PACKED_K=problem.kind == "varlen",
+        PAGED=problem.kind == "paged",
         PAGE_SIZE=problem.page_size or 0,
         GROUP_SIZE=problem.group_size,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=padded(problem.head_dim),
+        BLOCK_DV=padded(problem.head_dim_v),
+        TRANSFORMED=problem.has_alibi or problem.scale < 0.0 or any(term is not None for term in terms),
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,
         HAS_BIAS=problem.bias_shape is not None,
@@ -162,7 +144,6 @@ def traits_of(problem: AttentionProblem, *, packed_q: bool, precision: str, inte
         HAS_SOFTCAP=problem.softcap is not None,
         HAS_SINKS=problem.has_sinks,
         HAS_DROPOUT=problem.dropout > 0.0,
-        NEGATIVE_SCALE=problem.scale < 0.0,
         PRECISION=precision if problem.dtype == torch.float32 else "ieee",
         INTERPRETED=interpreted,
     )
