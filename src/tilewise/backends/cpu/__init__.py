@@ -51,7 +51,14 @@ class CpuBackend:
         return launch.forward(problem, operands)
 
     def backward(
-        self, problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
     ) -> Gradients:
         """Gradients of `sum(out * dout) + sum(lse * dlse)`."""
         from tilewise.backends.cpu import launch_backward

@@ -10,16 +10,32 @@ from __future__ import annotations
 from tilewise.backends.cpu import params as P
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, drop, multiply_panel
-from tilewise.backends.cpu.intrinsics import atomic_add, field, load_f32, load_i32, load_i64, scalar_bits, store_f32, store_i64
+from tilewise.backends.cpu.intrinsics import (
+    atomic_add,
+    field,
+    load_f32,
+    load_i32,
+    load_i64,
+    scalar_bits,
+    store_f32,
+    store_i64,
+)
 from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.merging import MINUS_INF
 from tilewise.backends.cpu.microkernels import accumulate_keys, scores, softmax_gradient, weigh_values
-from tilewise.backends.cpu.packing import add_row, fill, pack_rows, row_dots, store_row, transpose_panel, untranspose_panel
+from tilewise.backends.cpu.packing import (
+    add_row,
+    fill,
+    pack_rows,
+    row_dots,
+    store_row,
+    transpose_panel,
+    untranspose_panel,
+)
 from tilewise.backends.cpu.scoring import (
     BLOCK_N,
     KEY_STEP,
     LANES,
-    LOG2E_F32,
     MAX_FIRST,
     MAX_LAST,
     MIN_FIRST,
@@ -48,7 +64,7 @@ ENTRY_BYTES = 48
 
 @driver
 def pack_block(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
-    """q and dout of a block, as fp32 rows and as transposed panels; lse in log2 units and delta = rowsum(dout * out) - dlse."""
+    """Q and dout of a block, as fp32 rows and as transposed panels; lse in log2 units and delta = rowsum(dout * out) - dlse."""
     width, width_v, dtype, start = field(p, P.DIM_WIDE), field(p, P.DIM_V_WIDE), field(p, P.DTYPE), q_start(p, batch)
     q_rows, dout_rows = ws + field(p, P.WS_Q_ROWS), ws + field(p, P.WS_DOUT_ROWS)
     row = start + first_row
@@ -68,14 +84,14 @@ def pack_block(p: int, ws: int, batch: int, head: int, first_row: int, count: in
 
 @driver
 def pack_row_statistics(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
-    """lse and delta of a block's rows; a row without keys, or beyond the last one, has lse +inf, which makes its P 0."""
+    """Lse and delta of a block's rows; a row without keys, or beyond the last one, has lse +inf, which makes its P 0."""
     width_v, row, stage = field(p, P.DIM_V_WIDE), q_start(p, batch) + first_row, ws + field(p, P.WS_STAGE)
     out = field(p, P.OUT) + batch * field(p, P.OUT_BATCH) + head * field(p, P.OUT_HEAD) + row * field(p, P.OUT_ROW)
     at = batch * field(p, P.LSE_BATCH) + head * field(p, P.LSE_HEAD) + 4 * row
     for r in range((count + PANEL - 1) // PANEL * PANEL):
         lse, delta = INFINITY, 0.0
         if r < count:
-            lse = load_f32(field(p, P.LSE) + at + 4 * r) * LOG2E_F32
+            lse = load_f32(field(p, P.LSE) + at + 4 * r) * scalar_bits(field(p, P.LSE_TO_LOG2))
             if lse == MINUS_INF:
                 lse = INFINITY
             pack_rows(out + r * field(p, P.OUT_ROW), 0, 1, field(p, P.DTYPE), field(p, P.HEAD_DIM_V), stage, 0, width_v)
@@ -101,7 +117,14 @@ def panel_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: i
     for j in range(0, size, SCORE_KEYS):
         scores(k + 4 * j * width, 4 * width, field(p, P.DIM_PADDED), q, s + 4 * j * PANEL, ws + field(p, P.WS_MAX))
     for j in range(0, size, SCORE_KEYS):
-        scores(v + 4 * j * width_v, 4 * width_v, field(p, P.DIM_V_PADDED), dout, ds + 4 * j * PANEL, ws + field(p, P.WS_MAX))
+        scores(
+            v + 4 * j * width_v,
+            4 * width_v,
+            field(p, P.DIM_V_PADDED),
+            dout,
+            ds + 4 * j * PANEL,
+            ws + field(p, P.WS_MAX),
+        )
     features, vectors = field(p, P.FEATURES), PANEL // LANES
     edge = first_key < load_i64(bounds + MAX_FIRST) or first_key + size - 1 > load_i64(bounds + MIN_LAST)
     if edge or (features & P.CHANGES_SCORES) != 0:
@@ -111,7 +134,9 @@ def panel_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: i
     if features & P.HAS_DROPOUT:
         drop(ds, size, first_key, table, batch, field(p, P.SEED_LOW), field(p, P.SEED_HIGH), threshold, keep, vectors)
     rows = 4 * panel * PANEL
-    softmax_gradient(s, ds, size, ws + field(p, P.WS_LSE) + rows, ws + field(p, P.WS_DELTA) + rows)
+    softmax_gradient(
+        s, ds, size, ws + field(p, P.WS_LSE) + rows, ws + field(p, P.WS_DELTA) + rows, scalar_bits(field(p, P.TO_LOG2))
+    )
     if features & P.HAS_DROPOUT:
         drop(s, size, first_key, table, batch, field(p, P.SEED_LOW), field(p, P.SEED_HIGH), threshold, keep, vectors)
     if field(p, P.WORK) & P.MAKES_DBIAS:
@@ -147,7 +172,15 @@ def accumulate_tile(p: int, ws: int, panels: int, size: int, weights: int, x: in
             if count > 0:
                 source = x + 4 * (first * PANEL * width + d)
                 place = acc + 4 * (j * width + d)
-                accumulate_keys(weights + first * SCORE_BYTES + 4 * j * PANEL, SCORE_BYTES, count, source, 4 * width, place, 4 * width)
+                accumulate_keys(
+                    weights + first * SCORE_BYTES + 4 * j * PANEL,
+                    SCORE_BYTES,
+                    count,
+                    source,
+                    4 * width,
+                    place,
+                    4 * width,
+                )
 
 
 @driver
@@ -159,7 +192,15 @@ def accumulate_dq(p: int, ws: int, panel: int, num_rows: int, begin: int, end: i
     dq = ws + field(p, P.WS_DQ) + 4 * panel * PANEL * width
     for i in range(0, num_rows, VALUE_ROWS):
         for d in range(0, width, VALUE_STEP):
-            weigh_values(ds + 4 * i, k + 4 * d, 4 * width, end - begin, dq + 4 * (i * width + d), 4 * width, ws + field(p, P.WS_ONES))
+            weigh_values(
+                ds + 4 * i,
+                k + 4 * d,
+                4 * width,
+                end - begin,
+                dq + 4 * (i * width + d),
+                4 * width,
+                ws + field(p, P.WS_ONES),
+            )
 
 
 @driver
@@ -185,13 +226,18 @@ def tile_gradient(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int
                 accumulate_dq(p, ws, panel, num_rows, begin, end)
     if work & P.MAKES_DKV:
         s, ds = ws + field(p, P.WS_SCORES), ws + field(p, P.WS_DSCORES)
-        dk, dv = ws + field(p, P.WS_DK) + 4 * (k0 - key_begin) * width, ws + field(p, P.WS_DV) + 4 * (k0 - key_begin) * width_v
+        dk, dv = (
+            ws + field(p, P.WS_DK) + 4 * (k0 - key_begin) * width,
+            ws + field(p, P.WS_DV) + 4 * (k0 - key_begin) * width_v,
+        )
         accumulate_tile(p, ws, panels, size, s, ws + field(p, P.WS_DOUT_ROWS), width_v, dv)
         accumulate_tile(p, ws, panels, size, ds, ws + field(p, P.WS_Q_ROWS), width, dk)
 
 
 @driver
-def block_gradient(p: int, ws: int, batch: int, head: int, first_row: int, count: int, key_begin: int, key_end: int) -> None:
+def block_gradient(
+    p: int, ws: int, batch: int, head: int, first_row: int, count: int, key_begin: int, key_end: int
+) -> None:
     """One block of query rows of one head against a range of keys."""
     kv_head, width = head // field(p, P.GROUP_SIZE), field(p, P.DIM_WIDE)
     prepare_rows(p, ws, batch, head, first_row, count, key_begin, key_end)
@@ -228,9 +274,17 @@ def store_key_gradients(p: int, ws: int, batch: int, kv_head: int, key_begin: in
     dtype, scale = field(p, P.KV_GRAD_DTYPE), scalar_bits(field(p, P.SCALE))
     for r in range(key_end - key_begin):
         if field(p, P.DK) != 0:
-            store_row(ws + field(p, P.WS_DK) + 4 * r * width, field(p, P.HEAD_DIM), dk + r * field(p, P.DK_ROW), dtype, scale)
+            store_row(
+                ws + field(p, P.WS_DK) + 4 * r * width, field(p, P.HEAD_DIM), dk + r * field(p, P.DK_ROW), dtype, scale
+            )
         if field(p, P.DV) != 0:
-            store_row(ws + field(p, P.WS_DV) + 4 * r * width_v, field(p, P.HEAD_DIM_V), dv + r * field(p, P.DV_ROW), dtype, 1.0)
+            store_row(
+                ws + field(p, P.WS_DV) + 4 * r * width_v,
+                field(p, P.HEAD_DIM_V),
+                dv + r * field(p, P.DV_ROW),
+                dtype,
+                1.0,
+            )
 
 
 @driver
@@ -238,7 +292,12 @@ def backward_item(p: int, ws: int, item: int) -> None:
     """One work item: a schedule entry for one unit of heads."""
     head = item % field(p, P.UNITS) * field(p, P.HEADS_PER_UNIT)
     place = field(p, P.SCHEDULE) + item // field(p, P.UNITS) * ENTRY_BYTES
-    batch, end_batch, first_row, end_row = load_i64(place), load_i64(place + 8), load_i64(place + 16), load_i64(place + 24)
+    batch, end_batch, first_row, end_row = (
+        load_i64(place),
+        load_i64(place + 8),
+        load_i64(place + 16),
+        load_i64(place + 24),
+    )
     key_begin, end_key = load_i64(place + 32), load_i64(place + 40)
     makes_dkv, block_m = field(p, P.WORK) & P.MAKES_DKV, field(p, P.BLOCK_M)
     if makes_dkv:

@@ -61,7 +61,13 @@ def fingerprint() -> str:
     """What machine code depends on: version, processor, compiler, and the source of this package."""
     digest = hashlib.sha256()
     features = binding.get_host_cpu_features().flatten()
-    for part in (tilewise.__version__, binding.get_host_cpu_name(), features, llvmlite_version, str(binding.llvm_version_info)):
+    for part in (
+        tilewise.__version__,
+        binding.get_host_cpu_name(),
+        features,
+        llvmlite_version,
+        str(binding.llvm_version_info),
+    ):
         digest.update(part.encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())

@@ -61,7 +61,7 @@ def kernel(arguments: str, result: str = "v") -> Callable[[Callable[..., Value]]
 def driver(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Make a Python function of ints and floats part of compiled programs."""
     part = Part(f"tilewise_{function.__name__}", signature_of(function), function, is_driver=True)
-    return cast(Callable[Arguments, Result], _Callable(part))
+    return cast("Callable[Arguments, Result]", _Callable(part))
 
 
 def _called(function: Callable[..., Any]) -> Iterator[tuple[str, Part]]:
@@ -110,7 +110,9 @@ def target_machine() -> Any:
     binding.initialize_native_asmprinter()
     target = binding.Target.from_default_triple()
     features = binding.get_host_cpu_features().flatten()
-    return target.create_target_machine(cpu=binding.get_host_cpu_name(), features=features, opt=3, reloc="pic", codemodel="jitdefault", jit=True)
+    return target.create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=features, opt=3, reloc="pic", codemodel="jitdefault", jit=True
+    )
 
 
 def optimise(module: ir.Module, machine: Any) -> Any:

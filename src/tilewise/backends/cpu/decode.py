@@ -12,7 +12,7 @@ from tilewise.backends.cpu.features import PANEL, drop
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
 from tilewise.backends.cpu.merging import MINUS_INF, finish_rows, merge_chunks
 from tilewise.backends.cpu.microkernels import row_max, softmax
-from tilewise.backends.cpu.packing import copy_rows, fill, pack_rows, scale_rows
+from tilewise.backends.cpu.packing import fill, pack_rows, scale_rows
 from tilewise.backends.cpu.scoring import (
     BLOCK_N,
     ENTRY_BYTES,
@@ -68,7 +68,9 @@ def score_run(p: int, ws: int, batch: int, kv_head: int, row: int, size: int, s:
 
 
 @driver
-def weigh_run(p: int, ws: int, batch: int, kv_head: int, row: int, size: int, s: int, count: int, alpha: int, last: int) -> None:
+def weigh_run(
+    p: int, ws: int, batch: int, kv_head: int, row: int, size: int, s: int, count: int, alpha: int, last: int
+) -> None:
     """Values of a run of keys; the rows of K that will be read next are prefetched."""
     v, width = kv_address(p, P.V, batch, kv_head, row), field(p, P.DIM_V_LANES)
     ahead = kv_address(p, P.K, batch, kv_head, min(row + BLOCK_N, last))
@@ -86,7 +88,7 @@ def weigh_run(p: int, ws: int, batch: int, kv_head: int, row: int, size: int, s:
 def stream_tile(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, size: int) -> None:
     """All rows against keys [k0, k0 + size)."""
     s, state = ws + field(p, P.WS_SCORES), ws + field(p, P.WS_ACC) + 4 * field(p, P.BLOCK_M) * field(p, P.DIM_V_PADDED)
-    new_max, alpha = ws + field(p, P.WS_MAX), ws + field(p, P.WS_ALPHA)
+    tile_max, alpha = ws + field(p, P.WS_MAX), ws + field(p, P.WS_ALPHA)
     table, bounds = ws + field(p, P.WS_ROWS), ws + field(p, P.WS_PANELS)
     vectors, padded = (count + LANES - 1) // LANES, (size + 3) // 4 * 4
     row = k0
@@ -98,9 +100,11 @@ def stream_tile(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, 
     edge = k0 < load_i64(bounds + MAX_FIRST) or k0 + size - 1 > load_i64(bounds + MIN_LAST)
     if edge or (field(p, P.FEATURES) & P.CHANGES_SCORES) != 0:
         change_scores(p, ws, s, padded, size, k0, table, count, 0)
-    copy_rows(state, new_max, vectors * LANES)
-    row_max(s, padded, new_max, vectors)
-    softmax(s, padded, state, state + 4 * field(p, P.BLOCK_M), new_max, alpha, vectors)
+    fill(tile_max, vectors * LANES, MINUS_INF)
+    row_max(s, padded, tile_max, vectors)
+    softmax(
+        s, padded, state, state + 4 * field(p, P.BLOCK_M), tile_max, alpha, vectors, scalar_bits(field(p, P.TO_LOG2))
+    )
     if field(p, P.FEATURES) & P.HAS_DROPOUT:
         threshold, keep = field(p, P.DROPOUT_THRESHOLD), scalar_bits(field(p, P.KEEP_SCALE))
         drop(s, padded, k0, table, batch, field(p, P.SEED_LOW), field(p, P.SEED_HIGH), threshold, keep, vectors)

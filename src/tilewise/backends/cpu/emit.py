@@ -118,7 +118,9 @@ class Emitter:
 
     # Control
 
-    def loop(self, count: Value, step: int, carried: Sequence[Value], body: Callable[..., Sequence[Value] | None]) -> list[Value]:
+    def loop(
+        self, count: Value, step: int, carried: Sequence[Value], body: Callable[..., Sequence[Value] | None]
+    ) -> list[Value]:
         """Run `body(index, *carried)` for index 0, step, ... below count (at least once); it returns the carried values' successors."""
         b, before = self.b, self.b.block
         inside, after = b.append_basic_block("loop"), b.append_basic_block("after")
@@ -145,7 +147,9 @@ class Emitter:
 
     def positive(self, count: Value, step: int, body: Callable[[Value], None]) -> None:
         """Like `loop` without carried values, but allowed to run zero times."""
-        self.when(self.b.icmp_signed(">", count, self.i64(0)), lambda: void(self.loop(count, step, (), lambda i: body(i))))
+        self.when(
+            self.b.icmp_signed(">", count, self.i64(0)), lambda: void(self.loop(count, step, (), lambda i: body(i)))
+        )
 
     # Arithmetic
 
@@ -162,7 +166,7 @@ class Emitter:
         return self.b.call(declaration, arguments)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a * b + c, rounded once."""
+        """A * b + c, rounded once."""
         return self.call("fma", a, b, c)
 
     def maximum(self, a: Value, b: Value) -> Value:
@@ -196,7 +200,8 @@ class Emitter:
         b = self.b
         i32, i16 = ir.IntType(32), ir.IntType(16)
         reduce = self.declared(
-            "llvm.x86.avx512.mask.reduce.ps.512", ir.FunctionType(self.vector, [self.vector, i32, self.vector, i16, i32])
+            "llvm.x86.avx512.mask.reduce.ps.512",
+            ir.FunctionType(self.vector, [self.vector, i32, self.vector, i16, i32]),
         )
         scale = self.declared(
             "llvm.x86.avx512.mask.scalef.ps.512",
@@ -209,7 +214,7 @@ class Emitter:
         return b.call(scale, [mantissa, b.fsub(x, fraction), zero, every, current_rounding])
 
     def tanh(self, x: Value) -> Value:
-        """tanh to 2 ulp: an odd polynomial near 0, (1 - e) / (1 + e) with e = exp(-2|x|) beyond."""
+        """Tanh to 2 ulp: an odd polynomial near 0, (1 - e) / (1 + e) with e = exp(-2|x|) beyond."""
         b = self.b
         square = b.fmul(x, x)
         near = self.fma(b.fmul(self.polynomial(square, TANH_POLYNOMIAL), square), x, x)
@@ -283,7 +288,9 @@ class Emitter:
         rebased = b.add(b.add(magnitude, self.i32s(-(112 << 23) + 0xFFF, count)), odd)
         normal = b.lshr(rebased, self.i32s(13, count))
         finite = b.select(b.icmp_signed("<", magnitude, self.i32s(0x38800000, count)), small, normal)
-        clipped = b.select(b.icmp_signed(">=", magnitude, self.i32s(0x47800000, count)), self.i32s(0x7C00, count), finite)
+        clipped = b.select(
+            b.icmp_signed(">=", magnitude, self.i32s(0x47800000, count)), self.i32s(0x7C00, count), finite
+        )
         nan = b.icmp_signed(">", magnitude, self.i32s(0x7F800000, count))
         return b.trunc(b.or_(b.select(nan, self.i32s(0x7E00, count), clipped), sign), shorts)
 

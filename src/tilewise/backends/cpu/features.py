@@ -1,6 +1,6 @@
 """What lies between the raw product and the softmax: softcap, ALiBi, bias, mask, band edges; and dropout after it.
 
-Every kernel works on a panel of transposed scores S[key][query] in log2 units. What differs between rows is read from the panel's row
+Every kernel works on a panel of transposed scores S[key][query]. What differs between rows is read from the panel's row
 table, so that rows of different heads (a GQA group decoded together) may share a panel. None of this runs where it is not needed.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from tilewise.backends.cpu.emit import BF16, BOOL, F32, FP16, FP32, I64, ITEM_BYTES, Emitter, Value
 from tilewise.backends.cpu.compiler import kernel
+from tilewise.backends.cpu.emit import BF16, BOOL, F32, FP16, FP32, I64, ITEM_BYTES, Emitter, Value
 from tilewise.backends.cpu.isa import Isa, host
 from tilewise.backends.cpu.packing import by_dtype
-from tilewise.numerics import LOG2E, PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1
+from tilewise.numerics import PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1
 
 __all__ = ["add_alibi", "add_panel", "apply_softcap", "drop", "gather_row", "mask_band", "multiply_panel"]
 
@@ -33,7 +33,9 @@ FIELD_BYTES = 4 * PANEL
 TABLE_BYTES = row_table_bytes(host())
 
 
-def each_score(e: Emitter, vectors: Value, num_keys: Value, prepare: Callable[[Value], Callable[[Value, Value], None]]) -> None:
+def each_score(
+    e: Emitter, vectors: Value, num_keys: Value, prepare: Callable[[Value], Callable[[Value, Value], None]]
+) -> None:
     """Visit a panel: `prepare(byte offset of the vector)` returns the body, called with (key index, byte offset into the panel)."""
     b = e.b
 
@@ -53,7 +55,7 @@ def table_vector(e: Emitter, table: Value, field: int, at: Value, *, integer: bo
 
 @kernel("iiiii")
 def mask_band(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Value, vectors: Value) -> None:
-    """s = -inf where the key lies outside the row's [first, last]."""
+    """S = -inf where the key lies outside the row's [first, last]."""
     b = e.b
 
     def prepare(at: Value) -> Callable[[Value, Value], None]:
@@ -73,9 +75,9 @@ def mask_band(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Va
 
 @kernel("iiifi")
 def apply_softcap(e: Emitter, s: Value, num_keys: Value, vectors: Value, cap: Value, slope: Value) -> None:
-    """s (already divided by the cap) = cap * log2(e) * tanh(s); where `slope` is an address, 1 - tanh^2 is left there."""
+    """S (already divided by the cap) = cap * tanh(s); where `slope` is an address, 1 - tanh^2 is left there."""
     b = e.b
-    factor = e.splat(b.fmul(cap, ir.Constant(F32, LOG2E)))
+    factor = e.splat(cap)
     one = e.f32s(1.0)
 
     def prepare(_at: Value) -> Callable[[Value, Value], None]:
@@ -83,7 +85,9 @@ def apply_softcap(e: Emitter, s: Value, num_keys: Value, vectors: Value, cap: Va
             place = b.add(s, offset)
             t = e.tanh(e.load(place))
             e.store(place, b.fmul(t, factor))
-            e.when(b.icmp_signed("!=", slope, e.i64(0)), lambda: e.store(b.add(slope, offset), e.fma(b.fneg(t), t, one)))
+            e.when(
+                b.icmp_signed("!=", slope, e.i64(0)), lambda: e.store(b.add(slope, offset), e.fma(b.fneg(t), t, one))
+            )
 
         return body
 
@@ -92,7 +96,7 @@ def apply_softcap(e: Emitter, s: Value, num_keys: Value, vectors: Value, cap: Va
 
 @kernel("iiiii")
 def add_alibi(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Value, vectors: Value) -> None:
-    """s -= slope * |position - key|, the slope already times log2(e)."""
+    """S -= slope * |position - key|."""
     b = e.b
 
     def prepare(at: Value) -> Callable[[Value, Value], None]:
@@ -112,7 +116,7 @@ def add_alibi(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Va
 
 @kernel("iiii")
 def add_panel(e: Emitter, s: Value, num_keys: Value, addend: Value, vectors: Value) -> None:
-    """s += addend, a panel; -inf in the addend wins over anything, NaN included."""
+    """S += addend, a panel; -inf in the addend wins over anything, NaN included."""
     b = e.b
     never = e.f32s(-float("inf"))
 
@@ -129,7 +133,7 @@ def add_panel(e: Emitter, s: Value, num_keys: Value, addend: Value, vectors: Val
 
 @kernel("iiii")
 def multiply_panel(e: Emitter, s: Value, num_keys: Value, factor: Value, vectors: Value) -> None:
-    """s *= factor, a panel."""
+    """S *= factor, a panel."""
 
     def prepare(_at: Value) -> Callable[[Value, Value], None]:
         def body(_n: Value, offset: Value) -> None:
@@ -178,7 +182,7 @@ def drop(
     keep_scale: Value,
     vectors: Value,
 ) -> None:
-    """p = keep_scale * p where the key's random word is at least the threshold, else 0; first_key and num_keys are multiples of 4."""
+    """P = keep_scale * p where the key's random word is at least the threshold, else 0; first_key and num_keys are multiples of 4."""
     b = e.b
     key0, key1, bound = (e.splat(b.trunc(x, ir.IntType(32))) for x in (seed_low, seed_high, threshold))
     batch_word = e.splat(b.trunc(batch, ir.IntType(32)))

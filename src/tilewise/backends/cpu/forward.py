@@ -8,13 +8,13 @@ Every item is computed the same way whoever takes it: results do not depend on t
 from __future__ import annotations
 
 from tilewise.backends.cpu import params as P
-from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, drop
 from tilewise.backends.cpu.compiler import driver
+from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, drop
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
 from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.merging import MINUS_INF, finish_rows, merge_chunks
 from tilewise.backends.cpu.microkernels import row_max, scores, softmax, weigh_values
-from tilewise.backends.cpu.packing import copy_rows, fill, pack_rows, transpose_panel
+from tilewise.backends.cpu.packing import fill, pack_rows, transpose_panel
 from tilewise.backends.cpu.scoring import (
     BLOCK_N,
     ENTRY_BYTES,
@@ -42,7 +42,9 @@ VALUE_ROWS = host().value_rows
 
 
 @driver
-def pack_queries(p: int, tensor: int, batch: int, head: int, first_row: int, count: int, stage: int, target: int) -> None:
+def pack_queries(
+    p: int, tensor: int, batch: int, head: int, first_row: int, count: int, stage: int, target: int
+) -> None:
     """Rows of q (or dout) into transposed, scaled panels; stage holds one panel of rows."""
     width, q_len = field(p, P.DIM_LANES), q_length(p, batch)
     base = field(p, tensor) + batch * field(p, tensor + 1) + q_start(p, batch) * field(p, tensor + 3)
@@ -57,7 +59,9 @@ def pack_queries(p: int, tensor: int, batch: int, head: int, first_row: int, cou
             run = min(rows - lane, q_len - row)
             source = base + head * field(p, tensor + 2) + row * field(p, tensor + 3)
             place = stage + 4 * lane * width
-            pack_rows(source, field(p, tensor + 3), run, field(p, P.DTYPE), field(p, P.HEAD_DIM), place, 4 * width, width)
+            pack_rows(
+                source, field(p, tensor + 3), run, field(p, P.DTYPE), field(p, P.HEAD_DIM), place, 4 * width, width
+            )
             lane += run
             row += run
         fill(stage + 4 * rows * width, (PANEL - rows) * width, 0.0)
@@ -74,7 +78,7 @@ def acc_state(p: int, ws: int) -> int:
 def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int) -> None:
     """One panel against keys [begin, end) of the tile at k0: scores, softmax, and values into the accumulator."""
     s = ws + field(p, P.WS_SCORES)
-    new_max, alpha = ws + field(p, P.WS_MAX), ws + field(p, P.WS_ALPHA)
+    tile_max, alpha = ws + field(p, P.WS_MAX), ws + field(p, P.WS_ALPHA)
     width, width_v, block_rows = field(p, P.DIM_PADDED), field(p, P.DIM_V_PADDED), field(p, P.BLOCK_M)
     table = ws + field(p, P.WS_ROWS) + panel * TABLE_BYTES
     bounds = ws + field(p, P.WS_PANELS) + panel * PANEL_BYTES
@@ -83,19 +87,31 @@ def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, 
     acc = ws + field(p, P.WS_ACC) + 4 * panel * PANEL * width_v
     running = acc_state(p, ws) + 4 * panel * PANEL
     vectors = (num_rows + LANES - 1) // LANES
-    copy_rows(running, new_max, PANEL)
+    fill(tile_max, PANEL, MINUS_INF)
     for j in range(0, end - begin, SCORE_KEYS):
-        scores(k + 4 * j * width, 4 * width, width, q, s + 4 * j * PANEL, new_max)
+        scores(k + 4 * j * width, 4 * width, width, q, s + 4 * j * PANEL, tile_max)
     edge = k0 + begin < load_i64(bounds + MAX_FIRST) or k0 + end - 1 > load_i64(bounds + MIN_LAST)
     if edge or (field(p, P.FEATURES) & P.CHANGES_SCORES) != 0:
         valid = min(end - begin, load_i64(bounds + MAX_LAST) + 1 - k0 - begin)
         change_scores(p, ws, s, end - begin, valid, k0 + begin, table, num_rows, 0)
-        copy_rows(running, new_max, PANEL)
-        row_max(s, end - begin, new_max, vectors)
-    softmax(s, end - begin, running, running + 4 * block_rows, new_max, alpha, vectors)
+        fill(tile_max, PANEL, MINUS_INF)
+        row_max(s, end - begin, tile_max, vectors)
+    to_log2 = scalar_bits(field(p, P.TO_LOG2))
+    softmax(s, end - begin, running, running + 4 * block_rows, tile_max, alpha, vectors, to_log2)
     if field(p, P.FEATURES) & P.HAS_DROPOUT:
         threshold, keep = field(p, P.DROPOUT_THRESHOLD), scalar_bits(field(p, P.KEEP_SCALE))
-        drop(s, end - begin, k0 + begin, table, batch, field(p, P.SEED_LOW), field(p, P.SEED_HIGH), threshold, keep, vectors)
+        drop(
+            s,
+            end - begin,
+            k0 + begin,
+            table,
+            batch,
+            field(p, P.SEED_LOW),
+            field(p, P.SEED_HIGH),
+            threshold,
+            keep,
+            vectors,
+        )
     v = ws + field(p, P.WS_V) + 4 * begin * VALUE_STEP
     for i in range(0, num_rows, VALUE_ROWS):
         for d in range(0, width_v, VALUE_STEP):
@@ -115,7 +131,9 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
     k0 = max(0, first) // BLOCK_N * BLOCK_N
     while k0 <= last:
         size = min(BLOCK_N, last + 1 - k0)
-        pack_tile(p, P.K, field(p, P.HEAD_DIM), field(p, P.DIM_PADDED), batch, kv_head, k0, k0 + size, ws + field(p, P.WS_K))
+        pack_tile(
+            p, P.K, field(p, P.HEAD_DIM), field(p, P.DIM_PADDED), batch, kv_head, k0, k0 + size, ws + field(p, P.WS_K)
+        )
         pack_values_tile(p, batch, kv_head, k0, k0 + size, ws + field(p, P.WS_V))
         for panel in range(panels):
             low = max(0, load_i64(bounds + panel * PANEL_BYTES + MIN_FIRST) - k0)

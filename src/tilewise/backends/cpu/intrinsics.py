@@ -14,6 +14,7 @@ __all__ = [
     "atomic_add",
     "exp2",
     "field",
+    "fma",
     "load_f32",
     "load_i32",
     "load_i64",
@@ -23,6 +24,7 @@ __all__ = [
     "store_i32",
     "store_i64",
 ]
+
 
 @kernel("i", "i")
 def load_i64(e: Emitter, address: Value) -> Value:
@@ -76,6 +78,12 @@ def atomic_add(e: Emitter, address: Value, amount: Value) -> Value:
 def exp2(e: Emitter, x: Value) -> Value:
     """2^x, the same polynomial as in the kernels."""
     return e.b.extract_element(e.exp2(e.splat(x)), ir.Constant(I32, 0))
+
+
+@kernel("fff", "f")
+def fma(e: Emitter, a: Value, b: Value, c: Value) -> Value:
+    """A * b + c, rounded once."""
+    return e.call("fma", a, b, c)
 
 
 @kernel("f", "f")

@@ -60,10 +60,29 @@ class Isa:
 
 # 16 accumulators each: 24 run at 27 instead of 31 GFLOP/s on Neoverse-N1.
 NEON = Isa(
-    "neon", lanes=4, query_vectors=4, score_keys=4, score_unroll=4, value_rows=8, value_vectors=2, value_unroll=8, block_n=64, by_lane=True
+    "neon",
+    lanes=4,
+    query_vectors=4,
+    score_keys=4,
+    score_unroll=4,
+    value_rows=8,
+    value_vectors=2,
+    value_unroll=8,
+    block_n=64,
+    by_lane=True,
 )
 # 12 accumulators of 16 registers leave room for the operands.
-AVX2 = Isa("avx2", lanes=8, query_vectors=2, score_keys=6, score_unroll=4, value_rows=4, value_vectors=3, value_unroll=4, block_n=72)
+AVX2 = Isa(
+    "avx2",
+    lanes=8,
+    query_vectors=2,
+    score_keys=6,
+    score_unroll=4,
+    value_rows=4,
+    value_vectors=3,
+    value_unroll=4,
+    block_n=72,
+)
 AVX512 = Isa(
     "avx512",
     lanes=16,
@@ -77,7 +96,16 @@ AVX512 = Isa(
     has_scalef=True,
 )
 GENERIC = Isa(
-    "generic", lanes=4, query_vectors=2, score_keys=4, score_unroll=4, value_rows=4, value_vectors=2, value_unroll=4, block_n=64, has_half=False
+    "generic",
+    lanes=4,
+    query_vectors=2,
+    score_keys=4,
+    score_unroll=4,
+    value_rows=4,
+    value_vectors=2,
+    value_unroll=4,
+    block_n=64,
+    has_half=False,
 )
 
 

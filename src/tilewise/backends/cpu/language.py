@@ -54,7 +54,9 @@ def signature_of(function: Callable[..., Any]) -> ir.FunctionType:
 class Translator:
     """Translates one function into `target`; `callee(name)` gives the LLVM function for a global name, or None."""
 
-    def __init__(self, function: Callable[..., Any], target: ir.Function, callee: Callable[[str], ir.Function | None]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], target: ir.Function, callee: Callable[[str], ir.Function | None]
+    ) -> None:
         self.globals = function.__globals__
         self.callee = callee
         self.target = target
@@ -139,7 +141,9 @@ class Translator:
         """`for name in range(...)`, with a positive step."""
         name = node.target.id  # type: ignore[attr-defined]
         bounds = [self.value(argument) for argument in node.iter.args]  # type: ignore[attr-defined]
-        start, stop, step = ([ir.Constant(I64, 0), *bounds] if len(bounds) == 1 else bounds) + ([ir.Constant(I64, 1)] * (len(bounds) < 3))
+        start, stop, step = ([ir.Constant(I64, 0), *bounds] if len(bounds) == 1 else bounds) + (
+            [ir.Constant(I64, 1)] * (len(bounds) < 3)
+        )
         test, body, following, after = (self.target.append_basic_block(n) for n in ("test", "body", "next", "after"))
         counter = self.slots.alloca(I64)
         self.b.store(start, counter)

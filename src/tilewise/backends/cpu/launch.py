@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,9 @@ ROW_TABLE_FIELDS, PANEL_BOUNDS_BYTES = 10, 48
 # Counters of a run, a cache line apart: workspaces taken, items taken.
 COUNTER_BYTES = 128
 
+# Waking another thread takes about as long as this much work (10 us).
+FLOPS_PER_THREAD = 1_000_000
+
 Block = dict[int, int]
 
 
@@ -43,7 +47,12 @@ def dims(problem: AttentionProblem) -> Dims:
     """Padded head dims of a problem."""
     isa = host()
     padded = round_up(problem.head_dim, isa.dim_step)
-    return Dims(padded, round_up(padded, isa.lanes), round_up(problem.head_dim_v, isa.value_step), round_up(problem.head_dim_v, isa.lanes))
+    return Dims(
+        padded,
+        round_up(padded, isa.lanes),
+        round_up(problem.head_dim_v, isa.value_step),
+        round_up(problem.head_dim_v, isa.lanes),
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -52,14 +61,15 @@ def problem_fields(problem: AttentionProblem) -> Block:
     left, right = problem.band
     padded = dims(problem)
     softcap = problem.softcap
-    q_scale = problem.scale * LOG2E if softcap is None else problem.scale / softcap
-    features = (
-        P.HAS_SOFTCAP * (softcap is not None)
-        | P.HAS_ALIBI * problem.has_alibi
-        | P.HAS_BIAS * (problem.bias_shape is not None)
-        | P.HAS_MASK * (problem.mask_shape is not None)
-        | P.HAS_DROPOUT * (problem.dropout > 0.0)
-    )
+    features = _features(problem)
+    # Plain scores stay as they are until the softmax scales them; features work on natural units, so q is scaled for them.
+    if features & P.CHANGES_SCORES or problem.scale == 0.0:
+        q_scale, unit = problem.scale / (softcap or 1.0), 1.0
+    else:
+        q_scale, unit = math.copysign(1.0, problem.scale), abs(problem.scale)
+    to_log2 = float(np.float32(unit * LOG2E))
+    # Undo the very factor that was applied: rounding scale * log2(e) to fp32 would show in lse.
+    to_natural = unit / to_log2
     return {
         P.SEQLEN_Q: problem.seqlen_q,
         P.SEQLEN_K: problem.seqlen_k,
@@ -75,6 +85,10 @@ def problem_fields(problem: AttentionProblem) -> Block:
         P.DTYPE: DTYPES[problem.dtype],
         P.Q_SCALE: P.float_bits(q_scale),
         P.SCALE: P.float_bits(problem.scale),
+        P.TO_LOG2: P.float_bits(to_log2),
+        P.LSE_HIGH: P.float_bits(to_natural),
+        P.LSE_LOW: P.float_bits(to_natural - float(np.float32(to_natural))),
+        P.LSE_TO_LOG2: P.float_bits(1.0 / to_natural),
         P.WINDOW_LEFT: P.UNBOUNDED if left is None else left,
         P.WINDOW_RIGHT: P.UNBOUNDED if right is None else right,
         P.SOFTCAP: P.float_bits(softcap or 0.0),
@@ -82,6 +96,17 @@ def problem_fields(problem: AttentionProblem) -> Block:
         P.DROPOUT_THRESHOLD: dropout_threshold(problem.dropout),
         P.KEEP_SCALE: P.float_bits(1.0 / (1.0 - problem.dropout) if problem.dropout < 1.0 else 0.0),
     }
+
+
+def _features(problem: AttentionProblem) -> int:
+    """The FEATURES bits of a problem."""
+    return (
+        P.HAS_SOFTCAP * (problem.softcap is not None)
+        | P.HAS_ALIBI * problem.has_alibi
+        | P.HAS_BIAS * (problem.bias_shape is not None)
+        | P.HAS_MASK * (problem.mask_shape is not None)
+        | P.HAS_DROPOUT * (problem.dropout > 0.0)
+    )
 
 
 def tensor_fields(position: int, tensor: Tensor, kind: str) -> Block:
@@ -109,7 +134,11 @@ def query_kind(problem: AttentionProblem, operands: Operands) -> str:
 def lse_fields(problem: AttentionProblem, lse: Tensor, kind: str) -> Block:
     """Address and byte strides of lse, contiguous in the problem's lse_shape."""
     if kind == "dense":
-        return {P.LSE: lse.data_ptr(), P.LSE_BATCH: 4 * problem.num_heads * problem.seqlen_q, P.LSE_HEAD: 4 * problem.seqlen_q}
+        return {
+            P.LSE: lse.data_ptr(),
+            P.LSE_BATCH: 4 * problem.num_heads * problem.seqlen_q,
+            P.LSE_HEAD: 4 * problem.seqlen_q,
+        }
     return {P.LSE: lse.data_ptr(), P.LSE_BATCH: 4 if kind == "token" else 0, P.LSE_HEAD: 4 * problem.total_q}
 
 
@@ -132,7 +161,11 @@ def operand_fields(problem: AttentionProblem, operands: Operands, keep: list[Ten
 
 def _sequence_fields(operands: Operands, keep: list[Tensor]) -> Block:
     block: Block = {}
-    tables = ((P.CU_SEQLENS_Q, operands.cu_seqlens_q), (P.CU_SEQLENS_K, operands.cu_seqlens_k), (P.SEQLENS_K, operands.seqlens_k))
+    tables = (
+        (P.CU_SEQLENS_Q, operands.cu_seqlens_q),
+        (P.CU_SEQLENS_K, operands.cu_seqlens_k),
+        (P.SEQLENS_K, operands.seqlens_k),
+    )
     for position, table in tables:
         if table is not None:
             keep.append(table.to(torch.int32).contiguous())
@@ -227,16 +260,38 @@ def empty_out(problem: AttentionProblem, like: Tensor) -> Tensor:
     return out.transpose(1, 2) if problem.kind == "dense" and problem.layout == "bshd" else out
 
 
+@functools.lru_cache(maxsize=256)
+def _worth(problem: AttentionProblem) -> int:
+    """How many threads the work of a problem is worth at most."""
+    flops = 2 * problem.total_q * problem.num_heads * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    return max(1, flops // FLOPS_PER_THREAD)
+
+
+def useful_threads(problem: AttentionProblem) -> int:
+    """The number of threads to use; the result does not depend on it."""
+    return min(threads.num_threads(), _worth(problem))
+
+
+def clear_unused_rows(used: int, out: Tensor, lse: Tensor | None) -> None:
+    """Rows of packed tensors after the last sequence are empty rows."""
+    if used < out.shape[0]:
+        out[used:].zero_()
+        if lse is not None:
+            lse[:, used:].fill_(-torch.inf)
+
+
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
     out, lse = empty_out(problem, operands.q), torch.empty(problem.lse_shape, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse.fill_(-torch.inf)
-    count = threads.num_threads()
+    count = useful_threads(problem)
     if problem.kind == "dense":
         plan = schedule.dense_forward_schedule(problem, count)
     else:
-        plan = schedule.forward_schedule(problem, *lengths(problem, operands), count)
+        q_lengths, k_lengths = lengths(problem, operands)
+        plan = schedule.forward_schedule(problem, q_lengths, k_lengths, count)
+        clear_unused_rows(int(q_lengths.sum()), out, lse)
     keep: list[Tensor] = []
     block = operand_fields(problem, operands, keep)
     kind = query_kind(problem, operands)

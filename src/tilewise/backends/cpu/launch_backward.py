@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tilewise.backends.cpu import launch, schedule, threads
+from tilewise.backends.cpu import launch, schedule
 from tilewise.backends.cpu import params as P
 from tilewise.backends.cpu.emit import FP32
 from tilewise.backends.cpu.isa import host
@@ -29,15 +29,25 @@ EVERYTHING = 1 << 40
 
 
 def backward(
-    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
 ) -> Gradients:
     """Gradients of canonical operands."""
     grads = _Buffers(problem, operands, wanted)
     if out.numel() > 0 and problem.seqlen_k > 0:
         q_lengths, k_lengths = _lengths(problem, operands)
         keep: list[Tensor] = []
-        block = _input_fields(problem, operands, out, lse, dout, dlse, keep) | grads.fields(problem, operands, k_lengths)
+        block = _input_fields(problem, operands, out, lse, dout, dlse, keep) | grads.fields(
+            problem, operands, k_lengths
+        )
         _run_passes(problem, block, wanted, q_lengths, k_lengths)
+        if problem.kind != "dense" and grads.dq is not None:
+            launch.clear_unused_rows(int(q_lengths.sum()), grads.dq, None)
         return grads.finished(problem, operands, lse, k_lengths)
     return grads.empty(problem, operands, lse, dlse)
 
@@ -47,7 +57,13 @@ def _lengths(problem: AttentionProblem, operands: Operands) -> tuple[Lengths, Le
 
 
 def _input_fields(
-    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, keep: list[Tensor]
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    keep: list[Tensor],
 ) -> Block:
     """What the pass reads; widths here pad both head dims for products in either direction."""
     isa, kind = host(), launch.query_kind(problem, operands)
@@ -57,7 +73,11 @@ def _input_fields(
     lse = lse.contiguous()
     keep += [dout, lse]
     block = launch.operand_fields(problem, operands, keep)
-    block |= launch.tensor_fields(P.OUT, out, kind) | launch.tensor_fields(P.DOUT, dout, kind) | launch.lse_fields(problem, lse, kind)
+    block |= (
+        launch.tensor_fields(P.OUT, out, kind)
+        | launch.tensor_fields(P.DOUT, dout, kind)
+        | launch.lse_fields(problem, lse, kind)
+    )
     if dlse is not None:
         keep.append(dlse.to(torch.float32).contiguous())
         block[P.DLSE] = keep[-1].data_ptr()
@@ -79,7 +99,7 @@ class _Buffers:
         self.dk = new(problem, operands.k) if wanted.dk and not paged else None
         self.dv = new(problem, operands.v) if wanted.dv and not paged else None
         self.wanted = wanted
-        self.delta = torch.empty(problem.lse_shape, dtype=torch.float32) if wanted.dsinks else None
+        self.delta = torch.zeros(problem.lse_shape, dtype=torch.float32) if wanted.dsinks else None
         shape = problem.bias_shape if wanted.dbias else None
         self.dbias = torch.zeros(shape, dtype=torch.float32) if shape is not None else None
         self.cu_grads: Tensor | None = None
@@ -164,7 +184,9 @@ def _sink_gradient(operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
     assert sinks is not None
     packed = lse.dim() == 2
     logits = sinks.to(torch.float64).numpy().reshape((-1, 1) if packed else (1, -1, 1))
-    share = np.exp(logits - lse.to(torch.float64).numpy()) * delta.to(torch.float64).numpy()
+    # Rows after the last packed sequence have lse -inf and no part in it.
+    seen = lse.to(torch.float64).nan_to_num(neginf=math.inf).numpy()
+    share = np.exp(logits - seen) * delta.to(torch.float64).numpy()
     total: NDArray[np.float64] = -share.sum(axis=1 if packed else (0, 2))
     return torch.from_numpy(total).to(sinks.dtype)
 
@@ -172,9 +194,11 @@ def _sink_gradient(operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
 # Schedules: entries of (first batch, end batch, first row, end row, first key, end key).
 
 
-def _run_passes(problem: AttentionProblem, block: Block, wanted: Wanted, q_lengths: Lengths, k_lengths: Lengths) -> None:
+def _run_passes(
+    problem: AttentionProblem, block: Block, wanted: Wanted, q_lengths: Lengths, k_lengths: Lengths
+) -> None:
     """Run what is needed: all at once per K/V head, or dq and dk/dv apart; and dbias."""
-    count = threads.num_threads()
+    count = launch.useful_threads(problem)
     makes_dq, makes_dkv = wanted.dq or wanted.dsinks, wanted.dk or wanted.dv
     heads = len(q_lengths) * problem.num_kv_heads
     # 5 products a tile on as many threads as there are heads, or 3 + 4 on all of them.
@@ -182,7 +206,14 @@ def _run_passes(problem: AttentionProblem, block: Block, wanted: Wanted, q_lengt
     batches = np.arange(len(q_lengths))
     if whole:
         entries = _entries(batches, batches + 1)
-        _run(problem, block, P.MAKES_DQ | P.MAKES_DKV, _longest_first(entries, q_lengths * k_lengths), problem.num_kv_heads, count)
+        _run(
+            problem,
+            block,
+            P.MAKES_DQ | P.MAKES_DKV,
+            _longest_first(entries, q_lengths * k_lengths),
+            problem.num_kv_heads,
+            count,
+        )
     else:
         if makes_dkv:
             _run(problem, block, P.MAKES_DKV, _key_blocks(k_lengths), problem.num_kv_heads, count)
@@ -193,7 +224,13 @@ def _run_passes(problem: AttentionProblem, block: Block, wanted: Wanted, q_lengt
         _run(problem, block, P.MAKES_DBIAS, entries, units, count)
 
 
-def _entries(first: Lengths, end: Lengths, *, rows: tuple[Lengths, Lengths] | None = None, keys: tuple[Lengths, Lengths] | None = None) -> Lengths:
+def _entries(
+    first: Lengths,
+    end: Lengths,
+    *,
+    rows: tuple[Lengths, Lengths] | None = None,
+    keys: tuple[Lengths, Lengths] | None = None,
+) -> Lengths:
     nothing, everything = np.zeros_like(first), np.full_like(first, EVERYTHING)
     row_range, key_range = rows or (nothing, everything), keys or (nothing, everything)
     return np.ascontiguousarray(np.stack([first, end, *row_range, *key_range], axis=1), dtype=np.int64)

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from tilewise.backends.cpu import params as P
 from tilewise.backends.cpu.compiler import driver
-from tilewise.backends.cpu.intrinsics import atomic_add, exp2, field, load_f32, log2, store_f32
+from tilewise.backends.cpu.intrinsics import atomic_add, exp2, field, fma, load_f32, log2, scalar_bits, store_f32
 from tilewise.backends.cpu.packing import add_rows, copy_rows, fill, store_row
-from tilewise.backends.cpu.scoring import LOG2E_F32, q_length, q_start
-from tilewise.numerics import LN2
+from tilewise.backends.cpu.scoring import q_length, q_start
+from tilewise.numerics import LOG2E
 
 __all__ = ["finish_rows", "merge_chunks"]
 
-LN2_F32 = float(LN2)
 MINUS_INF = float("-inf")
+LOG2E_F32 = float(LOG2E)
+
+
+@driver
+def natural(p: int, top: float, rest: float) -> float:
+    """(top + rest) from log2 units to natural ones, with a factor of twice the precision of fp32."""
+    high, low = scalar_bits(field(p, P.LSE_HIGH)), scalar_bits(field(p, P.LSE_LOW))
+    return fma(top, high, fma(rest, high, top * low))
 
 
 @driver
@@ -32,15 +39,17 @@ def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block
             row = 0
             head += 1
         top, total, factor = load_f32(maxima + 4 * r), load_f32(sums + 4 * r), 1.0
+        lse = natural(p, top, log2(total)) if total > 0.0 else MINUS_INF
         if field(p, P.SINKS) != 0:
-            sink = load_f32(field(p, P.SINKS) + 4 * head) * LOG2E_F32
-            new_top = max(top, sink)
+            sink = load_f32(field(p, P.SINKS) + 4 * head)
+            new_top = max(top, sink * LOG2E_F32)
             if new_top > MINUS_INF:
                 factor = exp2(top - new_top)
-                total = total * factor + exp2(sink - new_top)
-            top = new_top
+                total = total * factor + exp2(sink * LOG2E_F32 - new_top)
+                # Where the sink is the largest logit, lse is it and a bit: no way there and back through log2 units.
+                rest = log2(total)
+                lse = natural(p, top, rest) if new_top == top else fma(rest, scalar_bits(field(p, P.LSE_HIGH)), sink)
         inverse = factor / total if total > 0.0 else 0.0
-        lse = (top + log2(total)) * LN2_F32 if total > 0.0 else MINUS_INF
         out = out_base + head * field(p, P.OUT_HEAD) + row * field(p, P.OUT_ROW)
         store_row(block + 4 * r * width, field(p, P.HEAD_DIM_V), out, field(p, P.DTYPE), inverse)
         store_f32(lse_base + head * field(p, P.LSE_HEAD) + 4 * row, lse)
@@ -48,7 +57,9 @@ def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block
 
 
 @driver
-def merge_chunks(p: int, block: int, item: int, batch: int, head: int, first_row: int, count: int, chunk: int, num_chunks: int) -> None:
+def merge_chunks(
+    p: int, block: int, item: int, batch: int, head: int, first_row: int, count: int, chunk: int, num_chunks: int
+) -> None:
     """Leave this chunk's block among the partial results; the last one to arrive adds them up in the order of the chunks."""
     width, block_m, units = field(p, P.DIM_V_PADDED), field(p, P.BLOCK_M), field(p, P.UNITS)
     first_slot = field(p, P.PARTIALS) + (item - chunk * units) * field(p, P.PARTIAL_BYTES)

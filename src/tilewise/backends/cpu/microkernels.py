@@ -6,10 +6,10 @@ already in the order the value product reads it. All addresses are of packed fp3
 
 from __future__ import annotations
 
-from tilewise.backends.cpu.emit import Emitter, Value
 from tilewise.backends.cpu.compiler import kernel
+from tilewise.backends.cpu.emit import Emitter, Value
 
-__all__ = ["accumulate_keys", "rescaled_max", "row_max", "scores", "softmax", "softmax_gradient", "weigh_values"]
+__all__ = ["accumulate_keys", "row_max", "scores", "softmax", "softmax_gradient", "weigh_values"]
 
 # The running maximum of a row that saw no key; keeps -inf - max from being NaN.
 NO_KEY = -1e30
@@ -91,7 +91,14 @@ def _adjacent_splats(e: Emitter, address: Value, count: int) -> list[Value]:
 
 @kernel("iiiiiii")
 def accumulate_keys(
-    e: Emitter, weights: Value, panel_bytes: Value, num_panels: Value, x: Value, x_stride: Value, acc: Value, acc_stride: Value
+    e: Emitter,
+    weights: Value,
+    panel_bytes: Value,
+    num_panels: Value,
+    x: Value,
+    x_stride: Value,
+    acc: Value,
+    acc_stride: Value,
 ) -> None:
     """acc[value_rows keys][value_step] += weights[num_panels][value_rows][panel] . x[num_panels * panel][value_step].
 
@@ -149,31 +156,44 @@ def _per_vector(e: Emitter, vectors: Value, body: object) -> None:
 SOFTMAX_UNROLL = 4
 
 
-@kernel("iiiiiii")
+@kernel("iiiiiiif")
 def softmax(
-    e: Emitter, s: Value, num_keys: Value, row_max: Value, row_sum: Value, new_max: Value, alpha: Value, vectors: Value
+    e: Emitter,
+    s: Value,
+    num_keys: Value,
+    row_max: Value,
+    row_sum: Value,
+    tile_max: Value,
+    alpha: Value,
+    vectors: Value,
+    to_log2: Value,
 ) -> None:
-    """P = 2^(s - new_max) in place; alpha = 2^(row_max - new_max); row_sum = alpha * row_sum + sum(P); row_max = new_max.
+    """One step of the online softmax on a panel: P = 2^(s * to_log2 - m) in place, where m is the new row_max, in log2 units.
 
-    num_keys is a multiple of 4. A row without a key keeps row_max -inf and row_sum 0.
+    m = max(row_max, tile_max * to_log2), alpha = 2^(row_max - m), row_sum = alpha * row_sum + sum(P). Scaling here costs nothing, as it
+    makes the subtraction a fused multiply-add, and is more exact than scaling q. num_keys is a multiple of 4. A row without a key keeps
+    row_max -inf and row_sum 0.
     """
     b = e.b
+    factor = e.splat(to_log2)
 
     def column(at: Value) -> None:
-        top = e.load(b.add(new_max, at))
+        old = e.load(b.add(row_max, at))
+        top = e.maximum(old, b.fmul(e.load(b.add(tile_max, at)), factor))
         safe = e.maximum(top, e.f32s(NO_KEY))
+        shift = b.fneg(safe)
 
         def step(n: Value, *sums: Value) -> list[Value]:
             base = b.add(b.add(s, at), b.mul(n, e.i64(4 * e.isa.panel)))
             places = [e.at(base, u * e.isa.panel) for u in range(SOFTMAX_UNROLL)]
-            powers = [e.exp2(b.fsub(e.load(place), safe)) for place in places]
+            powers = [e.exp2(e.fma(e.load(place), factor, shift)) for place in places]
             for place, power in zip(places, powers, strict=True):
                 e.store(place, power)
             return [b.fadd(total, power) for total, power in zip(sums, powers, strict=True)]
 
         parts = e.loop(num_keys, SOFTMAX_UNROLL, [e.f32s(0.0)] * SOFTMAX_UNROLL, step)
         total = b.fadd(b.fadd(parts[0], parts[1]), b.fadd(parts[2], parts[3]))
-        decay = e.exp2(b.fsub(e.load(b.add(row_max, at)), safe))
+        decay = e.exp2(b.fsub(old, safe))
         e.store(b.add(alpha, at), decay)
         e.store(b.add(row_max, at), top)
         e.store(b.add(row_sum, at), e.fma(e.load(b.add(row_sum, at)), decay, total))
@@ -181,21 +201,24 @@ def softmax(
     _per_vector(e, vectors, column)
 
 
-@kernel("iiiii")
-def softmax_gradient(e: Emitter, s: Value, dp: Value, num_keys: Value, lse_log2: Value, delta: Value) -> None:
-    """P = 2^(s - lse) in place of s and dS = P * (dp - delta) in place of dp, on a whole panel; num_keys is even."""
+@kernel("iiiiif")
+def softmax_gradient(
+    e: Emitter, s: Value, dp: Value, num_keys: Value, lse_log2: Value, delta: Value, to_log2: Value
+) -> None:
+    """P = 2^(s * to_log2 - lse) in place of s and dS = P * (dp - delta) in place of dp, on a whole panel; num_keys is even."""
     b = e.b
+    factor = e.splat(to_log2)
 
     def column(v: Value) -> None:
         at = b.mul(v, e.i64(4 * e.lanes))
-        lse = e.load(b.add(lse_log2, at))
+        lse = b.fneg(e.load(b.add(lse_log2, at)))
         shift = e.load(b.add(delta, at))
 
         def step(n: Value) -> None:
             offset = b.add(at, b.mul(n, e.i64(4 * e.isa.panel)))
             for u in range(2):
                 s_at, dp_at = (e.at(b.add(base, offset), u * e.isa.panel) for base in (s, dp))
-                p = e.exp2(b.fsub(e.load(s_at), lse))
+                p = e.exp2(e.fma(e.load(s_at), factor, lse))
                 e.store(s_at, p)
                 e.store(dp_at, b.fmul(p, b.fsub(e.load(dp_at), shift)))
 

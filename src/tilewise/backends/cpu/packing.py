@@ -9,10 +9,23 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from tilewise.backends.cpu.emit import BF16, F32, FP16, FP32, ITEM_BYTES, Emitter, Value
 from tilewise.backends.cpu.compiler import kernel
+from tilewise.backends.cpu.emit import BF16, F32, FP16, FP32, ITEM_BYTES, Emitter, Value
 
-__all__ = ["add_row", "add_rows", "by_dtype", "copy_rows", "fill", "pack_rows", "pack_values", "row_dots", "scale_rows", "store_row", "transpose_panel", "untranspose_panel"]
+__all__ = [
+    "add_row",
+    "add_rows",
+    "by_dtype",
+    "copy_rows",
+    "fill",
+    "pack_rows",
+    "pack_values",
+    "row_dots",
+    "scale_rows",
+    "store_row",
+    "transpose_panel",
+    "untranspose_panel",
+]
 
 
 def by_dtype(e: Emitter, dtype: Value, dtypes: tuple[int, ...], body: Callable[[int], None]) -> None:
@@ -43,7 +56,15 @@ def _zero_up_to(e: Emitter, address: Value, count: Value, padded: Value) -> None
 
 @kernel("iiiiiiii")
 def pack_rows(
-    e: Emitter, source: Value, source_stride: Value, num_rows: Value, dtype: Value, dim: Value, target: Value, target_stride: Value, padded: Value
+    e: Emitter,
+    source: Value,
+    source_stride: Value,
+    num_rows: Value,
+    dtype: Value,
+    dim: Value,
+    target: Value,
+    target_stride: Value,
+    padded: Value,
 ) -> None:
     """target[num_rows][padded] = source[num_rows][dim] as fp32, zero beyond dim; strides in bytes."""
     b = e.b
@@ -66,7 +87,15 @@ def pack_rows(
 
 @kernel("iiiiiiii")
 def pack_values(
-    e: Emitter, source: Value, source_stride: Value, num_rows: Value, dtype: Value, dim: Value, target: Value, column_bytes: Value, padded: Value
+    e: Emitter,
+    source: Value,
+    source_stride: Value,
+    num_rows: Value,
+    dtype: Value,
+    dim: Value,
+    target: Value,
+    column_bytes: Value,
+    padded: Value,
 ) -> None:
     """Rows as `pack_rows`, but in columns of value_step: target[column][row][value_step], which the value kernel streams through."""
     b, width = e.b, e.isa.value_step
@@ -92,7 +121,9 @@ def pack_values(
 
 
 @kernel("iiiif")
-def transpose_panel(e: Emitter, source: Value, source_stride: Value, padded: Value, target: Value, scale: Value) -> None:
+def transpose_panel(
+    e: Emitter, source: Value, source_stride: Value, padded: Value, target: Value, scale: Value
+) -> None:
     """target[padded][panel] = scale * source[panel][padded]^T, padded a multiple of lanes; source_stride in bytes."""
     b, isa = e.b, e.isa
     factor = e.splat(scale)
@@ -193,7 +224,9 @@ def add_rows(e: Emitter, target: Value, source: Value, count: Value, factor: Val
 def row_dots(e: Emitter, x: Value, y: Value, count: Value) -> Value:
     """sum(x[count] * y[count]) of fp32 rows, lane by lane and then pairwise; count is a multiple of lanes."""
     b = e.b
-    total = e.loop(count, e.lanes, [e.f32s(0.0)], lambda i, acc: [e.fma(e.load(e.at(x, i)), e.load(e.at(y, i)), acc)])[0]
+    total = e.loop(count, e.lanes, [e.f32s(0.0)], lambda i, acc: [e.fma(e.load(e.at(x, i)), e.load(e.at(y, i)), acc)])[
+        0
+    ]
     width = e.lanes
     while width > 1:
         width //= 2
@@ -206,5 +239,3 @@ def row_dots(e: Emitter, x: Value, y: Value, count: Value) -> Value:
 def copy_rows(e: Emitter, source: Value, target: Value, count: Value) -> None:
     """target[count] = source[count]; count is a multiple of lanes."""
     e.positive(count, e.lanes, lambda i: e.store(e.at(target, i), e.load(e.at(source, i))))
-
-

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from tilewise.backends.cpu import params as P
+from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.features import (
     FIELD_BYTES,
     PANEL,
@@ -24,7 +25,6 @@ from tilewise.backends.cpu.features import (
     gather_row,
     mask_band,
 )
-from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.intrinsics import (
     field,
     load_f32,
@@ -37,15 +37,23 @@ from tilewise.backends.cpu.intrinsics import (
 )
 from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.packing import fill, pack_rows, pack_values, transpose_panel
-from tilewise.numerics import LOG2E
 
-__all__ = ["BLOCK_N", "KEY_STEP", "LANES", "change_scores", "pack_tile", "pack_values_tile", "page_row", "prepare_rows", "q_length"]
+__all__ = [
+    "BLOCK_N",
+    "KEY_STEP",
+    "LANES",
+    "change_scores",
+    "pack_tile",
+    "pack_values_tile",
+    "page_row",
+    "prepare_rows",
+    "q_length",
+]
 
 LANES = host().lanes
 KEY_STEP = host().key_step
 BLOCK_N = host().block_n
 VALUE_STEP = host().value_step
-LOG2E_F32 = float(LOG2E)
 BOOL_CODE = 3
 # Schedule entries: (batch, first row, number of rows, chunk of keys, number of chunks), int64 each.
 ENTRY_BYTES = 40
@@ -111,13 +119,24 @@ def run_length(p: int, row: int, end: int) -> int:
 
 
 @driver
-def pack_tile(p: int, tensor: int, dim: int, width: int, batch: int, kv_head: int, begin: int, end: int, target: int) -> None:
+def pack_tile(
+    p: int, tensor: int, dim: int, width: int, batch: int, kv_head: int, begin: int, end: int, target: int
+) -> None:
     """Rows [begin, end) of K or V as fp32 rows of `width`, zero beyond dim, and zero rows up to a whole key step."""
     row = begin
     while row < end:
         count = run_length(p, row, end)
         source = kv_address(p, tensor, batch, kv_head, row)
-        pack_rows(source, field(p, tensor + 3), count, field(p, P.DTYPE), dim, target + 4 * (row - begin) * width, 4 * width, width)
+        pack_rows(
+            source,
+            field(p, tensor + 3),
+            count,
+            field(p, P.DTYPE),
+            dim,
+            target + 4 * (row - begin) * width,
+            4 * width,
+            width,
+        )
         row += count
     for pad in range(end - begin, (end - begin + KEY_STEP - 1) // KEY_STEP * KEY_STEP):
         for d in range(width):
@@ -134,7 +153,9 @@ def pack_values_tile(p: int, batch: int, kv_head: int, begin: int, end: int, tar
         count = run_length(p, row, end)
         source = kv_address(p, P.V, batch, kv_head, row)
         place = target + 4 * (row - begin) * VALUE_STEP
-        pack_values(source, field(p, P.V_ROW), count, field(p, P.DTYPE), field(p, P.HEAD_DIM_V), place, column_bytes, width)
+        pack_values(
+            source, field(p, P.V_ROW), count, field(p, P.DTYPE), field(p, P.HEAD_DIM_V), place, column_bytes, width
+        )
         row += count
     padded = (end - begin + KEY_STEP - 1) // KEY_STEP * KEY_STEP
     for column in range(width // VALUE_STEP):
@@ -147,7 +168,7 @@ def describe_row(p: int, table: int, lane: int, batch: int, head: int, row: int,
     slopes = field(p, P.ALIBI)
     slope = 0.0
     if slopes != 0:
-        slope = load_f32(slopes + batch * field(p, P.ALIBI_BATCH) + head * field(p, P.ALIBI_HEAD)) * LOG2E_F32
+        slope = load_f32(slopes + batch * field(p, P.ALIBI_BATCH) + head * field(p, P.ALIBI_HEAD))
     store_f32(table + ROW_POSITION * FIELD_BYTES + 4 * lane, row + offset)
     store_f32(table + ROW_SLOPE * FIELD_BYTES + 4 * lane, slope)
     store_i32(table + ROW_INDEX * FIELD_BYTES + 4 * lane, row)
@@ -194,19 +215,32 @@ def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: 
 
 
 @driver
-def add_gathered(p: int, ws: int, s: int, num_keys: int, valid: int, first_key: int, table_field: int, num_rows: int, key_stride: int, dtype: int) -> None:
-    """s += a bias or mask, read row by row and transposed; `valid` keys exist, the rest up to num_keys is padding."""
+def add_gathered(
+    p: int,
+    ws: int,
+    s: int,
+    num_keys: int,
+    valid: int,
+    first_key: int,
+    table_field: int,
+    num_rows: int,
+    key_stride: int,
+    dtype: int,
+) -> None:
+    """S += a bias or mask, read row by row and transposed; `valid` keys exist, the rest up to num_keys is padding."""
     stage = ws + field(p, P.WS_STAGE)
     for lane in range(num_rows):
         source = load_i64(table_field + 8 * lane) + first_key * key_stride
         gather_row(source, key_stride, valid, dtype, stage + 4 * BLOCK_N * lane)
     extra = ws + field(p, P.WS_EXTRA)
-    transpose_panel(stage, 4 * BLOCK_N, (num_keys + LANES - 1) // LANES * LANES, extra, LOG2E_F32)
+    transpose_panel(stage, 4 * BLOCK_N, (num_keys + LANES - 1) // LANES * LANES, extra, 1.0)
     add_panel(s, num_keys, extra, (num_rows + LANES - 1) // LANES)
 
 
 @driver
-def change_scores(p: int, ws: int, s: int, num_keys: int, valid: int, first_key: int, table: int, num_rows: int, cap_slope: int) -> None:
+def change_scores(
+    p: int, ws: int, s: int, num_keys: int, valid: int, first_key: int, table: int, num_rows: int, cap_slope: int
+) -> None:
     """Softcap, ALiBi, bias, mask and the band, in the contract's order, on a panel of `num_keys` keys from `first_key` on."""
     features = field(p, P.FEATURES)
     vectors = (num_rows + LANES - 1) // LANES

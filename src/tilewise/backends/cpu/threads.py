@@ -72,7 +72,11 @@ def openmp_library() -> Path | None:
         return None
     maps = Path("/proc/self/maps")
     if maps.exists():
-        mapped = {Path(line.split(None, 5)[5].strip()) for line in maps.read_text().splitlines() if len(line.split(None, 5)) == 6}
+        mapped = {
+            Path(line.split(None, 5)[5].strip())
+            for line in maps.read_text().splitlines()
+            if len(line.split(None, 5)) == 6
+        }
         loaded = sorted(path for path in mapped if path.name.startswith(OPENMP_NAMES))
         # Two runtimes may be loaded (scikit-learn brings one): torch's is the one in its own folder.
         own = [path for path in loaded if "torch" in path.parts or "torch.libs" in path.parts]
