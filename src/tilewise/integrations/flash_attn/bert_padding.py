@@ -28,7 +28,7 @@ def unpad_input(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """(batch, seqlen, ...) with the packed rows at `indices` and zeros elsewhere: the way back from `unpad_input`."""
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).view(batch, seqlen, *hidden_states.shape[1:])
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002

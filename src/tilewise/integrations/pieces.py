@@ -1,0 +1,47 @@
+"""Cutting packed sequences into more sequences: how FA3's `seqused_*` and `attention_chunk` become plain
+`cu_seqlens`.
+
+A chunk of keys, and the queries whose own position falls into it, are a sequence of their own: tokens of one chunk
+are neighbours, and the last query of every chunk but the first ones stands at its last key, which is where causality,
+windows and ALiBi are measured from. Rows that are allotted but not used become sequences without a partner. Nothing
+is copied, nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["cut"]
+
+
+def cut(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    chunk: int = 0,
+    max_seqlen_k: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(cu_seqlens_q, cu_seqlens_k) of pieces that each attend only to themselves: together the asked-for attention."""
+    stored_q, stored_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+    used_q = stored_q if seqused_q is None else seqused_q.int()
+    used_k = stored_k if seqused_k is None else seqused_k.int()
+    none = torch.zeros_like(stored_q)[:, None]
+    if chunk:
+        # Query i stands at key i + used_k - used_q. Queries before key 0 come first, alone; then chunk by chunk.
+        starts = torch.arange(0, max_seqlen_k + chunk, chunk, dtype=torch.int32, device=cu_seqlens_q.device)
+        row = (starts - (used_k - used_q)[:, None]).clamp(min=none, max=used_q[:, None])
+        key = torch.minimum(starts[None, :], used_k[:, None])
+    else:
+        row, key = torch.cat((none, used_q[:, None]), 1), torch.cat((none, used_k[:, None]), 1)
+    # Unused queries see no key, unused keys are seen by no query.
+    row = torch.cat((row, stored_q[:, None], stored_q[:, None]), 1)
+    key = torch.cat((key, used_k[:, None], stored_k[:, None]), 1)
+    return _totals(cu_seqlens_q, row), _totals(cu_seqlens_k, key)
+
+
+def _totals(cu_seqlens: Tensor, ends: Tensor) -> Tensor:
+    """Running totals from the ends of the pieces, counted within each sequence."""
+    return torch.cat((cu_seqlens[:1], (cu_seqlens[:-1, None] + ends).flatten()))
