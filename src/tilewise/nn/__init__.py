@@ -1,0 +1,9 @@
+"""Modules people expect: torch's MultiheadAttention on tilewise, and causal self-attention with rotary and a KV
+cache.
+"""
+
+from tilewise.nn.causal import CausalSelfAttention, KVCache
+from tilewise.nn.multihead import MultiheadAttention
+from tilewise.nn.rotary import rotary_table, rotate
+
+__all__ = ["CausalSelfAttention", "KVCache", "MultiheadAttention", "rotary_table", "rotate"]
