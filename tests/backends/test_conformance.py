@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
-from tilewise.testing import BackendImplementation, Case, check, check_repeatable, check_unread
+from tilewise.numerics import dropout_keep
+from tilewise.problem import Kind, Layout
+from tilewise.testing import BackendImplementation, Case, check, check_repeatable, check_unread, make_inputs, run
 from tilewise.testing.generation import pair_cases, single_cases, size_cases
+from tilewise.testing.results import dropout_seed
 from tilewise.testing.special import padded_cases, repeatable_cases, special_cases
 
 pytestmark = pytest.mark.usefixtures("reference_is_single_threaded")
@@ -38,6 +46,46 @@ def runnable(case: Case, backend: str, device: str) -> tuple[Case, BackendImplem
     pytest.skip(reason)
 
 
+@st.composite
+def random_cases(draw: st.DrawFn) -> Case:
+    """Small problems with any combination of features."""
+    kind: Kind = draw(st.sampled_from(("dense", "varlen", "paged")))
+    length = st.integers(0, 40)
+    count = draw(st.integers(1, 3))
+    lengths = [(draw(length), draw(length)) for _ in range(1 if kind == "dense" else count)]
+    lengths = lengths * count if kind == "dense" else lengths
+    num_kv_heads = draw(st.integers(1, 2))
+    shapes = st.sampled_from(("", "", "bhqk", "1h1k", "b1q1", "qk", "h11", "k"))
+    bound = st.none() | st.integers(0, 20)
+    return Case(
+        kind=kind,
+        dtype=draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
+        seqlens_q=tuple(q for q, _ in lengths),
+        seqlens_k=tuple(k for _, k in lengths),
+        num_heads=num_kv_heads * draw(st.integers(1, 3)),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.integers(1, 70)),
+        head_dim_v=draw(st.integers(1, 70)),
+        causal=draw(st.booleans()),
+        window=draw(st.none() | st.tuples(bound, bound)),
+        alibi=draw(st.sampled_from(("", "h", "bh"))),
+        softcap=draw(st.sampled_from((None, None, 0.5, 20.0))),
+        bias=draw(shapes),
+        bias_holes=draw(st.booleans()),
+        mask=draw(shapes),
+        sinks=draw(st.booleans()),
+        dropout=0.0 if kind == "paged" else draw(st.sampled_from((0.0, 0.0, 0.1, 0.9))),
+        scale=draw(st.sampled_from((None, 0.1, 1.0))),
+        layout=draw(st.sampled_from(("bhsd", "bshd"))) if kind == "dense" else "bhsd",
+        strides=draw(st.sampled_from(("contiguous", "transposed", "sliced", "expanded", "strided_last"))),
+        page_size=draw(st.sampled_from((1, 3, 16))),
+        shared_pages=draw(st.booleans()),
+        padding=0 if kind == "dense" else draw(st.integers(0, 3)),
+        bounds=draw(st.sampled_from(("exact", "loose"))),
+        seed=draw(st.integers(0, 3)),
+    )
+
+
 @over(single_cases)
 def test_single_features(case: Case, backend: str, device: str) -> None:
     check(*runnable(case, backend, device))
@@ -63,6 +111,44 @@ def test_pairs_of_features(case: Case, backend: str, device: str) -> None:
 @over(size_cases)
 def test_sizes(case: Case, backend: str, device: str) -> None:
     check(*runnable(case, backend, device))
+
+
+@pytest.mark.slow
+@settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+@given(case=random_cases())
+def test_random_problems(case: Case, backend: str, device: str) -> None:
+    implementation = BackendImplementation(backend, device)
+    assume(implementation.supports(case) is None)
+    check(case, implementation)
+
+
+@pytest.mark.parametrize("kind", ["bhsd", "bshd", "varlen"])
+def test_dropout_bits_are_the_contract_s(kind: str, backend: str, device: str) -> None:
+    """With uniform scores and the identity as values, out shows which probabilities were kept."""
+    seqlen, dropout = 65, 0.4
+    case = Case(
+        kind="varlen" if kind == "varlen" else "dense", layout="bshd" if kind == "bshd" else "bhsd", dropout=dropout,
+        seqlens_q=(seqlen,) * 2, seqlens_k=(seqlen,) * 2, head_dim=8, head_dim_v=seqlen, grad_of=(), scale=0.0,
+    )  # fmt: skip
+    case, implementation = runnable(case, backend, device)
+    inputs = make_inputs(case, device)
+    identity = torch.eye(seqlen, device=device)
+    v = identity[:, None].repeat(2, 2, 1) if kind == "varlen" else identity.expand(2, 2, seqlen, seqlen)
+    v = v.transpose(1, 2) if kind == "bshd" else v
+    out = implementation.run(case, dataclasses.replace(inputs, v=v))["out"].cpu()
+    out = out.unflatten(0, (2, seqlen)) if kind == "varlen" else out
+    kept = (out if kind == "bhsd" else out.transpose(1, 2)) != 0.0
+    positions = np.arange(seqlen)
+    for index, head in itertools.product(range(2), range(2)):
+        expected = dropout_keep(dropout_seed(case), dropout, index, head, positions, positions)
+        assert np.array_equal(kept[index, head].numpy(), expected)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_results_are_contiguous_in_the_callers_layout(layout: Layout, backend: str, device: str) -> None:
+    case, implementation = runnable(Case(layout=layout, strides="transposed"), backend, device)
+    results = run(case, implementation)
+    assert [name for name in case.results if not results[name].is_contiguous()] == []
 
 
 @over(padded_cases)

@@ -82,7 +82,7 @@ class TorchSDPA:
             "causal excludes a mask": case.causal and bool(case.mask or case.bias),
             "one of mask and bias": bool(case.mask and case.bias),
             "a bias of another dtype": case.side_dtype not in (None, case.dtype) and bool(case.bias),
-            "NaN for a row without keys": case.masked_rows or case.bias_holes or case.seqlen_k == 0,
+            "causal with a negative scale turns its -inf into inf": case.causal and (case.scale or 1.0) < 0.0,
         }
         return next((reason for reason, refused in refusals.items() if refused), None)
 

@@ -53,7 +53,9 @@ class Inputs:
 
     def double(self) -> Inputs:
         """Contiguous fp64 copies of the same (rounded) values; index tensors, masks and slopes keep their dtype."""
-        return self.map(lambda name, t: t.double() if t.is_floating_point() and name != "alibi_slopes" else t)
+        return self.map(
+            lambda name, t: t.double().contiguous() if t.is_floating_point() and name != "alibi_slopes" else t
+        )
 
     def float(self) -> Inputs:
         """As `double`, in fp32."""

@@ -24,6 +24,8 @@ __all__ = ["Measure", "Slack", "judge", "measure", "slack_of", "ulp"]
 PT_FACTOR = 2.0
 MAX_ULPS, RMS_ULPS = 4.0, 0.5
 MAX_EPS, RMS_EPS = 2.0, 1.0
+# In single precision rounding cannot explain more than this; a tolerance derived from it would excuse anything.
+IMPLAUSIBLE, IMPLAUSIBLE_EPS = 1e-3, 16.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ def slack_of(ref: Tensor, pt: Tensor, terms: Tensor, dtype: torch.dtype, accumul
     error = measure((pt.double() - ref)[finite])
     size, summed = measure(ref), measure(terms)
     eps = float(torch.finfo(accumulate_dtype).eps)
+    if (
+        dtype == accumulate_dtype
+        and error.largest > IMPLAUSIBLE * size.largest + IMPLAUSIBLE_EPS * eps * summed.largest
+    ):
+        raise ValueError(f"plain PyTorch is {error.largest:.3e} away from the reference: one of them is wrong")
     return Slack(
         PT_FACTOR * error.largest + MAX_ULPS * ulp(size.largest, dtype) + MAX_EPS * eps * summed.largest,
         PT_FACTOR * error.rms + RMS_ULPS * ulp(size.rms, dtype) + RMS_EPS * eps * summed.rms,

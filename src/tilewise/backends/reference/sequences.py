@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Sequence", "empty_out", "heads_first", "sequences"]
+__all__ = ["Sequence", "accumulate", "empty_out", "heads_first", "sequences", "zero_gradient"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,18 @@ def empty_out(problem: AttentionProblem, device: torch.device) -> tuple[Tensor, 
     """(out, lse) in fp64 as if no row saw any key; dense out is heads-first."""
     out = torch.zeros(problem.out_shape, dtype=torch.float64, device=device)
     lse = torch.full(problem.lse_shape, -torch.inf, dtype=torch.float64, device=device)
-    return (out.transpose(1, 2) if problem.layout == "bshd" else out), lse
+    return in_layout(problem, out), lse
+
+
+def zero_gradient(problem: AttentionProblem, operand: Tensor) -> Tensor:
+    """fp64 zeros for the gradient of q, k or v, in the memory order of the layout whatever the operand's strides."""
+    zeros = torch.zeros_like(in_layout(problem, operand), dtype=torch.float64, memory_format=torch.contiguous_format)
+    return in_layout(problem, zeros)
+
+
+def in_layout(problem: AttentionProblem, tensor: Tensor) -> Tensor:
+    """Swap heads-first and the caller's order of dimensions; its own inverse."""
+    return tensor.transpose(1, 2) if problem.layout == "bshd" else tensor
 
 
 def _q_rows(problem: AttentionProblem, operands: Operands, index: int) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.backends.reference.sequences import Sequence, accumulate, empty_out, heads_first, sequences
+from tilewise.backends.reference.sequences import Sequence, accumulate, empty_out, heads_first, sequences, zero_gradient
 from tilewise.numerics import dropout_keep
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
@@ -64,7 +64,7 @@ def backward(
     problem: AttentionProblem, operands: Operands, dout: Tensor, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """Gradients of sum(out * dout) + sum(lse * dlse), in the shapes of the canonical operands."""
-    dq, dk, dv = (torch.zeros_like(t, dtype=torch.float64) for t in (operands.q, operands.k, operands.v))
+    dq, dk, dv = (zero_gradient(problem, t) for t in (operands.q, operands.k, operands.v))
     dbias = None if problem.bias_shape is None else operands.q.new_zeros(problem.bias_shape, dtype=torch.float64)
     dsinks = operands.q.new_zeros(problem.num_heads, dtype=torch.float64)
     for sequence in sequences(problem, operands):
