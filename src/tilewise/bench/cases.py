@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -129,19 +129,22 @@ class Case:
 
 
 def select(registry: Sequence[Case], only: Iterable[str] = (), *, quick: bool = False) -> tuple[Case, ...]:
-    """The cases whose name or group fits one of the patterns (`*` and `?`, or a plain part of the name).
+    """The cases that fit one of the patterns: a group, a part of the name, or a pattern with `*` and `?`.
 
     `quick` keeps the short list. Cases that a bar of a chosen one refers to come along.
     """
-    patterns = tuple(only)
-    chosen = [c for c in registry if (c.quick or not quick) and (not patterns or any(_fits(c, p) for p in patterns))]
+    patterns, groups = tuple(only), {c.group for c in registry}
+    listed = [c for c in registry if c.quick or not quick]
+    chosen = [c for c in listed if not patterns or any(_fits(c, pattern, groups) for pattern in patterns)]
     if not chosen:
-        groups = ", ".join(dict.fromkeys(c.group for c in registry))
-        raise InvalidProblem("--only", f"a part of a case's name, or a group: {groups}", patterns, "See --list.")
+        expected = "a part of a case's name, or a group: " + ", ".join(sorted(groups))
+        raise InvalidProblem("--only", expected, ", ".join(patterns), "See --list.")
     wanted = {c.name for c in chosen} | {bar.case for c in chosen for bar in c.bars}
     return tuple(c for c in registry if c.name in wanted)
 
 
-def _fits(case: Case, pattern: str) -> bool:
+def _fits(case: Case, pattern: str, groups: Collection[str]) -> bool:
+    if pattern in groups:
+        return case.group == pattern
     glob = pattern if any(ch in pattern for ch in "*?[") else f"*{pattern}*"
-    return pattern == case.group or fnmatch.fnmatchcase(case.name, glob)
+    return fnmatch.fnmatchcase(case.name, glob)

@@ -1,0 +1,460 @@
+"""The benchmark: what it counts, that it catches a wrong result, that it times fairly, and that it reports honestly."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from tilewise.bench import command, plots, report, results, runner, verdicts
+from tilewise.bench.__main__ import main
+from tilewise.bench.cases import Bar, Case, select
+from tilewise.bench.checking import Checker
+from tilewise.bench.cpu_cases import cpu_cases
+from tilewise.bench.first_call import first_call_seconds
+from tilewise.bench.gpu_cases import gpu_cases
+from tilewise.bench.implementations import Implementation, NotApplicable, Prepared
+from tilewise.bench.inputs import Inputs, make_inputs
+from tilewise.bench.memory import extra_memory
+from tilewise.bench.peers import implementations
+from tilewise.bench.results import CaseResult, Measured, Results
+from tilewise.bench.timing import Clock, Entrant, race, summarise
+from tilewise.cli import build_app
+from tilewise.errors import InvalidProblem, TilewiseError
+
+REGISTRIES = (cpu_cases("aarch64"), cpu_cases("x86_64"), gpu_cases())
+LIMITS = runner.Limits(seconds_per_case=0.02, max_seconds=60.0, threads=1)
+
+
+def small(**fields: Any) -> Case:
+    defaults: dict[str, Any] = {
+        "name": "small", "group": "test", "measure": "forward", "device": "cpu", "dtype": "float32", "batch": 2,
+        "num_heads": 4, "num_kv_heads": 2, "seqlen_q": 70, "seqlen_k": 70, "head_dim": 16,
+        "implementations": ("sdpa",),
+    }  # fmt: skip
+    return Case(**(defaults | fields))
+
+
+def by_name(registry: tuple[Case, ...], name: str) -> Case:
+    return next(case for case in registry if case.name == name)
+
+
+# --- the registries
+
+
+@pytest.mark.parametrize("registry", REGISTRIES, ids=["aarch64", "x86_64", "gpu"])
+def test_names_are_unique_and_every_bar_can_be_judged(registry: tuple[Case, ...]) -> None:
+    names = [case.name for case in registry]
+    assert len(set(names)) == len(names)
+    known = set(implementations(registry[0].device)) | {"tilewise-hopper", "tilewise-hopper-deterministic"}
+    for case in registry:
+        assert set(case.implementations) <= known, case.name
+        for bar in case.bars:
+            assert bar.subject in (*case.implementations, "tilewise"), case.name
+            assert set(bar.against) <= set(case.implementations), case.name
+            assert bar.case is None or bar.case in names, case.name
+    assert 5 < sum(case.quick for case in registry) < len(registry) / 2
+
+
+def test_the_peers_table_is_whole() -> None:
+    names = {case.name for case in gpu_cases()}
+    for direction in ("forward", "backward"):
+        for head_dim in (64, 128, 256):
+            for mask in ("full", "causal"):
+                for seqlen in (1024, 4096, 16384):
+                    name = f"{direction}-d{head_dim}-{mask}-n{seqlen}"
+                    case = by_name(gpu_cases(), name)
+                    assert name in names
+                    assert case.batch * case.seqlen_q == 16384
+                    assert case.num_heads * case.head_dim == 2048
+    assert sum(by_name(gpu_cases(), "varlen-mixed-forward-causal").seqlens) == 16384
+
+
+def test_bars_follow_the_processor() -> None:
+    def limits(machine: str, name: str) -> list[float]:
+        return [bar.limit for bar in by_name(cpu_cases(machine), name).bars]
+
+    assert limits("aarch64", "forward-d64-causal-n512") == [2.0]
+    assert limits("x86_64", "forward-d64-causal-n512") == [1.3]
+    assert limits("aarch64", "forward-bfloat16-full-n1024") == [100.0, 1.1]
+    assert limits("x86_64", "forward-float16-full-n1024") == [1.2, 1.1]
+
+
+def test_work_is_counted_as_documented() -> None:
+    full = by_name(gpu_cases(), "forward-d128-full-n16384")
+    assert full.flops == 4 * 16 * 16384**2 * 128
+    assert by_name(gpu_cases(), "forward-d128-causal-n16384").flops == full.flops / 2
+    assert by_name(gpu_cases(), "backward-d128-full-n16384").flops == full.flops * 2.5
+    decode = by_name(gpu_cases(), "decode-b1-n8192")
+    assert decode.kv_bytes == 2 * 8 * 8192 * 128 * 2
+    # 30 us at 1,114 GB/s: the published pair.
+    assert decode.rate(30.1e-6) == pytest.approx(1114e9, rel=0.01)
+    ragged = small(kind="varlen", batch=2, seqlens=(3, 5), seqlen_q=5, seqlen_k=5)
+    assert ragged.flops == 4 * 4 * 16 * (9 + 25)
+    window = small(causal=True, window=(7, 0))
+    rows = sum(len([j for j in range(70) if i - 7 <= j <= i]) for i in range(70))
+    assert window.pairs == 2 * rows
+    assert small(measure="overhead").rate(1.0) is None
+
+
+def test_selecting() -> None:
+    registry = gpu_cases()
+    assert {c.group for c in select(registry, ["decode"])} == {"decode"}
+    assert [c.name for c in select(registry, ["forward-d64-*-n1024"])] == [
+        "forward-d64-full-n1024", "forward-d64-causal-n1024",
+    ]  # fmt: skip
+    # What a bar compares with comes along.
+    assert [c.name for c in select(registry, ["window"])] == ["forward-d128-causal-n16384", "window-1024-n16384"]
+    assert select(registry, quick=True)
+    with pytest.raises(InvalidProblem, match="decode, forward"):
+        select(registry, ["nothing-like-this"])
+
+
+# --- the check
+
+
+KINDS = [
+    small(),
+    small(causal=True, window=(9, 0), seqlen_q=65, seqlen_k=130),
+    small(causal=True, measure="backward"),
+    small(dtype="bfloat16", measure="backward"),
+    small(kind="varlen", batch=3, seqlens=(70, 1, 33), causal=True, measure="backward"),
+    small(kind="paged", seqlen_q=1, page_size=16, seqlen_k=50),
+]
+
+
+@pytest.mark.parametrize("case", KINDS, ids=lambda c: f"{c.kind}-{c.measure}-{c.dtype}")
+def test_right_results_pass_and_slightly_wrong_ones_do_not(case: Case) -> None:
+    inputs = make_inputs(case)
+    checker = Checker(case, inputs)
+    peer = {"dense": "sdpa", "varlen": "sdpa-padded", "paged": "sdpa-gather"}[case.kind]
+    for name in ("tilewise", peer):
+        with torch.set_grad_enabled(case.needs_grad):
+            found = runner._results(case, implementations("cpu")[name].prepare(case, inputs))
+        assert checker.judge(found).complaint is None, name
+        for result in found:
+            # The last component of the last sequence (of the first one, where they are packed) is off by half.
+            broken = dict(found) | {result: found[result].detach().clone()}
+            broken[result][69 if case.kind == "varlen" else -1, ..., -1] *= 1.5
+            assert checker.judge(broken).complaint is not None, (name, result)
+            assert checker.judge(broken).error > checker.judge(found).error
+    poisoned = dict(found) | {"out": torch.full_like(found["out"], torch.nan)}
+    assert checker.judge(poisoned).complaint is not None
+
+
+def contestants() -> dict[str, Implementation]:
+    def off(case: Case, inputs: Inputs) -> Prepared:
+        right = implementations("cpu")["sdpa"].prepare(case, inputs)
+        return dataclasses.replace(right, call=lambda: right.call() + 1e-3)
+
+    def refuses(_case: Case, _inputs: Inputs) -> Prepared:
+        raise NotApplicable("not for this one")
+
+    def raises(_case: Case, _inputs: Inputs) -> Prepared:
+        raise RuntimeError("broken\nwith a long tail")
+
+    def fails_later(case: Case, inputs: Inputs) -> Prepared:
+        right, calls = implementations("cpu")["sdpa"].prepare(case, inputs), iter(range(3))
+
+        def call() -> Tensor:
+            if next(calls, None) is None:
+                raise RuntimeError("once too often")
+            return right.call()
+
+        return dataclasses.replace(right, call=call)
+
+    fakes = {"off": off, "refuses": refuses, "raises": raises, "fails-later": fails_later}
+    found = {name: Implementation(name, prepare) for name, prepare in fakes.items()}
+    found["absent"] = Implementation("absent", off, missing="package absent is not installed")
+    return found | {name: i for name, i in implementations("cpu").items() if name in ("sdpa", "naive")}
+
+
+def run_small(**fields: Any) -> CaseResult:
+    names = ("sdpa", "naive", "off", "refuses", "raises", "fails-later", "absent", "unheard-of")
+    case = small(
+        implementations=names, bars=(Bar("naive", 1e9, against=("sdpa",)), Bar("off", 1.0, against=("sdpa",))), **fields
+    )
+    return next(iter(runner.run([case], contestants(), LIMITS, lambda _: None)))
+
+
+def whole(*cases: CaseResult, device: str = "cpu", name: str = "Test Chip(R) 1") -> Results:
+    machine = {"cpu": name, "gpu": name, "cores": 2}
+    options = {"device": device, "threads": 2}
+    return Results(machine, {"torch": "2.10"}, "0123456789ab", "2030-01-02T03:04:05Z", options, cases)
+
+
+def test_nobody_is_fatal_and_a_wrong_ones_speed_is_not_kept() -> None:
+    result = run_small()
+    status = {m.implementation: m.status for m in result.measured}
+    assert status == {
+        "sdpa": "ok", "naive": "ok", "off": "wrong", "refuses": "skipped", "raises": "failed", "fails-later": "failed",
+        "absent": "missing", "unheard-of": "missing",
+    }  # fmt: skip
+    found = {m.implementation: m for m in result.measured}
+    assert found["off"].value is None
+    assert found["off"].error == pytest.approx(1e-3, rel=0.2)
+    assert found["raises"].detail == "RuntimeError: broken"
+    assert found["sdpa"].value is not None
+    assert found["sdpa"].rate == pytest.approx(result.case.flops / found["sdpa"].value)
+    text = report.plain(whole(result))
+    for part in (
+        "wrong",
+        "failed",
+        "once too often",
+        "package absent is not installed",
+        "not for this one",
+        "MISS naive",
+    ):
+        assert part in text
+    assert "0 passed, 1 missed, 1 could not be judged" in text
+
+
+def test_results_survive_the_file(tmp_path: Path) -> None:
+    everything = whole(run_small(window=(5, None), causal=False), run_small(measure="backward"))
+    path = tmp_path / "deep" / "file.json"
+    results.write(everything, path, verdicts.judge_all(everything))
+    assert results.read(path) == everything
+    assert report.plain(results.read(path)) == report.plain(everything)
+    path.write_text('{"format": 99}')
+    with pytest.raises(InvalidProblem):
+        results.read(path)
+
+
+def test_out_of_time_is_said() -> None:
+    limits = dataclasses.replace(LIMITS, max_seconds=-1.0)
+    (result,) = runner.run([small()], contestants(), limits, lambda _: None)
+    assert [m.status for m in result.measured] == ["skipped"]
+
+
+# --- time
+
+
+class FakeClock(Clock):
+    """A batch returns the seconds it would take."""
+
+    sample_seconds = 1.0
+
+    def __call__(self, batch: Callable[[], object]) -> float:
+        seconds = batch()
+        assert isinstance(seconds, float)
+        return seconds
+
+
+def test_rounds_are_interleaved_and_slow_entrants_sampled_less() -> None:
+    order: list[str] = []
+
+    def entrant(name: str, seconds: float) -> Entrant:
+        def repeat(calls: int) -> Callable[[], float]:
+            def batch() -> float:
+                order.append(name)
+                return seconds * calls
+
+            return batch
+
+        return Entrant(name, repeat)
+
+    fast, other, slow = entrant("fast", 0.25), entrant("other", 0.5), entrant("slow", 30.0)
+    race([fast, other, slow], FakeClock(), seconds=60.0)
+    assert (fast.calls, other.calls, slow.calls) == (4, 2, 1)
+    assert len(fast.samples) == len(other.samples) == 5
+    assert len(slow.samples) == 2
+    assert summarise(fast).median == 0.25
+    timed = order[order.index("slow") + 2 :]
+    # Each round starts with another one; the slow one sits out every round but the first and the fourth.
+    assert timed == [
+        "fast",
+        "other",
+        "slow",
+        "other",
+        "fast",
+        "fast",
+        "other",
+        "fast",
+        "other",
+        "slow",
+        "other",
+        "fast",
+    ]
+
+
+def test_an_entrant_that_fails_drops_out() -> None:
+    def broken(calls: int) -> Callable[[], float]:
+        if calls > 1:
+            raise ValueError("no batches")
+        return lambda: 0.1
+
+    bad, good = Entrant("bad", broken), Entrant("good", lambda calls: lambda: 0.1 * calls)
+    race([bad, good], FakeClock(), seconds=100.0)
+    assert bad.failure == "ValueError: no batches"
+    assert good.failure is None
+    assert len(good.samples) >= 5
+
+
+def test_memory_sees_what_a_call_holds() -> None:
+    def hungry() -> Tensor:
+        return torch.ones(1 << 24).sum()
+
+    assert 60 << 20 < extra_memory(hungry, "cpu") < 90 << 20
+    assert extra_memory(lambda: torch.ones(1 << 24), "cpu") < 16 << 20
+
+
+@pytest.mark.slow
+def test_first_calls_are_measured_in_fresh_processes() -> None:
+    case = small(measure="first-call", num_kv_heads=4, cold=True, implementations=("tilewise",))
+    seconds = first_call_seconds(case, threads=1)
+    assert len(seconds) == 2
+    assert all(0.0 < s < 60.0 for s in seconds)
+    with pytest.raises(RuntimeError, match="the process failed"):
+        first_call_seconds(dataclasses.replace(case, dtype="no_such_dtype"), threads=1)
+
+
+# --- bars
+
+
+def measured(case: Case, name: str, seconds: float) -> Measured:
+    return Measured(name, "ok", value=seconds, low=seconds, high=seconds, samples=5, calls=1, rate=case.rate(seconds))
+
+
+def result_of(case: Case, auto: str | None = None, **seconds: float) -> CaseResult:
+    return CaseResult(case, auto, tuple(measured(case, name.replace("_", "-"), s) for name, s in seconds.items()))
+
+
+@pytest.mark.parametrize(
+    ("bar", "value", "passed"),
+    [
+        (Bar("tilewise", 1.5, against=("sdpa", "fa4")), 2.0, True),
+        (Bar("tilewise", 2.5, against=("sdpa", "fa4")), 2.0, False),
+        (Bar("tilewise", 1.0, against=("fa4",)), None, None),
+        (Bar("tilewise", 1.0, against=("sdpa", "fa4"), stand_in=("sdpa", 4.0)), 0.5, False),
+        (Bar("nobody", 1.0, against=("sdpa",)), None, None),
+        (Bar("tilewise", 0.4, case="other", by="rate"), 0.5, True),
+        (Bar("tilewise", 0.6, case="other", by="speed"), 0.5, False),
+        (Bar("tilewise", 1.0, case="elsewhere"), None, None),
+        (Bar("tilewise", 1.1, by="seconds"), 1.0, True),
+        (Bar("tilewise", 0.9, by="seconds"), 1.0, False),
+    ],
+)
+def test_verdicts(bar: Bar, value: float | None, passed: bool | None) -> None:
+    case = small(bars=(bar,))
+    result = result_of(case, tilewise=1.0, sdpa=2.0)
+    other = result_of(small(name="other"), tilewise=0.5)
+    (verdict,) = verdicts.judge_case(result, [result, other], "chip")
+    assert (verdict.value, verdict.passed) == (value, passed)
+    assert ("pass" in verdict.text, "MISS" in verdict.text) == (passed is True, passed is False)
+
+
+def test_rates_memory_and_chips() -> None:
+    decode = small(seqlen_q=1, bars=(Bar("tilewise", 100.0, by="rate", machine="H200"),))
+    result = result_of(decode, auto="triton", tilewise_triton=decode.kv_bytes / 200.0)
+    assert verdicts.judge_case(result, [result], "NVIDIA A100") == []
+    (verdict,) = verdicts.judge_case(result, [result], "NVIDIA H200")
+    assert verdict.passed
+    memory = small(measure="memory", bars=(Bar("tilewise", 10.0, against=("naive",)),))
+    lean = result_of(memory, tilewise=0.0, naive=40960.0)
+    assert verdicts.judge_case(lean, [lean], "chip")[0].value == 10.0
+
+
+def test_the_means_of_the_table_are_judged() -> None:
+    found = []
+    for seqlen, seconds in ((1024, 1.0), (4096, 0.8)):
+        case = by_name(gpu_cases(), f"forward-d256-full-n{seqlen}")
+        found.append(result_of(case, tilewise_hopper=seconds, sdpa_cudnn=1.0))
+    mean = verdicts.judge_all(whole(*found, device="cuda"))[-1]
+    assert mean.value == pytest.approx((1.0 + 1.25) / 2)
+    assert mean.passed
+    assert "mean of 2" in "\n".join(report.summary(whole(*found, device="cuda")))
+
+
+# --- output
+
+
+def series() -> Results:
+    found = [
+        result_of(small(name=f"n{n}", seqlen_q=n, seqlen_k=n), tilewise=n * 1e-6, sdpa=n * 2e-6) for n in (64, 128, 256)
+    ]
+    memory = [
+        result_of(small(name=f"m{n}", measure="memory", seqlen_q=n, seqlen_k=n), tilewise=n * 64.0, naive=n * n * 4.0)
+        for n in (64, 128)
+    ]
+    return whole(*found, *memory)
+
+
+def test_plots_follow_the_page_and_are_repeatable(tmp_path: Path) -> None:
+    files = plots.write_plots(series(), tmp_path)
+    assert [f.name for f in files] == [
+        "bench-test-chip-1-2-threads-forward.svg",
+        "bench-test-chip-1-2-threads-memory.svg",
+    ]
+    text = files[0].read_text()
+    assert "prefers-color-scheme:dark" in text
+    assert "currentColor" in text
+    assert plots.INK not in text
+    assert "sdpa" in text
+    assert plots.write_plots(series(), tmp_path)[0].read_text() == text
+
+
+def test_plots_name_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(TilewiseError, match=r"tilewise\[bench\]"):
+        plots.write_plots(series(), tmp_path)
+
+
+def test_the_default_path_says_what_and_when() -> None:
+    assert results.default_path(series()) == Path("bench/results/test-chip-1-2-threads-2030-01-02.json")
+    gpu = whole(device="cuda", name="NVIDIA H200")
+    assert results.default_path(gpu) == Path("bench/results/nvidia-h200-2030-01-02.json")
+
+
+def test_text_alone_needs_neither_rich_nor_typer_nor_matplotlib() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('rich', 'typer', 'matplotlib'): sys.modules[name] = None\n"
+        "from tilewise.bench.__main__ import main\n"
+        "sys.exit(main(['--device', 'cpu', '--list', '--only', 'overhead']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["overhead-n1"]
+
+
+def test_text_command_runs_and_reports_a_stored_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.json"
+    common = ["--device", "cpu", "--only", "overhead", "--seconds-per-case", "0.05"]
+    assert main([*common, "--threads", "1", "--output", str(path)]) == 0
+    first = capsys.readouterr()
+    assert "overhead-n1" in first.out
+    assert "[1/1]" in first.err
+    assert main(["--results", str(path)]) == 0
+    assert capsys.readouterr().out == first.out
+    stored = results.read(path)
+    assert stored.options["threads"] == 1
+    assert stored.machine["cores"] > 0
+    assert {"tilewise", "python", "torch"} <= set(stored.versions)
+    assert main(["--device", "tpu"]) == 2
+    assert "auto, cpu or cuda" in capsys.readouterr().err
+
+
+def test_the_command_line_shows_a_stored_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    results.write(series(), path)
+    app, runs = build_app(), CliRunner()
+    shown = runs.invoke(app, ["bench", "--results", str(path), "--plots", str(tmp_path)], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    assert "2.00x sdpa" in shown.output
+    assert (tmp_path / "bench-test-chip-1-2-threads-forward.svg").exists()
+    listed = runs.invoke(app, ["bench", "--device", "cpu", "--only", "first-call", "--list"])
+    assert listed.output.split() == ["first-call-cold", "first-call-cached"]
+
+
+def test_threads_are_put_back() -> None:
+    before = torch.get_num_threads()
+    options = command.Options("cpu", ("overhead",), threads=before + 1, seconds_per_case=0.01)
+    assert command.execute(options, lambda _: None).options["threads"] == before + 1
+    assert torch.get_num_threads() == before
