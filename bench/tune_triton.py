@@ -379,7 +379,7 @@ def main() -> None:
         for causal in (False, True):
             for length in lengths:
                 p = problem_of(TOKENS // length, WIDTH // dim, WIDTH // dim, length, length, dim, causal)
-                chosen: dict[Pass, Config] = {name: configs.choose(name, devices.of(torch.device("cuda")), 2, dim) for name in CANDIDATES}
+                chosen: dict[Pass, Config] = {name: configs.choose(name, devices.of(torch.device("cuda")), 2, dim, False) for name in CANDIDATES}
                 for name in passes:
                     good = [job[3] for job, record in checked.items() if job[:3] == (name, dim, causal) and not record["error"]]
                     chosen[name] = tune_cell(name, p, good, records) or chosen[name]

@@ -62,7 +62,7 @@ class TritonBackend:
         from tilewise.backends.triton import configs, traits
 
         width = traits.padded(max(problem.head_dim, problem.head_dim_v))
-        config = configs.choose("forward", device, problem.dtype.itemsize, width)
+        config = configs.choose("forward", device, problem.dtype.itemsize, width, traits.is_rich(problem))
         return TileShape(config.block_m, config.block_n)
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,10 @@ from typing import Literal
 
 from tilewise.device import DeviceSpec
 
-__all__ = ["PASSES", "Config", "Pass", "architecture", "choose", "overridden"]
+__all__ = ["PASSES", "Config", "Pass", "choose", "overridden"]
 
 Pass = Literal["forward", "dkdv", "dq", "decode", "dbias"]
 PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq", "decode", "dbias")
-Architecture = Literal["datacenter", "hopper", "small_smem"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,129 +35,133 @@ class Config:
     heads_per_wave: int | None = None
 
 
-# (dtype bytes, padded head_dim) -> tile, the head dim being the larger of the two padded ones.
-Table = Mapping[tuple[int, int], Config]
+# More partial results than this are not worth merging; starting and finishing a program costs as much as reading this
+# many tiles.
+MAX_SPLITS = 128
+PROGRAM_COST = 2
 
-_FORWARD: dict[Architecture, Table] = {
-    "hopper": {
-        (2, 64): Config(128, 128, 4, 3),
-        (2, 128): Config(128, 128, 8, 2),
-        (2, 256): Config(128, 64, 8, 2),
-        (2, 512): Config(64, 32, 8, 2),
-        (4, 64): Config(64, 32, 4, 2),
-        (4, 128): Config(64, 32, 4, 2),
-        (4, 256): Config(32, 32, 4, 2),
-        (4, 512): Config(16, 16, 4, 2),
+# Padded head_dim (the larger of q's and v's) -> tile.
+Table = Mapping[int, Config]
+
+_HOPPER: dict[Pass, Table] = {
+    "forward": {
+        64: Config(128, 64, 4, 3),
+        128: Config(128, 128, 8, 2),
+        256: Config(128, 64, 8, 2),
+        512: Config(64, 32, 8, 2),
     },
-    "datacenter": {
-        (2, 64): Config(128, 64, 4, 3),
-        (2, 128): Config(128, 64, 8, 3),
-        (2, 256): Config(64, 32, 4, 2),
-        (2, 512): Config(32, 32, 8, 1),
-        (4, 64): Config(64, 32, 4, 2),
-        (4, 128): Config(64, 32, 4, 2),
-        (4, 256): Config(32, 16, 4, 2),
-        (4, 512): Config(16, 16, 4, 1),
+    "dkdv": {
+        64: Config(64, 128, 8, 2),
+        128: Config(64, 128, 8, 2),
+        256: Config(32, 64, 8, 1),
+        512: Config(16, 32, 8, 1),
     },
-    "small_smem": {
-        (2, 64): Config(128, 64, 4, 3),
-        (2, 128): Config(128, 32, 8, 2),
-        (2, 256): Config(64, 32, 8, 1),
-        (2, 512): Config(16, 16, 4, 1),
-        (4, 64): Config(64, 32, 4, 2),
-        (4, 128): Config(32, 32, 4, 1),
-        (4, 256): Config(16, 16, 4, 1),
-        (4, 512): Config(16, 16, 4, 1),
+    "dq": {
+        64: Config(128, 64, 8, 2),
+        128: Config(128, 64, 8, 2),
+        256: Config(64, 32, 8, 1),
+        512: Config(32, 16, 8, 1),
     },
 }
 
-_DKDV: dict[Architecture, Table] = {
-    "hopper": {
-        (2, 64): Config(64, 128, 4, 3),
-        (2, 128): Config(64, 128, 8, 2),
-        (2, 256): Config(32, 64, 8, 1),
-        (2, 512): Config(16, 32, 8, 1),
-        (4, 64): Config(32, 64, 4, 1),
-        (4, 128): Config(32, 32, 4, 1),
-        (4, 256): Config(16, 32, 8, 1),
-        (4, 512): Config(16, 16, 8, 1),
+_LARGE_SMEM: dict[Pass, Table] = {
+    "forward": {
+        64: Config(128, 64, 4, 3),
+        128: Config(128, 64, 8, 3),
+        256: Config(64, 32, 4, 2),
+        512: Config(32, 32, 8, 1),
     },
-    "datacenter": {
-        (2, 64): Config(64, 128, 8, 2),
-        (2, 128): Config(32, 128, 8, 2),
-        (2, 256): Config(32, 32, 8, 1),
-        (2, 512): Config(16, 16, 8, 1),
-        (4, 64): Config(32, 64, 4, 1),
-        (4, 128): Config(32, 32, 4, 1),
-        (4, 256): Config(16, 16, 4, 1),
-        (4, 512): Config(16, 16, 8, 1),
+    "dkdv": {
+        64: Config(64, 128, 8, 2),
+        128: Config(32, 128, 8, 2),
+        256: Config(32, 32, 8, 1),
+        512: Config(16, 16, 8, 1),
     },
-    "small_smem": {
-        (2, 64): Config(64, 64, 4, 2),
-        (2, 128): Config(32, 64, 4, 1),
-        (2, 256): Config(16, 32, 4, 1),
-        (2, 512): Config(16, 16, 8, 1),
-        (4, 64): Config(32, 32, 4, 1),
-        (4, 128): Config(16, 32, 4, 1),
-        (4, 256): Config(16, 16, 4, 1),
-        (4, 512): Config(16, 16, 8, 1),
+    "dq": {
+        64: Config(128, 64, 8, 2),
+        128: Config(128, 32, 8, 2),
+        256: Config(32, 32, 8, 1),
+        512: Config(16, 16, 8, 1),
     },
 }
 
-_DQ: dict[Architecture, Table] = {
-    "hopper": {
-        (2, 64): Config(128, 64, 4, 3),
-        (2, 128): Config(128, 64, 8, 2),
-        (2, 256): Config(64, 32, 8, 1),
-        (2, 512): Config(32, 16, 8, 1),
-        (4, 64): Config(64, 32, 4, 1),
-        (4, 128): Config(32, 32, 4, 1),
-        (4, 256): Config(32, 16, 8, 1),
-        (4, 512): Config(16, 16, 8, 1),
+_SMALL_SMEM: dict[Pass, Table] = {
+    "forward": {
+        64: Config(128, 64, 4, 3),
+        128: Config(128, 32, 8, 2),
+        256: Config(64, 32, 8, 1),
+        512: Config(16, 16, 4, 1),
     },
-    "datacenter": {
-        (2, 64): Config(128, 64, 8, 2),
-        (2, 128): Config(128, 32, 8, 2),
-        (2, 256): Config(32, 32, 8, 1),
-        (2, 512): Config(16, 16, 8, 1),
-        (4, 64): Config(64, 32, 4, 1),
-        (4, 128): Config(32, 32, 4, 1),
-        (4, 256): Config(16, 16, 4, 1),
-        (4, 512): Config(16, 16, 8, 1),
+    "dkdv": {
+        64: Config(64, 64, 4, 2),
+        128: Config(32, 64, 4, 1),
+        256: Config(16, 32, 4, 1),
+        512: Config(16, 16, 8, 1),
     },
-    "small_smem": {
-        (2, 64): Config(64, 64, 4, 2),
-        (2, 128): Config(64, 32, 4, 1),
-        (2, 256): Config(32, 16, 4, 1),
-        (2, 512): Config(16, 16, 8, 1),
-        (4, 64): Config(32, 32, 4, 1),
-        (4, 128): Config(32, 16, 4, 1),
-        (4, 256): Config(16, 16, 4, 1),
-        (4, 512): Config(16, 16, 8, 1),
+    "dq": {
+        64: Config(64, 64, 4, 2),
+        128: Config(64, 32, 4, 1),
+        256: Config(32, 16, 4, 1),
+        512: Config(16, 16, 8, 1),
     },
 }
 
-# block_m is a floor here: decode takes as many rows as a group of heads has.
-_DECODE: Table = {
-    (2, 64): Config(16, 64, 4, 3),
-    (2, 128): Config(16, 64, 4, 3),
-    (2, 256): Config(16, 32, 4, 2),
-    (2, 512): Config(16, 16, 4, 2),
-    (4, 64): Config(16, 32, 4, 2),
-    (4, 128): Config(16, 32, 4, 2),
-    (4, 256): Config(16, 16, 4, 2),
-    (4, 512): Config(16, 16, 4, 1),
+# Bias and mask tiles take registers and shared memory like another operand, dropout and softcap take registers, and
+# pages smaller than a tile take a pointer a row. 128 x 128 tiles with a bias would need 311 KB of shared memory and
+# spill 17 KB.
+_RICH: dict[Pass, Table] = {
+    "forward": {
+        64: Config(64, 64, 4, 2),
+        128: Config(64, 32, 4, 2),
+        256: Config(64, 32, 8, 1),
+        512: Config(16, 16, 4, 1),
+    },
+    "dkdv": {
+        64: Config(32, 64, 4, 2),
+        128: Config(32, 64, 8, 1),
+        256: Config(16, 32, 8, 1),
+        512: Config(16, 16, 8, 1),
+    },
+    "dq": {
+        64: Config(64, 32, 4, 2),
+        128: Config(64, 32, 8, 1),
+        256: Config(32, 16, 8, 1),
+        512: Config(16, 16, 8, 1),
+    },
 }
 
-_DBIAS: Table = {
-    (2, 64): Config(64, 64, 4, 1),
-    (2, 128): Config(64, 64, 8, 1),
-    (2, 256): Config(32, 32, 4, 1),
-    (2, 512): Config(16, 16, 4, 1),
-    (4, 64): Config(32, 32, 4, 1),
-    (4, 128): Config(32, 32, 4, 1),
-    (4, 256): Config(16, 16, 4, 1),
-    (4, 512): Config(16, 16, 4, 1),
+# fp32 products run on the ordinary units: small tiles, or the unrolled products spill.
+_SINGLE: dict[Pass, Table] = {
+    "forward": {
+        64: Config(32, 32, 4, 1),
+        128: Config(32, 32, 8, 1),
+        256: Config(16, 32, 8, 1),
+        512: Config(16, 16, 8, 1),
+    },
+    "dkdv": {
+        64: Config(32, 32, 8, 1),
+        128: Config(16, 32, 8, 1),
+        256: Config(16, 16, 8, 1),
+        512: Config(16, 16, 8, 1),
+    },
+    "dq": {
+        64: Config(32, 32, 8, 1),
+        128: Config(32, 16, 8, 1),
+        256: Config(16, 16, 8, 1),
+        512: Config(16, 16, 8, 1),
+    },
+}
+
+# block_m is a floor in decode, which takes as many rows as a group of heads has.
+_EVERYWHERE: dict[Pass, dict[int, Table]] = {
+    "decode": {
+        2: {64: Config(16, 64, 4, 3), 128: Config(16, 64, 4, 3), 256: Config(16, 32, 4, 2), 512: Config(16, 16, 4, 2)},
+        4: {64: Config(16, 32, 4, 2), 128: Config(16, 32, 4, 2), 256: Config(16, 16, 4, 2), 512: Config(16, 16, 4, 1)},
+    },
+    "dbias": {
+        2: {64: Config(64, 64, 4, 1), 128: Config(64, 64, 8, 1), 256: Config(32, 32, 8, 1), 512: Config(16, 16, 8, 1)},
+        4: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1), 512: Config(16, 16, 8, 1)},
+    },
 }
 
 _overrides: contextvars.ContextVar[Mapping[Pass, Config] | None] = contextvars.ContextVar(
@@ -166,24 +169,27 @@ _overrides: contextvars.ContextVar[Mapping[Pass, Config] | None] = contextvars.C
 )
 
 
-def architecture(device: DeviceSpec) -> Architecture:
-    """The class of tile tables a device uses; a device that is not a GPU (the interpreter) uses the smallest tiles."""
-    if device.has_wgmma:
-        return "hopper"
-    return "datacenter" if device.smem_bytes >= 160 << 10 and device.type == "cuda" else "small_smem"
+def choose(direction: Pass, device: DeviceSpec, itemsize: int, block_d: int, rich: bool) -> Config:
+    """The tile of one pass for a device, element width and padded head_dim (the larger of q's and v's).
 
-
-def choose(direction: Pass, device: DeviceSpec, itemsize: int, block_d: int) -> Config:
-    """The tile of one pass for a device, element width and padded head_dim (the larger of q's and v's)."""
+    `rich` problems hold more than K, V and scores in a tile: bias, mask, dropout bits, softcap, small pages.
+    """
     override = (_overrides.get() or {}).get(direction)
     if override is not None:
         return override
-    key = (itemsize, max(64, block_d))
-    if direction == "decode":
-        return _DECODE[key]
-    if direction == "dbias":
-        return _DBIAS[key]
-    return {"forward": _FORWARD, "dkdv": _DKDV, "dq": _DQ}[direction][architecture(device)][key]
+    width = max(64, block_d)
+    if direction in _EVERYWHERE:
+        return _EVERYWHERE[direction][itemsize][width]
+    if itemsize == 4:
+        return _SINGLE[direction][width]
+    return (_RICH if rich else _plain_table(device))[direction][width]
+
+
+def _plain_table(device: DeviceSpec) -> dict[Pass, Table]:
+    """By architecture; a device that is not a GPU (the interpreter) takes the smallest tiles."""
+    if device.has_wgmma:
+        return _HOPPER
+    return _LARGE_SMEM if device.type == "cuda" and device.smem_bytes >= 160 << 10 else _SMALL_SMEM
 
 
 @contextlib.contextmanager
@@ -204,21 +210,17 @@ def heads_per_wave(device: DeviceSpec, bytes_per_head: int, group_size: int) -> 
     return max(group_size, min(64, fitting) // group_size * group_size)
 
 
-def num_splits(device: DeviceSpec, rows: int, max_tiles: int) -> int:
-    """Into how many parts decode cuts the keys of each of `rows` (sequence, K/V head) pairs: fills the chip's last
-    wave.
+def num_splits(device: DeviceSpec, rows: int, tiles: int) -> int:
+    """Into how many parts decode cuts the keys (`tiles` tiles) of each of `rows` (sequence, K/V head) pairs.
 
-    Two programs fit on a multiprocessor. Takes the fewest splits that reach 90 % of the best occupancy of the last
-    wave.
+    Minimises waves of programs times the tiles of one, two programs to a multiprocessor; the fewest splits win a tie.
     """
     slots = 2 * device.num_sms
-    # A split of less than two tiles costs more in merging than it gains.
-    limit = max(1, min(128, max_tiles // 2))
-    if rows >= 4 * slots or limit == 1:
-        return 1
-    filled = [_last_wave(rows * splits / slots) for splits in range(1, limit + 1)]
-    return next(splits for splits, share in enumerate(filled, start=1) if share >= 0.9 * max(filled))
+    return min(range(1, min(MAX_SPLITS, max(1, tiles)) + 1), key=lambda splits: _duration(rows, tiles, splits, slots))
 
 
-def _last_wave(waves: float) -> float:
-    return waves / -(-waves // 1)
+def _duration(rows: int, tiles: int, splits: int, slots: int) -> int:
+    """In tiles: what the busiest slot reads, and a fixed cost for every program it runs."""
+    share = -(-tiles // splits)
+    used = -(-tiles // share) if share else 1
+    return -(-rows * used // slots) * (share + PROGRAM_COST)

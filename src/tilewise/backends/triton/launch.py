@@ -28,6 +28,7 @@ from tilewise.backends.triton.traits import (
     ScoreScalars,
     Sizes,
     Traits,
+    is_rich,
     padded,
     traits_of,
 )
@@ -77,7 +78,7 @@ class Plan(NamedTuple):
     def config(self, direction: Pass) -> Config:
         """The tile of one pass."""
         width = max(self.traits.BLOCK_D, self.traits.BLOCK_DV)
-        return configs.choose(direction, self.device, self.problem.dtype.itemsize, width)
+        return configs.choose(direction, self.device, self.problem.dtype.itemsize, width, is_rich(self.problem))
 
     def sizes_streaming(self, config: Config, bytes_per_head: int, group_size: int) -> Sizes:
         """Sizes with the number of heads that run side by side."""
@@ -121,7 +122,7 @@ def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, 
     """(out, lse) of canonical operands."""
     out = _empty_like_rows(problem, operands.q, problem.num_heads, problem.seqlen_q, problem.head_dim_v)
     lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=operands.q.device)
-    if problem.batch == 0:
+    if problem.batch == 0 or problem.seqlen_q == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     plan = plan_for(problem, devices.of(operands.q.device), operands.cu_seqlens_q is not None)
     with _on_device_of(operands.q):
@@ -267,10 +268,10 @@ def _key_gradients(plan: Plan, operands: Operands, shared: dict[str, Any]) -> tu
     if problem.kind != "paged":
         dk = _empty_like_rows(problem, operands.k, problem.num_kv_heads, problem.seqlen_k, problem.head_dim)
         dv = _empty_like_rows(problem, operands.v, problem.num_kv_heads, problem.seqlen_k, problem.head_dim_v)
-        rows = _dense_rows if problem.kind == "dense" else _packed_rows
-        key_gradient_launch(plan, shared, rows(dk), rows(dv)).start()
         if problem.seqlen_k == 0:
             return dk.zero_(), dv.zero_()
+        rows = _dense_rows if problem.kind == "dense" else _packed_rows
+        key_gradient_launch(plan, shared, rows(dk), rows(dv)).start()
         return dk, dv
     shape = (problem.batch, problem.num_kv_heads, problem.seqlen_k)
     device = operands.q.device
@@ -316,6 +317,8 @@ def query_gradient_launch(plan: Plan, shared: dict[str, Any], dq: Tensor) -> Lau
 def _query_gradient(plan: Plan, operands: Operands, shared: dict[str, Any]) -> Tensor:
     problem = plan.problem
     dq = _empty_like_rows(problem, operands.q, problem.num_heads, problem.seqlen_q, problem.head_dim)
+    if problem.seqlen_q == 0:
+        return dq.zero_()
     query_gradient_launch(plan, shared, dq).start()
     return dq
 

@@ -14,10 +14,24 @@ import torch
 
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Band", "Box", "Grid4", "Lengths", "Rows", "ScoreScalars", "Sizes", "Traits", "traits_of"]
+__all__ = [
+    "Band",
+    "Box",
+    "Grid4",
+    "Lengths",
+    "Rows",
+    "ScoreScalars",
+    "Sizes",
+    "Traits",
+    "is_rich",
+    "padded",
+    "traits_of",
+]
 
 # tl.dot takes no inner dimension below this, and a tile's sides are powers of two.
 MIN_DOT_SIDE = 16
+# Keys in the largest tile of the tables: pages of a multiple of it are never gathered row by row.
+LARGEST_TILE = 128
 
 
 class Rows(NamedTuple):
@@ -147,3 +161,10 @@ def traits_of(problem: AttentionProblem, *, packed_q: bool, precision: str, inte
         PRECISION=precision if problem.dtype == torch.float32 else "ieee",
         INTERPRETED=interpreted,
     )
+
+
+def is_rich(problem: AttentionProblem) -> bool:
+    """Whether a tile holds more than K, V and plain scores, and so has to be smaller."""
+    extras = (problem.bias_shape, problem.mask_shape, problem.softcap)
+    small_pages = problem.page_size is not None and problem.page_size % LARGEST_TILE != 0
+    return problem.dropout > 0.0 or small_pages or any(extra is not None for extra in extras)
