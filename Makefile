@@ -10,10 +10,10 @@ demo: $(READY)
 	$(BIN)/python -m tilewise demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 300
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 300 -m "not slow"
 
 check: $(READY)
 	$(BIN)/ruff check .

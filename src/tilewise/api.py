@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
-import torch
 from torch import Tensor
 
 from tilewise import dispatch, ops, validation
@@ -105,11 +104,11 @@ def attention(
         torch.Size([1, 2, 4, 8])
     """
     validation.require_tensors(q=q, k=k, v=v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = validation.autocast(q, k, v)
     flags = validation.normalise(
         causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, layout=layout,
         deterministic=deterministic, backend=backend, return_lse=return_lse,
-        needs_grad=_needs_grad(q, k, v, bias, sinks),
+        needs_grad=validation.needs_grad(q, k, v, bias, sinks),
     )  # fmt: skip
     seed = seed_tensor(seed, dropout)
     operands = Operands(q, k, v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks, seed=seed)
@@ -178,10 +177,10 @@ def attention_varlen(
         q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask,
         alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
-    q, k, v = _autocast(q, k, v)
+    q, k, v = validation.autocast(q, k, v)
     flags = validation.normalise(
         causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, deterministic=deterministic,
-        backend=backend, return_lse=return_lse, needs_grad=_needs_grad(q, k, v, bias, sinks),
+        backend=backend, return_lse=return_lse, needs_grad=validation.needs_grad(q, k, v, bias, sinks),
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
     operands = Operands(
@@ -252,10 +251,10 @@ def attention_paged(
         q=q, k_pages=k_pages, v_pages=v_pages, block_table=block_table, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q,
         bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
-    q, k_pages, v_pages = _autocast(q, k_pages, v_pages)
+    q, k_pages, v_pages = validation.autocast(q, k_pages, v_pages)
     flags = validation.normalise(
         causal=causal, window=window, softcap=softcap, scale=scale, dropout=0.0, deterministic=deterministic,
-        backend=backend, return_lse=return_lse, needs_grad=_needs_grad(q, k_pages, v_pages, bias, sinks),
+        backend=backend, return_lse=return_lse, needs_grad=validation.needs_grad(q, k_pages, v_pages, bias, sinks),
         max_seqlen_q=max_seqlen_q,
     )  # fmt: skip
     operands = Operands(
@@ -288,16 +287,3 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout:
 def backends() -> tuple[dispatch.Status, ...]:
     """The backends in order of preference, each "available" or with the reason why not."""
     return dispatch.statuses()
-
-
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast q, k and v become its dtype, as for SDPA; fp64 stays, bias, sinks and slopes keep theirs."""
-    kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)

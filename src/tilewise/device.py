@@ -178,7 +178,18 @@ def this_cpu() -> DeviceSpec:
     """This machine's processor. Facts only: rates are measured by `measured_cpu`, which takes a tenth of a second."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    return DeviceSpec(cpu_name(), "cpu", None, cores, MIB, 32 * MIB, memory, 0.0, {})
+    # Where the system does not tell: 1 MiB beside each core and 32 MiB shared are common.
+    own, shared = _cache_bytes(2) or MIB, _cache_bytes(3) or 32 * MIB
+    return DeviceSpec(cpu_name(), "cpu", None, cores, own, shared, memory, 0.0, {})
+
+
+def _cache_bytes(level: int) -> int | None:
+    """The size of a data cache level of the first core, as Linux tells it in files such as "2048K"."""
+    with contextlib.suppress(OSError, ValueError):
+        for cache in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+            if int((cache / "level").read_text()) == level:
+                return int((cache / "size").read_text().strip().removesuffix("K")) * KIB
+    return None
 
 
 @functools.cache

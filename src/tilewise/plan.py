@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise import cost, dispatch, report, validation
 from tilewise import device as devices
-from tilewise.api import _autocast, _needs_grad
 from tilewise.device import DeviceSpec
 from tilewise.dispatch import Rejection
 from tilewise.errors import InvalidProblem, Unsupported
@@ -107,13 +106,13 @@ def explain(
     tensors = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, mask, alibi_slopes, sinks)
     kind = _kind_of(tensors)
     _refuse_misplaced(kind, dropout, layout)
-    tensors = tensors._replace(**dict(zip("qkv", _autocast(q, k, v), strict=True)))
+    tensors = tensors._replace(**dict(zip("qkv", validation.autocast(q, k, v), strict=True)))
     if seed is not None:
         tensors = tensors._replace(seed=seed_tensor(seed, dropout))
     flags = validation.normalise(
         causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, layout=layout,
         deterministic=deterministic, backend=backend, return_lse=return_lse,
-        needs_grad=_needs_grad(q, k, v, bias, sinks), max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        needs_grad=validation.needs_grad(q, k, v, bias, sinks), max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
     return plan_of(kind, tensors, flags, device)
 

@@ -14,7 +14,7 @@ from tilewise import backends
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags
 
-__all__ = ["normalise", "require_tensors", "seed_tensor"]
+__all__ = ["autocast", "needs_grad", "normalise", "require_tensors", "seed_tensor"]
 
 Window = tuple[int | None, int | None]
 
@@ -182,6 +182,20 @@ def seed_tensor(seed: int | Tensor | None, dropout: float) -> Tensor | None:
     if isinstance(seed, Tensor):
         return seed.reshape(())
     return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64)
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether a gradient of any of these will be asked for."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under torch.autocast q, k and v become its dtype, as for SDPA; fp64 stays, bias, sinks and slopes keep theirs."""
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
 def _check(name: str, value: Any) -> None:
