@@ -26,7 +26,8 @@ ARROWS: dict[str, set[str]] = {
     "canonical": {"operands", "problem"},
     "validation": {"problem", "operands", "masks", "backends.__init__"},
     "dispatch": {"backends", "problem", "device"},
-    "ops": {"dispatch", "validation", "canonical", "problem", "operands", "device"},
+    "batching": {"operands"},
+    "ops": {"batching", "dispatch", "validation", "canonical", "problem", "operands", "device"},
     "api": {"ops", "validation", "dispatch", "operands", "numerics"},
     "backends": SPINE,
     "cost": SPINE | {"backends"},
@@ -34,6 +35,8 @@ ARROWS: dict[str, set[str]] = {
     "testing": SPINE | {"api", "__init__", "backends", "dispatch", "validation"},
     "bench": SPINE | {"api", "__init__", "plan", "dispatch", "units", "testing"},
     "cli": SPINE | {"api", "__init__", "plan", "cost", "dispatch", "backends", "bench"},
+    "nn": {"api"},
+    "integrations": {"api", "operands", "nn"},
     "__main__": {"cli"},
     "__init__": {"api", "plan"},
 }

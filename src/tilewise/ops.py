@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilewise import device, dispatch, validation
+from tilewise import batching, device, dispatch, validation
 from tilewise.canonical import canonical, contiguous_last, heads_first, restored
 from tilewise.errors import Unsupported
 from tilewise.operands import Flags, Gradients, Operands, Wanted
@@ -47,9 +47,9 @@ def attention(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Ten
         if not flags.needs_grad:
             return _launch(kind, operands, flags)
         return cast("tuple[Tensor, Tensor]", _EagerAttention.apply(kind, flags, *operands))  # type: ignore[no-untyped-call]
-    tensors = [getattr(operands, name) for name in _names(kind)]
-    out, lse = _OPS[kind](*tensors, *flags)
-    return out, lse
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():  # noqa: SLF001
+        return cast("tuple[Tensor, Tensor]", _TransformedAttention.apply(kind, flags, *operands))  # type: ignore[no-untyped-call]
+    return _call_op(kind, operands, flags)
 
 
 def _is_plain_eager(operands: Operands) -> bool:
@@ -81,16 +81,69 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        result: dict[str, Tensor | None] = {}
-        if dout is not None or dlse is not None:
-            out, lse, *tensors = ctx.saved_tensors
-            needs = dict(zip(Operands._fields, ctx.needs_input_grad[2:], strict=True))
-            wanted = Wanted(*(needs[name] for name in DIFFERENTIABLE))
-            # With create_graph=True the op is called, whose own autograd refuses second derivatives.
-            run = _call_backward_op if torch.is_grad_enabled() else _launch_backward
-            gradients = run(ctx.kind, Operands(*tensors), ctx.flags, out, lse, dout, dlse, wanted)
-            result = {n: g for n, g, want in zip(DIFFERENTIABLE, gradients, wanted, strict=True) if want}
-        return (None, None, *(result.get(name) for name in Operands._fields))
+        # With create_graph=True the op is called, whose own autograd refuses second derivatives.
+        return _gradients_of(ctx, dout, dlse, _call_backward_op if torch.is_grad_enabled() else _launch_backward)
+
+
+def _gradients_of(ctx: Any, dout: Tensor | None, dlse: Tensor | None, run: Any) -> tuple[Tensor | None, ...]:
+    result: dict[str, Tensor | None] = {}
+    if dout is not None or dlse is not None:
+        out, lse, *tensors = ctx.saved_tensors
+        needs = dict(zip(Operands._fields, ctx.needs_input_grad[2:], strict=True))
+        wanted = Wanted(*(needs[name] for name in DIFFERENTIABLE))
+        gradients = run(ctx.kind, Operands(*tensors), ctx.flags, out, lse, dout, dlse, wanted)
+        result = {n: g for n, g, want in zip(DIFFERENTIABLE, gradients, wanted, strict=True) if want}
+    return (None, None, *(result.get(name) for name in Operands._fields))
+
+
+class _TransformedAttention(torch.autograd.Function):
+    """`_EagerAttention` for torch.func: grad and vmap want the context filled in separately, and the ops inside."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(kind: Kind, flags: Flags, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        return _call_op(kind, Operands(*tensors), flags)  # type: ignore[arg-type]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.kind, ctx.flags, *tensors = inputs
+        ctx.save_for_backward(*output, *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        def run(kind: Kind, operands: Operands, flags: Flags, *rest: Any) -> Any:
+            return _TransformedBackward.apply(kind, flags, *rest, *operands)  # type: ignore[no-untyped-call]
+
+        return _gradients_of(ctx, dout, dlse, run)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """The backward op for torch.func, whose grad always records the backward pass too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(kind: Kind, flags: Flags, *rest: Any) -> tuple[Tensor, ...]:
+        out, lse, dout, dlse, wanted, *tensors = rest
+        return cast(
+            "tuple[Tensor, ...]",
+            tuple(_call_backward_op(kind, Operands(*tensors), flags, out, lse, dout, dlse, wanted)),
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        del ctx, inputs, output
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        _refuse_second_derivatives(ctx)
+
+
+def _call_op(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
+    out, lse = _OPS[kind](*(getattr(operands, name) for name in _names(kind)), *flags)
+    return out, lse
 
 
 def _names(kind: Kind) -> list[str]:
@@ -235,6 +288,13 @@ def _register(library: torch.library.Library, kind: Kind) -> None:
         lib=library,
     )
     torch.library.register_autograd(f"tilewise::{kind}_backward", _refuse_second_derivatives, lib=library)
+    for name, rule in ((kind, batching.forward_rule), (f"{kind}_backward", batching.backward_rule)):
+        torch.library.register_vmap(f"tilewise::{name}", functools.partial(_vmapped, kind, name, rule), lib=library)
+
+
+def _vmapped(kind: Kind, name: str, rule: Callable[..., Any], info: Any, in_dims: Args, *args: Any) -> Any:
+    op = getattr(torch.ops.tilewise, name).default
+    return rule(op, _names(kind), info.batch_size, in_dims, args)
 
 
 # The library lives as long as the process: dropping it would unregister the ops.

@@ -1,0 +1,115 @@
+"""What `torch.func.vmap` does to the ops: examples are folded into the batch where that is the same computation.
+
+Folding is exact for dense problems without dropout (whose bits are counted by batch), and for gradients that are not
+summed over the batch. Everything else runs example by example, which is what vmap promises, at the price of a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.operands import Flags, Operands, Wanted
+
+__all__ = ["backward_rule", "forward_rule"]
+
+Op = Callable[..., tuple[Tensor, ...]]
+Batched = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
+# What comes before the operands in a backward op: dout, dlse, out, lse, wanted.
+SAVED = 5
+BIAS = Wanted._fields.index("dbias")
+
+
+def forward_rule(op: Op, names: Sequence[str], examples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Batched:
+    """(results, their vmapped dimensions) of a forward op called on `examples` examples at once."""
+    operands, flags = Operands(**dict(zip(names, args, strict=False))), Flags(*args[len(names) :])
+    dims = dict(zip(names, in_dims, strict=False))
+    if not _folds(names, flags, dims):
+        return _one_by_one(op, examples, in_dims, args)
+    folded = [_folded(n, getattr(operands, n), dims[n], examples, _batch(operands, dims)) for n in names]
+    results = op(*folded, *flags)
+    return tuple(_unfolded(r, examples) for r in results), (0,) * len(results)
+
+
+def backward_rule(op: Op, names: Sequence[str], examples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Batched:
+    """As `forward_rule`, for a backward op."""
+    saved, tensors = args[:SAVED], args[SAVED:]
+    operands, flags = Operands(**dict(zip(names, tensors, strict=False))), Flags(*tensors[len(names) :])
+    dims = dict(zip(names, in_dims[SAVED:], strict=False))
+    wanted = Wanted(*saved[-1])
+    if not _folds(names, flags, dims) or wanted.dsinks:
+        return _one_by_one(op, examples, in_dims, args)
+    batch = _batch(operands, dims)
+    results = [_folded("out", t, d, examples, batch) for t, d in zip(saved[:-1], in_dims, strict=False)]
+    folded = {n: _folded(n, getattr(operands, n), dims[n], examples, batch) for n in names}
+    if wanted.dbias:
+        # One gradient an example: a bias the examples share must not share its gradient.
+        folded["bias"] = _spread(operands.bias, dims["bias"], examples, batch)
+    gradients = op(*results, list(wanted), *folded.values(), *flags)
+    found = [_unfolded(g, examples) if want else g for g, want in zip(gradients, wanted, strict=True)]
+    if wanted.dbias and operands.bias is not None:
+        found[BIAS] = _reduced(found[BIAS], operands.bias, dims["bias"])
+    return tuple(found), tuple([0 if want else None for want in wanted])
+
+
+def _folds(names: Sequence[str], flags: Flags, dims: dict[str, int | None]) -> bool:
+    dense = "cu_seqlens_q" not in names and "block_table" not in names
+    return dense and flags.dropout == 0.0 and dims["sinks"] is None
+
+
+def _batch(operands: Operands, dims: dict[str, int | None]) -> int:
+    """The batch of one example: the first dimension of q that is not vmapped."""
+    return operands.q.shape[1 if dims["q"] == 0 else 0]
+
+
+def _folded(name: str, tensor: Tensor | None, dim: int | None, examples: int, batch: int) -> Tensor | None:
+    """The operand with `examples` folded into its batch; one that all of them share and broadcast stays as it is."""
+    if tensor is None or (dim is None and name in ("sinks", "seed")):
+        return tensor
+    if name in ("bias", "mask"):
+        shared = dim is None and (tensor.dim() < 4 or tensor.shape[0] == 1)
+        return tensor if shared else _spread(tensor, dim, examples, batch)
+    if name == "alibi_slopes":
+        if dim is None and tensor.dim() == 1:
+            return tensor
+        rows = tensor.movedim(dim, 0) if dim is not None else tensor.unsqueeze(0)
+        rows = rows.unsqueeze(1) if rows.dim() == 2 else rows
+        return rows.expand(examples, batch, -1).flatten(0, 1)
+    moved = tensor.expand(examples, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return moved.flatten(0, 1)
+
+
+def _spread(tensor: Tensor | None, dim: int | None, examples: int, batch: int) -> Tensor | None:
+    """A bias or mask as (examples * batch, heads, rows, keys), the last three broadcast as before."""
+    if tensor is None:
+        return None
+    moved = tensor.unsqueeze(0) if dim is None else tensor.movedim(dim, 0)
+    four = moved.reshape(moved.shape[0], *(1,) * (5 - moved.dim()), *moved.shape[1:])
+    return four.expand(examples, batch, -1, -1, -1).flatten(0, 1)
+
+
+def _reduced(gradient: Tensor, bias: Tensor, dim: int | None) -> Tensor:
+    """The gradient of every example, in the shape the bias has in one."""
+    shape = list(bias.shape)
+    if dim is not None:
+        del shape[dim]
+    if len(shape) < 4 or shape[0] == 1:
+        gradient = gradient.sum(1, keepdim=True)
+    return gradient.reshape(gradient.shape[0], *shape)
+
+
+def _unfolded(result: Tensor, examples: int) -> Tensor:
+    return result.reshape(examples, result.shape[0] // max(examples, 1), *result.shape[1:])
+
+
+def _one_by_one(op: Op, examples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Batched:
+    def example(index: int) -> list[Any]:
+        pairs = zip(args, in_dims, strict=True)
+        return [a.select(d, index) if isinstance(a, Tensor) and d is not None else a for a, d in pairs]
+
+    results = [op(*example(index)) for index in range(examples)]
+    stacked = tuple(torch.stack(column) for column in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
