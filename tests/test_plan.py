@@ -14,11 +14,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise as tw
-from tilewise import cost, device, dispatch
-from tilewise.cost import Traffic
+from tilewise import device, dispatch
 from tilewise.device import DeviceSpec
 from tilewise.masks import Band, TileGrid, TileKind
-from tilewise.plan import Plan
+from tilewise.plan import Plan, cost
+from tilewise.plan.cost import Traffic
 from tilewise.problem import AttentionProblem
 from tilewise.units import format_bytes, format_count, format_seconds
 

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
 from tilewise.backends.reference.tiled import fa1, fa2
-from tilewise.cost import forward_flops, scores_computed
 from tilewise.masks import Band, TileGrid
+from tilewise.plan.cost import forward_flops, scores_computed
 
 Textbook = Callable[..., tuple[Tensor, Tensor]]
 BOTH = pytest.mark.parametrize("algorithm", [fa1, fa2])

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-import tilewise
 from tilewise import device
+from tilewise.version import __version__
 
 __all__ = ["commit", "machine", "versions"]
 
@@ -38,7 +38,7 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, Any]:
     """Everything that could change a figure; packages that are not installed are left out."""
-    found: dict[str, Any] = {"tilewise": tilewise.__version__, "python": platform.python_version()}
+    found: dict[str, Any] = {"tilewise": __version__, "python": platform.python_version()}
     installed = {package: _version(package) for package in PACKAGES}
     found |= {package: version for package, version in installed.items() if version is not None}
     if torch.cuda.is_available():
@@ -55,7 +55,7 @@ def _version(package: str) -> str | None:
 
 def commit() -> str | None:
     """The commit of this source tree, with a + where the package differs from it; None outside a checkout."""
-    package = Path(tilewise.__file__).parent
+    package = Path(__file__).parents[1]
     head = _output("git", "-C", str(package), "rev-parse", "--short=12", "HEAD")
     changed = _output("git", "-C", str(package), "status", "--porcelain", "--", str(package))
     return head + "+" if head and changed else head

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-import tilewise
 from tilewise import device, dispatch, settings
 from tilewise.cli.console import JsonOption, print_json
 from tilewise.device import DeviceSpec
 from tilewise.plan import explain
 from tilewise.units import format_bytes, format_count
+from tilewise.version import __version__
 
 __all__ = ["EXAMPLE", "command", "diagnose"]
 
@@ -39,7 +39,7 @@ def diagnose() -> dict[str, Any]:
     """Everything the command shows, ready for JSON."""
     return {
         "versions": {
-            "tilewise": tilewise.__version__,
+            "tilewise": __version__,
             "python": platform.python_version(),
             **{name: _version(name) for name in PACKAGES},
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding
 
-import tilewise
 from tilewise import settings
+from tilewise.version import __version__
 
 __all__ = ["PROGRAMS", "CacheState", "Program", "cache_state", "program", "warmup"]
 
@@ -62,7 +62,7 @@ def fingerprint() -> str:
     digest = hashlib.sha256()
     features = binding.get_host_cpu_features().flatten()
     for part in (
-        tilewise.__version__,
+        __version__,
         binding.get_host_cpu_name(),
         features,
         llvmlite_version,
@@ -76,7 +76,7 @@ def fingerprint() -> str:
 
 def file_name(name: str) -> str:
     """The cache file of a program."""
-    return f"{name}-{tilewise.__version__}-{fingerprint()}{SUFFIX}"
+    return f"{name}-{__version__}-{fingerprint()}{SUFFIX}"
 
 
 def cache_state() -> CacheState:

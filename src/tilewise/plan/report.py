@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tilewise.roofline import Work
+from tilewise.plan.roofline import Work
 from tilewise.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from tilewise.plan import Plan
+    from tilewise.plan.planning import Plan
 
 __all__ = ["render"]
 

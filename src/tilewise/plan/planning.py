@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tilewise import cost, dispatch, report, validation
 from tilewise import device as devices
+from tilewise import dispatch, validation
 from tilewise.device import DeviceSpec
 from tilewise.dispatch import Rejection
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.masks import Band, TileCounts, TileGrid
 from tilewise.operands import Flags, Operands
+from tilewise.plan import cost, report
+from tilewise.plan.roofline import Memory, Work, memory_of, naive_work, tiled_work
 from tilewise.problem import AttentionProblem, Kind
-from tilewise.roofline import Memory, Work, memory_of, naive_work, tiled_work
 from tilewise.validation.flags import Window, seed_tensor
 
 __all__ = ["Plan", "Where", "explain", "plan_of"]

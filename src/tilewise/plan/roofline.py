@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from tilewise import cost
-from tilewise.cost import Traffic
 from tilewise.device import DeviceSpec
 from tilewise.masks import Band, TileGrid
+from tilewise.plan import cost
+from tilewise.plan.cost import Traffic
 from tilewise.problem import AttentionProblem
 
 __all__ = ["Memory", "Work", "memory_of", "naive_work", "tiled_work"]
