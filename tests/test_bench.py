@@ -242,7 +242,7 @@ class FakeClock(Clock):
 
     sample_seconds = 1.0
 
-    def __call__(self, batch: Callable[[], object]) -> float:
+    def __call__(self, batch: Callable[[], object], lead_in: Callable[[], object]) -> float:  # noqa: ARG002
         seconds = batch()
         assert isinstance(seconds, float)
         return seconds

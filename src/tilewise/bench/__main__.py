@@ -22,7 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the status is 0 unless the options make no sense."""
     given = _parser().parse_args(arguments)
     options = Options(
-        given.device, tuple(given.only), given.quick, given.threads, given.seconds_per_case, given.max_seconds
+        given.device,
+        tuple(given.only),
+        given.quick,
+        given.threads,
+        given.seconds_per_case,
+        given.max_seconds,
+        given.commit,
     )
     try:
         _run(options, given)
@@ -69,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, help="torch's threads on the CPU")
     parser.add_argument("--seconds-per-case", type=float, help="timing, without checks and compilation")
     parser.add_argument("--max-seconds", type=float, help="cases not begun by then are skipped")
+    parser.add_argument("--commit", help="recorded where git does not know it")
     parser.add_argument("--output", type=Path, help="the JSON file; bench/results/<device>-<date>.json by default")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write SVG plots there (needs matplotlib)")
     parser.add_argument("--results", type=Path, metavar="FILE", help="report a stored run instead of running")

@@ -19,8 +19,8 @@ from tilewise.testing.tolerances import Slack, judge, measure, slack_of
 
 __all__ = ["Checker", "Outcome"]
 
-# Rows of each sequence that are compared, from the first to the last.
-ROWS = 64
+# Rows of each sequence that are compared, from the first to the last: fewer where there are many sequences and heads.
+LEAST_ROWS, MOST_ROWS, MOST_ELEMENTS = 4, 64, 1 << 20
 # Rows of one head that are computed at once for dK and dV: 134 MB of fp64 scores at 16,384 keys.
 CHUNK = 1024
 
@@ -74,9 +74,10 @@ class Checker:
         results: dict[str, list[Tensor]] = {}
         for piece in self.pieces:
             band = self.case.band(piece.q.shape[2], piece.k.shape[2])
-            for name, value in _rows(piece, _sample(piece), band, dtype).items():
-                if name.strip("|") in ("out", "dq"):
-                    results.setdefault(name, []).append(value.double().flatten())
+            rows = _Rows(piece, _sample(piece), band, dtype)
+            values = rows.out() | (rows.dq() if self.case.measure == "backward" else {})
+            for name, value in values.items():
+                results.setdefault(name, []).append(value.double().flatten())
         if self.case.measure == "backward":
             for name, value in _keys_of_last_head(self.pieces[0], self.case, dtype).items():
                 results[name] = [value.double().flatten()]
@@ -109,33 +110,46 @@ def _pieces(case: Case, inputs: Inputs) -> Iterator[Piece]:
 
 
 def _sample(piece: Piece) -> Tensor:
-    length = piece.q.shape[2]
-    return torch.linspace(0, length - 1, min(length, ROWS), device=piece.q.device).round().long()
+    batch, heads, length, head_dim = piece.q.shape
+    rows = max(LEAST_ROWS, min(MOST_ROWS, MOST_ELEMENTS // (batch * heads * head_dim)))
+    return torch.linspace(0, length - 1, min(length, rows), device=piece.q.device).round().long()
 
 
-def _rows(piece: Piece, rows: Tensor, band: Band, dtype: torch.dtype) -> Results:
-    """Attention of some rows as the textbook has it, in `dtype`, and what these rows add to dK and dV."""
-    groups = piece.q.shape[1] // piece.k.shape[1]
-    q, dout = (t[:, :, rows].to(dtype).unflatten(1, (-1, groups)) for t in (piece.q, piece.dout))
-    k, v = (t.to(dtype)[:, :, None] for t in (piece.k, piece.v))
-    scale = 1.0 / math.sqrt(q.shape[-1])
-    s = (q @ k.mT) * scale
-    s.masked_fill_(~_visible(band, rows), -math.inf)
-    p = torch.softmax(s, -1)
-    dp = dout @ v.mT
-    delta = (p * dp).sum(-1, keepdim=True)
-    ds = p * (dp - delta)
-    bound = p * (dp.abs() + delta.abs())
-    return {
-        "out": (p @ v).flatten(1, 2),
-        "dq": (ds @ k * scale).flatten(1, 2),
-        "dk": (ds.mT @ q).sum(2) * scale,
-        "dv": (p.mT @ dout).sum(2),
-        "|out|": (p @ v.abs()).flatten(1, 2),
-        "|dq|": (bound @ k.abs() * scale).flatten(1, 2),
-        "|dk|": (bound.mT @ q.abs()).sum(2) * scale,
-        "|dv|": (p.mT @ dout.abs()).sum(2),
-    }
+class _Rows:
+    """Attention of some rows as the textbook has it, in one dtype; `|x|` are the sums of absolute values behind x."""
+
+    def __init__(self, piece: Piece, rows: Tensor, band: Band, dtype: torch.dtype) -> None:
+        groups = piece.q.shape[1] // piece.k.shape[1]
+        self.q, self.dout = (t[:, :, rows].to(dtype).unflatten(1, (-1, groups)) for t in (piece.q, piece.dout))
+        self.k, self.v = (t.to(dtype)[:, :, None] for t in (piece.k, piece.v))
+        self.scale = 1.0 / math.sqrt(piece.q.shape[-1])
+        s = (self.q @ self.k.mT) * self.scale
+        self.p = torch.softmax(s.masked_fill_(~_visible(band, rows), -math.inf), -1)
+
+    def out(self) -> Results:
+        """The rows of out."""
+        return {"out": (self.p @ self.v).flatten(1, 2), "|out|": (self.p @ self.v.abs()).flatten(1, 2)}
+
+    def _ds(self) -> tuple[Tensor, Tensor]:
+        dp = self.dout @ self.v.mT
+        delta = (self.p * dp).sum(-1, keepdim=True)
+        return self.p * (dp - delta), self.p * (dp.abs() + delta.abs())
+
+    def dq(self) -> Results:
+        """The rows of dq."""
+        ds, bound = self._ds()
+        dq, terms = ds @ self.k, bound @ self.k.abs()
+        return {"dq": (dq * self.scale).flatten(1, 2), "|dq|": (terms * self.scale).flatten(1, 2)}
+
+    def dkv(self) -> Results:
+        """What these rows add to dk and dv."""
+        ds, bound = self._ds()
+        return {
+            "dk": (ds.mT @ self.q).sum(2) * self.scale,
+            "dv": (self.p.mT @ self.dout).sum(2),
+            "|dk|": (bound.mT @ self.q.abs()).sum(2) * self.scale,
+            "|dv|": (self.p.mT @ self.dout.abs()).sum(2),
+        }
 
 
 def _visible(band: Band, rows: Tensor) -> Tensor:
@@ -158,7 +172,6 @@ def _keys_of_last_head(piece: Piece, case: Case, dtype: torch.dtype) -> Results:
     totals: Results = {}
     for start in range(0, length, CHUNK):
         rows = torch.arange(start, min(start + CHUNK, length), device=q.device)
-        for name, part in _rows(last, rows, band, dtype).items():
-            if name.strip("|") in ("dk", "dv"):
-                totals[name] = totals.get(name, 0.0) + part.double()
+        for name, part in _Rows(last, rows, band, dtype).dkv().items():
+            totals[name] = totals.get(name, 0.0) + part.double()
     return {name: total.to(dtype) for name, total in totals.items()}

@@ -164,7 +164,7 @@ def _copies(case: Case) -> list[Inputs]:
     if case.device == "cpu" or case.measure in ("memory", "overhead"):
         return [first]
     cache = device.of(torch.device("cuda")).l2_bytes
-    count = min(MOST_COPIES, 1 + 2 * cache // max(1, first.nbytes))
+    count = min(MOST_COPIES, 1 + 4 * cache // max(1, first.nbytes))
     return [first, *(make_inputs(case, seed) for seed in range(1, count))]
 
 
@@ -187,7 +187,8 @@ def _results(case: Case, prepared: Prepared) -> dict[str, torch.Tensor]:
 
 def _repeated(works: list[Work], scope: Callable[[], contextlib.AbstractContextManager[None]], calls: int) -> Work:
     """A batch of calls that rotates over the sets of inputs."""
-    sequence = [works[index % len(works)] for index in range(calls)]
+    # Ends with the last set, which a lead-in of one call uses: the batch after it starts with another one.
+    sequence = [works[(index - calls) % len(works)] for index in range(calls)]
 
     def batch() -> None:
         with scope():

@@ -27,11 +27,11 @@ FLUSH_BYTES = 256 << 20
 
 
 class Clock:
-    """Measures how long a batch of calls takes, in seconds."""
+    """Measures how long a batch of calls takes, in seconds; `lead_in` is an untimed call before."""
 
     sample_seconds = SAMPLE_SECONDS["cpu"]
 
-    def __call__(self, batch: Batch) -> float:
+    def __call__(self, batch: Batch, lead_in: Batch) -> float:
         """Run the batch once."""
         raise NotImplementedError
 
@@ -39,7 +39,7 @@ class Clock:
 class CpuClock(Clock):
     """Wall time of calls that return when they are done."""
 
-    def __call__(self, batch: Batch) -> float:
+    def __call__(self, batch: Batch, lead_in: Batch) -> float:  # noqa: ARG002 - nothing runs ahead on a CPU
         """Run the batch once."""
         start = time.perf_counter()
         batch()
@@ -47,17 +47,22 @@ class CpuClock(Clock):
 
 
 class CudaClock(Clock):
-    """Time on the device. The flush also keeps it busy while the host enqueues the batch."""
+    """Time on the device, with the cache flushed before.
+
+    The lead-in keeps the device busy while the host prepares the next call, as in a stream of calls: a long kernel
+    hides the host's work, a short one does not.
+    """
 
     sample_seconds = SAMPLE_SECONDS["cuda"]
 
     def __init__(self) -> None:
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
-    def __call__(self, batch: Batch) -> float:
+    def __call__(self, batch: Batch, lead_in: Batch) -> float:
         """Run the batch once."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.flush.zero_()
+        lead_in()
         start.record()
         batch()
         stop.record()
@@ -70,7 +75,7 @@ class HostClock(Clock):
 
     sample_seconds = SAMPLE_SECONDS["cuda"]
 
-    def __call__(self, batch: Batch) -> float:
+    def __call__(self, batch: Batch, lead_in: Batch) -> float:  # noqa: ARG002 - the host starts from rest
         """Run the batch once."""
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -87,6 +92,7 @@ class Entrant:
     name: str
     repeat: Callable[[int], Batch]
     calls: int = 1
+    lead_in: Batch | None = None
     samples: list[float] = field(default_factory=list)
     failure: str | None = None
 
@@ -129,8 +135,8 @@ def race(entrants: Sequence[Entrant], clock: Clock, seconds: float) -> None:
 def _calibrated(entrant: Entrant, clock: Clock) -> Batch | None:
     """Choose how often the call is repeated in a sample, and leave one sample of that in `samples`."""
     try:
-        once = entrant.repeat(1)
-        seconds = min(clock(once) for _ in range(2))
+        once = entrant.lead_in = entrant.repeat(1)
+        seconds = min(clock(once, once) for _ in range(2))
         entrant.calls = max(1, min(MOST_CALLS, math.ceil(clock.sample_seconds / max(seconds, 1e-7))))
         if entrant.calls == 1:  # slow calls are not made more often than needed
             entrant.samples.append(seconds)
@@ -146,7 +152,7 @@ def _calibrated(entrant: Entrant, clock: Clock) -> Batch | None:
 
 def _sample(entrant: Entrant, batch: Batch, clock: Clock) -> None:
     try:
-        entrant.samples.append(clock(batch) / entrant.calls)
+        entrant.samples.append(clock(batch, entrant.lead_in or batch) / entrant.calls)
     except Exception as error:
         entrant.failure = describe(error)
 

@@ -32,13 +32,14 @@ def command(
     threads: Annotated[int | None, typer.Option(min=1, help="torch's threads on the CPU.")] = None,
     seconds_per_case: Annotated[float | None, typer.Option(min=0.01, help="Timing, without compilation.")] = None,
     max_seconds: Annotated[float | None, typer.Option(min=1, help="Cases not begun by then are skipped.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Recorded where git does not know it.")] = None,
     output: Annotated[Path | None, typer.Option(help="Default: bench/results/<device>-<date>.json.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Write SVG plots into this folder (needs matplotlib).")] = None,
     results: Annotated[Path | None, typer.Option(help="Report a stored run instead of running.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Name the cases and end.")] = False,
 ) -> None:
     """Measure tilewise against its peers in one process, check every result, and say which bars are cleared."""
-    options = Options(device, tuple(only or ()), quick, threads, seconds_per_case, max_seconds)
+    options = Options(device, tuple(only or ()), quick, threads, seconds_per_case, max_seconds, commit)
     if list_cases:
         typer.echo("\n".join(case.name for case in chosen_cases(options)))
         return
