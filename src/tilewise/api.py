@@ -15,51 +15,48 @@ from tilewise.validation.flags import Window, seed_tensor
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    # For type checkers only, which thus know what return_lse changes; the functions below spell every flag out.
+    class Common(TypedDict, total=False):
+        """The flags every call shares."""
+
+        causal: bool
+        window: Window | None
+        bias: Tensor | None
+        mask: Tensor | None
+        alibi_slopes: Tensor | None
+        softcap: float | None
+        sinks: Tensor | None
+        scale: float | None
+        deterministic: bool | None
+        backend: str
+
+    class Random(Common, total=False):
+        """`Common` and dropout."""
+
+        dropout: float
+        seed: int | Tensor | None
+
+    class Dense(Random, total=False):
+        """What `attention` takes."""
+
+        layout: str
+
+    class Varlen(Random, total=False):
+        """What `attention_varlen` takes."""
+
+        max_seqlen_q: int | None
+        max_seqlen_k: int | None
+
+    class Paged(Common, total=False):
+        """What `attention_paged` takes."""
+
+        cu_seqlens_q: Tensor | None
+        max_seqlen_q: int | None
+
+
 __all__ = ["attention", "attention_paged", "attention_varlen", "backends", "merge"]
 
 Result = Tensor | tuple[Tensor, Tensor]
-
-
-class Common(TypedDict, total=False):
-    """The flags every call shares, for type checkers; the functions below spell them out."""
-
-    causal: bool
-    window: Window | None
-    bias: Tensor | None
-    mask: Tensor | None
-    alibi_slopes: Tensor | None
-    softcap: float | None
-    sinks: Tensor | None
-    scale: float | None
-    deterministic: bool | None
-    backend: str
-
-
-class Random(Common, total=False):
-    """`Common` and dropout."""
-
-    dropout: float
-    seed: int | Tensor | None
-
-
-class Dense(Random, total=False):
-    """What `attention` takes."""
-
-    layout: str
-
-
-class Varlen(Random, total=False):
-    """What `attention_varlen` takes."""
-
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-
-
-class Paged(Common, total=False):
-    """What `attention_paged` takes."""
-
-    cu_seqlens_q: Tensor | None
-    max_seqlen_q: int | None
 
 
 @overload

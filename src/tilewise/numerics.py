@@ -7,11 +7,10 @@ The empty-row convention: a row with no key left has `out` 0 and `lse` -inf. It 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = ["LN2", "LOG2E", "dropout_keep", "dropout_threshold", "merge_partials", "philox_4x32"]
@@ -27,8 +26,12 @@ PHILOX_ROUNDS = 10
 # One Philox call yields four words, which serve four neighbouring keys: word j % 4 of counter j // 4.
 KEYS_PER_DRAW = 4
 
-Words = NDArray[np.uint32]
-Counter = NDArray[np.integer[Any]]
+if TYPE_CHECKING:
+    # numpy.typing takes 6 ms to import.
+    from numpy.typing import NDArray
+
+    Words = NDArray[np.uint32]
+    Counter = NDArray[np.integer[Any]]
 
 
 def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
