@@ -120,6 +120,14 @@ def _backward_groups(d: int) -> dict[str, list[Case]]:
         f"backward-d{d}-dlse": [
             _shaped(s, d, causal=c, dlse=True, sinks=True, **common) for s in SMALL_SHAPES for c in (False, True)
         ],
+        f"backward-d{d}-window": [
+            _shaped(s, d, window=w, causal=w[1] is None, **common) for s in SMALL_SHAPES[:3] for w in WINDOWS
+        ],
+        f"backward-d{d}-varlen": [
+            _packed(d, causal=c, padding=p, deterministic=x, **common)
+            for c in (False, True)
+            for p, x in ((0, False), (5, False), (3, True))
+        ],
         f"deterministic-d{d}": [
             _shaped(s, d, causal=c, deterministic=True, **common) for s in shapes for c in (False, True)
         ],

@@ -107,11 +107,8 @@ def _backward_refusals(problem: AttentionProblem) -> Iterator[str]:
         yield "the backward wants head_dim_v equal to head_dim"
     if problem.head_dim > MAX_BACKWARD_HEAD_DIM:
         yield f"the backward wants head_dim up to {MAX_BACKWARD_HEAD_DIM}, here {problem.head_dim}"
-    for name in ("window", "softcap"):
-        if name in problem.features:
-            yield f"the backward has no {name}"
-    if problem.kind == "varlen":
-        yield "the backward has no packed sequences"
+    if problem.softcap is not None:
+        yield "the backward has no softcap"
 
 
 @functools.cache

@@ -20,12 +20,14 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from tilewise.backends.hopper.configs import ForwardConfig
+from tilewise.backends.hopper.backward import backward_kernel
+from tilewise.backends.hopper.configs import BackwardConfig, ForwardConfig
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
+from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.backends.hopper.schedule import Sizes
 
-__all__ = ["Resources", "compile_forward", "compile_kernel", "resources"]
+__all__ = ["Resources", "compile_backward", "compile_forward", "compile_kernel", "compile_query_gradient", "resources"]
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -102,6 +104,51 @@ def compile_forward(config: ForwardConfig, dtype: str = "bf16") -> Any:
         "sizes": Sizes(*("i32",) * len(Sizes._fields)),  # type: ignore[arg-type]
     }
     return compile_kernel(forward_kernel, signature, {"C": config}, ("lse_ptr",))
+
+
+def compile_backward(config: BackwardConfig, dtype: str = "bf16") -> Any:
+    """The main backward kernel of one configuration."""
+    queries, keys = (
+        descriptor_type(dtype, tile_box(rows, config.D, packed=config.IS_VARLEN)) for rows in (config.BLOCK_M, 64)
+    )
+    index = "*i32" if config.IS_VARLEN else None
+    signature = {
+        "q_desc": queries,
+        "dout_desc": queries,
+        "k_desc": keys,
+        "v_desc": keys,
+        "stats_desc": descriptor_type("fp32", [2 * config.BLOCK_M]),
+        "dq_desc": descriptor_type("fp32", [128, 32]) if config.FUSED else None,
+        "dk_desc": keys,
+        "dv_desc": keys,
+        "cu_seqlens_q": index,
+        "cu_seqlens_k": index,
+        "counter_ptr": "*i32",
+        "scale_log2": "fp32",
+        "scale": "fp32",
+        "sizes": Sizes(*("i32",) * len(Sizes._fields)),  # type: ignore[arg-type]
+    }
+    return compile_kernel(backward_kernel, signature, {"C": config}, ())
+
+
+def compile_query_gradient(config: BackwardConfig, dtype: str = "bf16") -> Any:
+    """The kernel that computes dQ alone."""
+    halves, keys = (descriptor_type(dtype, tile_box(rows, config.D, packed=config.IS_VARLEN)) for rows in (64, 128))
+    index = "*i32" if config.IS_VARLEN else None
+    signature = {
+        "q_desc": halves,
+        "dout_desc": halves,
+        "k_desc": keys,
+        "v_desc": keys,
+        "dq_desc": halves,
+        "stats_ptr": "*fp32",
+        "cu_seqlens_q": index,
+        "cu_seqlens_k": index,
+        "scale_log2": "fp32",
+        "scale": "fp32",
+        "sizes": Sizes(*("i32",) * len(Sizes._fields)),  # type: ignore[arg-type]
+    }
+    return compile_kernel(query_gradient_kernel, signature, {"C": config}, ())
 
 
 def resources(compiled: Any) -> Resources:

@@ -90,7 +90,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, sizes, pipe, C: gl
     tile_turn = start(1)
     tile = gl.program_id(0)
     if C.IS_VARLEN:
-        tile = skip_empty(tile, counter_ptr, cu_seqlens, sizes, BLOCK_M, C)
+        tile = skip_empty(tile, counter_ptr, cu_seqlens[0], sizes, BLOCK_M, C.HAS_RIGHT, C)
         pipe.tiles.send(tile_turn, tile)
         tile_turn = tile_turn.next()
     while tile < sizes.num_tiles:
@@ -112,7 +112,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, sizes, pipe, C: gl
         q_at = q_at.next()
         # Early, so that the atomic's latency hides behind this tile.
         tile = next_tile(counter_ptr, sizes)
-        tile = skip_empty(tile, counter_ptr, cu_seqlens, sizes, BLOCK_M, C)
+        tile = skip_empty(tile, counter_ptr, cu_seqlens[0], sizes, BLOCK_M, C.HAS_RIGHT, C)
         pipe.tiles.send(tile_turn, tile)
         tile_turn = tile_turn.next()
         for i in range(1, count):

@@ -68,8 +68,9 @@ def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
         (_, heads, width), (row, head, _) = shape, strides
         shape = [PACKED_EXTENT, PACKED_EXTENT, heads, PACKED_ROWS, width]
         strides = [PACKED_STRIDE - row, row, head, row, 1]
-    # The stride of a dimension of size 1 is never used, but TMA checks it.
-    strides = [width * 8 if size == 1 else s for size, s in zip(shape, strides, strict=True)] if 1 in shape else strides
+    if 1 in shape:  # the stride of a dimension of size 1 is never used, but TMA checks it
+        strides = [TMA_BYTES if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
+        strides[-1] = 1
     return TensorDescriptor(tensor, shape, strides, box, layout)
 
 

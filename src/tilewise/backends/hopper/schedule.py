@@ -23,8 +23,10 @@ __all__ = [
     "next_tile",
     "place_of",
     "query_span",
+    "query_tiles",
     "right_of",
     "skip_empty",
+    "whole_query_tiles",
     "whole_tiles",
 ]
 
@@ -150,14 +152,46 @@ def next_tile(counter_ptr, sizes):
 
 
 @gluon.jit
-def skip_empty(tile, counter_ptr, cu_seqlens, sizes, BLOCK_M: gl.constexpr, C: gl.constexpr):
-    """The tile, or the next one that has queries: sequences shorter than the bound leave tiles without any."""
+def skip_empty(tile, counter_ptr, cu_seqlens, sizes, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr, C: gl.constexpr):
+    """The tile, or the next one that has rows: sequences shorter than the bound leave tiles without any."""
     if C.IS_VARLEN:
         searching = tile < sizes.num_tiles
         while searching:
-            block, item = place_of(tile, sizes, C.HAS_RIGHT)
-            empty = block * BLOCK_M >= query_span(cu_seqlens, item // sizes.num_heads, sizes, C)[2]
+            block, item = place_of(tile, sizes, LAST_FIRST)
+            empty = block * BLOCK >= _span(cu_seqlens, item // sizes.num_heads, 0, True)[2]
             if empty:
                 tile = next_tile(counter_ptr, sizes)
             searching = empty & (tile < sizes.num_tiles)
     return tile
+
+
+@gluon.jit
+def query_tiles(first, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
+    """(begin, end) of the query tiles that see any of 128 keys from `first` on."""
+    end = gl.cdiv(seqlen_q, C.BLOCK_M)
+    begin = 0
+    if C.HAS_RIGHT:
+        begin = min(max(first - (seqlen_k - seqlen_q) - right_of(sizes, C), 0) // C.BLOCK_M, end)
+    if C.HAS_LEFT:
+        last = first + 127 - (seqlen_k - seqlen_q) + sizes.window_left
+        end = max(min(end, gl.cdiv(max(last + 1, 0), C.BLOCK_M)), begin)
+    return begin, end
+
+
+@gluon.jit
+def whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
+    """(begin, end) of those of the query tiles lo .. hi-1 that see all of 128 keys from `first` on."""
+    begin = lo
+    end = hi
+    if C.HAS_RIGHT:
+        # Tile m is whole on the right iff first + 127 <= m * BLOCK_M + diagonal + window_right.
+        edge = max(first + 127 - (seqlen_k - seqlen_q) - right_of(sizes, C), 0)
+        begin = min(max(gl.cdiv(edge, C.BLOCK_M), lo), hi)
+    if C.HAS_LEFT:
+        # Tile m is whole on the left iff first >= m * BLOCK_M + BLOCK_M - 1 + diagonal - window_left.
+        edge = max(first - (seqlen_k - seqlen_q) + sizes.window_left + 1, 0)
+        end = min(max(edge // C.BLOCK_M, begin), hi)
+    if not C.EVEN_K:
+        begin = gl.where(first + 128 > seqlen_k, hi, begin)
+        end = gl.where(first + 128 > seqlen_k, hi, end)
+    return begin, end

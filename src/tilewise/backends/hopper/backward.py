@@ -1,0 +1,380 @@
+"""The main backward kernel: dK and dV of 128 keys at a time and, fused, what these keys add to dQ.
+
+Grid: fused, one CTA per SM, persistent, key tiles from the counter; alone, one CTA per key tile. Roles:
+  producer   one warp: K and V of the tile, then a ring of (Q, dO, row statistics) tiles, for every query head of the group
+  consumers  two warpgroups of 64 keys. Per query tile
+               S^T = K Q^T, dP^T = V dO^T           from shared memory
+               P^T = exp2(S^T - lse), dS^T = P^T (dP^T - delta)
+               dV += P^T dO, dK += dS^T Q           P^T, dS^T as register operands
+               dQ = dS K                            dS of both warpgroups through shared memory
+             and dQ leaves by TMA reduce-add into an fp32 accumulator kept in the order of the wgmma registers, so that
+             every thread stores 16 bytes without bank conflicts (2-4 % at D=128).
+
+GQA walks the query heads of a group inside the CTA: dK and dV need no atomics. The row statistics are prepared by
+backward_rows.py: rows past the end, and rows without keys, have lse = +inf and so P = 0, without a mask.
+"""
+
+# Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# ruff: noqa: N803, N806, RET505
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import _aggregate as aggregate
+
+from tilewise.backends.hopper.channels import Mailbox, Ring, make_mailbox, make_ring, start
+from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
+from tilewise.backends.hopper.primitives import barrier_sync, exp2, uniform
+from tilewise.backends.hopper.reduction import reduce_add
+from tilewise.backends.hopper.schedule import (
+    key_span,
+    lengths_of,
+    next_tile,
+    place_of,
+    query_span,
+    query_tiles,
+    right_of,
+    skip_empty,
+    whole_query_tiles,
+)
+
+__all__ = ["backward_kernel", "mask_transposed"]
+
+
+@aggregate
+class Pipeline:
+    """The shared memory of a CTA: K and V (a half per warpgroup), the ring of query tiles, dS and dQ on their way."""
+
+    q_smem: gl.shared_memory_descriptor
+    dout_smem: gl.shared_memory_descriptor
+    stats_smem: gl.shared_memory_descriptor
+    k_smem: gl.shared_memory_descriptor
+    v_smem: gl.shared_memory_descriptor
+    ds_smem: gl.shared_memory_descriptor
+    dq_smem: gl.shared_memory_descriptor
+    query_ring: Ring
+    key_ring: Ring
+    tiles: Mailbox
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q_smem, dout_smem, stats_smem, k_smem, v_smem, ds_smem, dq_smem, query_ring, key_ring, tiles
+    ):  # fmt: skip
+        self.q_smem = q_smem
+        self.dout_smem = dout_smem
+        self.stats_smem = stats_smem
+        self.k_smem = k_smem
+        self.v_smem = v_smem
+        self.ds_smem = ds_smem
+        self.dq_smem = dq_smem
+        self.query_ring = query_ring
+        self.key_ring = key_ring
+        self.tiles = tiles
+
+
+# ---- producer
+
+
+@gluon.jit
+def load_queries(q_desc, dout_desc, stats_desc, pipe, at, span, head, item, m_block, num_m, C: gl.constexpr):
+    """Start the copies of one query tile: Q, dO and its row statistics; the next slot."""
+    BYTES: gl.constexpr = 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes
+    row = m_block * C.BLOCK_M
+    ready = pipe.query_ring.acquire(at, BYTES)
+    tma.async_copy_global_to_shared(q_desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, pipe.q_smem.index(at.slot))
+    tma.async_copy_global_to_shared(
+        stats_desc, [(item * num_m + m_block) * (2 * C.BLOCK_M)], ready, pipe.stats_smem.index(at.slot)
+    )
+    tma.async_copy_global_to_shared(
+        dout_desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, pipe.dout_smem.index(at.slot)
+    )
+    return at.next()
+
+
+@gluon.jit
+def producer(q_desc, dout_desc, k_desc, v_desc, stats_desc, counter_ptr, cu_seqlens, sizes, pipe, C: gl.constexpr):
+    """Feed the rings."""
+    KEY_BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes
+    at = start(C.NUM_STAGES)
+    key_turn = start(1)
+    tile_turn = start(1)
+    num_m = gl.cdiv(sizes.seqlen_q, C.BLOCK_M)
+    tile = gl.program_id(0)
+    if C.IS_VARLEN:
+        tile = skip_empty(tile, counter_ptr, cu_seqlens[1], sizes, 128, False, C)
+        pipe.tiles.send(tile_turn, tile)
+        tile_turn = tile_turn.next()
+    while tile < sizes.num_tiles:
+        block, item = place_of(tile, sizes, False)
+        batch_idx = item // sizes.num_heads
+        kv_head = item - batch_idx * sizes.num_heads
+        group = sizes.group_size
+        first = block * 128
+        q_span = query_span(cu_seqlens, batch_idx, sizes, C)
+        kv_span = key_span(cu_seqlens, batch_idx, sizes, C)
+        lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
+        if lo < hi:  # the first query tile ahead of K and V: its place in the ring is free before theirs
+            at = load_queries(
+                q_desc, dout_desc, stats_desc, pipe, at, q_span, kv_head * group, item * group, lo, num_m, C
+            )
+        ready = pipe.key_ring.acquire(key_turn, KEY_BYTES)
+        key_turn = key_turn.next()
+        for w in gl.static_range(2):
+            place = tile_at(kv_span, kv_head, first + w * 64, 0, C.IS_VARLEN)
+            tma.async_copy_global_to_shared(k_desc, place, ready, pipe.k_smem.index(w))
+        for w in gl.static_range(2):
+            place = tile_at(kv_span, kv_head, first + w * 64, 0, C.IS_VARLEN)
+            tma.async_copy_global_to_shared(v_desc, place, ready, pipe.v_smem.index(w))
+        for g in range(group):
+            begin = gl.where(g == 0, lo + 1, lo)
+            for m_block in range(begin, hi):
+                at = load_queries(
+                    q_desc, dout_desc, stats_desc, pipe, at, q_span, kv_head * group + g, item * group + g, m_block, num_m,
+                    C)  # fmt: skip
+        if C.PERSISTENT:
+            tile = next_tile(counter_ptr, sizes)
+            tile = skip_empty(tile, counter_ptr, cu_seqlens[1], sizes, 128, False, C)
+            pipe.tiles.send(tile_turn, tile)
+            tile_turn = tile_turn.next()
+        else:
+            tile = sizes.num_tiles
+
+
+# ---- consumer
+
+
+@gluon.jit
+def mask_transposed(p, m_block, first_key, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
+    """Zero where a query (column) does not see a key (row of 64 from first_key on)."""
+    LAYOUT: gl.constexpr = accumulator_layout(C.BLOCK_M)
+    keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    queries = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, LAYOUT))
+    begin = gl.zeros([64], gl.int32, gl.SliceLayout(1, LAYOUT))
+    if C.HAS_RIGHT:
+        begin = keys - (m_block * C.BLOCK_M + (seqlen_k - seqlen_q) + right_of(sizes, C))
+    if not C.EVEN_K:
+        begin = gl.where(keys < seqlen_k, begin, C.BLOCK_M)
+    p = gl.where(queries[None, :] >= begin[:, None], p, 0.0)
+    if C.HAS_LEFT:
+        last = keys - (m_block * C.BLOCK_M + (seqlen_k - seqlen_q) - sizes.window_left)
+        p = gl.where(queries[None, :] <= last[:, None], p, 0.0)
+    return p
+
+
+@gluon.jit
+def add_query_gradient(
+    ds_slot, dsa, q, dk, dv_issued, pa, dq_desc, dq_row, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr
+):
+    """dQ = dS K by both warpgroups, [64 queries, 64 columns] each, added to the accumulator; dK += dS^T Q under it.
+
+    At D=128 the warpgroups take halves of the columns, at D=64 halves of the 128 queries. Two dS buffers are enough: the
+    next write to one comes after the next barrier, which the other warpgroup reaches only with its dQ product finished.
+    """
+    D: gl.constexpr = C.D
+    FIRST_QUERY: gl.constexpr = WARPGROUP * 64 if C.D == 64 else 0
+    FIRST_COLUMN: gl.constexpr = 0 if C.D == 64 else WARPGROUP * 64
+    fence_async_shared()  # orders the stores of dS before the products that read it
+    # The last dQ tile has left shared memory; waited for here because Triton puts a barrier behind it, which the products
+    # below need anyway (1-3 %).
+    tma.store_wait(0)
+    barrier_sync(8, 256)
+    ds0 = pipe.ds_smem.index(ds_slot).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
+    ds1 = pipe.ds_smem.index(ds_slot + 1).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
+    k0 = pipe.k_smem.index(0).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
+    k1 = pipe.k_smem.index(1).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
+    zeros = gl.zeros([64, 64], gl.float32, accumulator_layout(64))
+    dq = warpgroup_mma(ds0, k0, zeros, use_acc=False, is_async=True)
+    dq = warpgroup_mma(ds1, k1, dq, is_async=True)
+    dv, pa = warpgroup_mma_wait(2, deps=[dv_issued, pa])  # retires P^T: its registers are needed
+    dk_issued = warpgroup_mma(dsa, q, dk, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=[dq])
+    ordered = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
+    pipe.dq_smem.index(WARPGROUP).store(gl.reshape(ordered, [128, 32]))
+    fence_async_shared()  # orders the store of dQ before TMA reads it
+    reduce_add(dq_desc, [(dq_row * 2 + WARPGROUP) * 128, 0], pipe.dq_smem.index(WARPGROUP))
+    return dk_issued, dv
+
+
+@gluon.jit
+def backward_step(
+    m_block, dq_row, first, dk, dv, at, dq_desc, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
+    WARPGROUP: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """One query tile against 64 keys."""
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    D: gl.constexpr = C.D
+    S_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_M)
+    OPERAND: gl.constexpr = left_operand_layout(accumulator_layout(D))
+    QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    DTYPE: gl.constexpr = pipe.q_smem.dtype
+    zeros = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
+    q = pipe.q_smem.index(at.slot).reshape([BLOCK_M, D])
+    dout = pipe.dout_smem.index(at.slot).reshape([BLOCK_M, D])
+    k = pipe.k_smem.index(WARPGROUP).reshape([64, D])
+    v = pipe.v_smem.index(WARPGROUP).reshape([64, D])
+    pipe.query_ring.wait(at)
+    s = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    # Read after the wait, not before: 20 spills less at D=64, 5 %.
+    lse = pipe.stats_smem.index(at.slot).slice(0, BLOCK_M).load(QUERIES)
+    p = exp2(s * scale_log2 - lse[None, :])
+    if MASKED:
+        p = mask_transposed(p, m_block, first + WARPGROUP * 64, seqlen_q, seqlen_k, sizes, C)
+    pa = gl.convert_layout(p.to(DTYPE), OPERAND)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    delta = pipe.stats_smem.index(at.slot).slice(BLOCK_M, BLOCK_M).load(QUERIES)
+    ds = (p * (dp - delta[None, :])).to(DTYPE)
+    dsa = gl.convert_layout(ds, OPERAND)
+    if C.FUSED:
+        pipe.ds_smem.index(at.slot * 2 + WARPGROUP).store(ds)
+    dv_issued = warpgroup_mma(pa, dout, dv, is_async=True)
+    if C.FUSED:
+        dk_issued, dv = add_query_gradient(
+            at.slot * 2, dsa, q, dk, dv_issued, pa, dq_desc, dq_row, pipe, WARPGROUP, C)  # fmt: skip
+    else:
+        dk_issued = warpgroup_mma(dsa, q, dk, is_async=True)
+        dv, pa = warpgroup_mma_wait(1, deps=[dv_issued, pa])
+    dk, dsa = warpgroup_mma_wait(0, deps=[dk_issued, dsa])
+    pipe.query_ring.release(at)
+    return dk, dv, at.next()
+
+
+@gluon.jit
+def store_key_gradients(
+    dk, dv, dk_desc, dv_desc, span, kv_head, row, scale, key_turn, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr
+):
+    """Write 64 keys' dK and dV by TMA.
+
+    Fused: through the dQ and dS buffers, so that the next K and V can come at once. Alone: through V's and K's own.
+    """
+    D: gl.constexpr = C.D
+    DTYPE: gl.constexpr = pipe.k_smem.dtype
+    place = tile_at(span, kv_head, row, 0, C.IS_VARLEN)
+    if C.FUSED:
+        pipe.key_ring.release(key_turn)
+        DV_SLOTS: gl.constexpr = 16384 // (64 * C.D)
+        DK_SLOTS: gl.constexpr = 2 * C.NUM_STAGES * C.BLOCK_M // C.D
+        dv_slots = pipe.dq_smem._reinterpret(DTYPE, slots_shape(DV_SLOTS, 64, D, C.IS_VARLEN), dv_desc.layout)  # noqa: SLF001
+        dk_slots = pipe.ds_smem._reinterpret(DTYPE, slots_shape(DK_SLOTS, 64, D, C.IS_VARLEN), dk_desc.layout)  # noqa: SLF001
+        tma.store_wait(0)  # this warpgroup's last dQ tile has left its buffer
+        dv_smem = dv_slots.index(WARPGROUP * (128 // D))
+        dv_smem.reshape([64, D]).store(dv.to(DTYPE))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dv_desc, place, dv_smem)
+        barrier_sync(8, 256)  # the other warpgroup has finished its dQ product, which reads dS
+        dk_smem = dk_slots.index(WARPGROUP)
+    else:
+        dv_smem = pipe.v_smem.index(WARPGROUP)
+        dv_smem.reshape([64, D]).store(dv.to(DTYPE))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dv_desc, place, dv_smem)
+        dk_smem = pipe.k_smem.index(WARPGROUP)
+    dk_smem.reshape([64, D]).store((dk * scale).to(DTYPE))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dk_desc, place, dk_smem)
+    if not C.FUSED:
+        tma.store_wait(0)
+        pipe.key_ring.release(key_turn)
+
+
+@gluon.jit
+def consumer(
+    dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, scale, sizes, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of 64 of the tile's keys, over all query tiles of all query heads of the group."""
+    D: gl.constexpr = C.D
+    at = start(C.NUM_STAGES)
+    key_turn = start(1)
+    tile_turn = start(1)
+    tile = gl.program_id(0)
+    if C.IS_VARLEN:
+        tile = uniform(pipe.tiles.receive(tile_turn))
+        tile_turn = tile_turn.next()
+    while tile < sizes.num_tiles:
+        block, item = place_of(tile, sizes, False)
+        first = block * 128
+        seqlen_q, seqlen_k = lengths_of(cu_seqlens, item, sizes, C)
+        lo, hi = query_tiles(first, seqlen_q, seqlen_k, sizes, C)
+        begin, end = whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C)
+        dk = gl.zeros([64, D], gl.float32, accumulator_layout(D))
+        dv = gl.zeros([64, D], gl.float32, accumulator_layout(D))
+        if C.FUSED:  # the last tile's dK and dV have left the dS and dQ buffers
+            tma.store_wait(0)
+            barrier_sync(8, 256)
+        pipe.key_ring.wait(key_turn)
+        for g in range(sizes.group_size):
+            row = (item * sizes.group_size + g) * gl.cdiv(sizes.seqlen_q, C.BLOCK_M)
+            if C.HAS_RIGHT or not C.EVEN_K:
+                for m_block in range(lo, begin):
+                    dk, dv, at = backward_step(
+                        m_block, row + m_block, first, dk, dv, at, dq_desc, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
+                        WARPGROUP, True, C)  # fmt: skip
+            for m_block in range(begin, end):
+                dk, dv, at = backward_step(
+                    m_block, row + m_block, first, dk, dv, at, dq_desc, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
+                    WARPGROUP, False, C)  # fmt: skip
+            if C.HAS_LEFT:
+                for m_block in range(end, hi):
+                    dk, dv, at = backward_step(
+                        m_block, row + m_block, first, dk, dv, at, dq_desc, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
+                        WARPGROUP, True, C)  # fmt: skip
+        batch_idx = item // sizes.num_heads
+        span = key_span(cu_seqlens, batch_idx, sizes, C)
+        store_key_gradients(
+            dk, dv, dk_desc, dv_desc, span, item - batch_idx * sizes.num_heads, first + WARPGROUP * 64, scale, key_turn,
+            pipe, WARPGROUP, C)  # fmt: skip
+        key_turn = key_turn.next()
+        if C.PERSISTENT:
+            tile = uniform(pipe.tiles.receive(tile_turn))
+            tile_turn = tile_turn.next()
+        else:
+            tile = sizes.num_tiles
+    tma.store_wait(0)
+
+
+# ---- kernel
+
+
+@gluon.jit
+def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, dq_desc, C: gl.constexpr):
+    """Allocate everything the roles share."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    D: gl.constexpr = C.D
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    NUM_STAGES: gl.constexpr = C.NUM_STAGES
+    q_smem = gl.allocate_shared_memory(DTYPE, slots_shape(NUM_STAGES, BLOCK_M, D, C.IS_VARLEN), q_desc.layout)
+    dout_smem = gl.allocate_shared_memory(DTYPE, slots_shape(NUM_STAGES, BLOCK_M, D, C.IS_VARLEN), dout_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, slots_shape(2, 64, D, C.IS_VARLEN), k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, slots_shape(2, 64, D, C.IS_VARLEN), v_desc.layout)
+    stats_smem = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 2 * BLOCK_M], stats_desc.layout)
+    ds_smem = q_smem
+    dq_smem = q_smem
+    if C.FUSED:
+        DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
+        ds_smem = gl.allocate_shared_memory(DTYPE, [2 * NUM_STAGES, 64, BLOCK_M], DS_LAYOUT)
+        dq_smem = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq_desc.layout)
+    key_ring = make_ring(1, 2)
+    query_ring = make_ring(NUM_STAGES, 2)
+    tiles = make_mailbox(2)
+    fence_async_shared()  # the barriers are initialised before TMA reports to them
+    return Pipeline(q_smem, dout_smem, stats_smem, k_smem, v_smem, ds_smem, dq_smem, query_ring, key_ring, tiles)
+
+
+@gluon.jit(
+    do_not_specialize=["scale_log2", "scale", "sizes"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "counter_ptr"],
+)
+def backward_kernel(
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, dq_desc, dk_desc, dv_desc, cu_seqlens_q, cu_seqlens_k, counter_ptr,
+    scale_log2, scale, sizes, C: gl.constexpr,
+):  # fmt: skip
+    """dK, dV and (FUSED) the fp32 dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys."""
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, dq_desc, C)
+    gl.warp_specialize([
+        (consumer, (dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, scale, sizes, pipe, 0, C)),
+        (consumer, (dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, scale, sizes, pipe, 1, C)),
+        (producer, (q_desc, dout_desc, k_desc, v_desc, stats_desc, counter_ptr, cu_seqlens, sizes, pipe, C)),
+    ], [4, 1], [240, 24])  # fmt: skip

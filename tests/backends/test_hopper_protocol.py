@@ -1,0 +1,651 @@
+"""The Hopper kernels run on the CPU, functionally: roles as threads, mbarriers, TMA, wgmma that runs as late as it may.
+
+The real modules are imported with a small stand-in for Gluon in place of triton. It is adversarial where the hardware
+may be: shared memory starts as NaN, a product reads its operands only when somebody waits for it, a TMA store reads its
+buffer only at the wait for it, and TMA loads land at once or, in the other mode, late. A wrong parity, a slot
+released too early, a missing wait or a wrong mask shows up as a deadlock or as a wrong number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import random
+import re
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise import device
+from tilewise.operands import Operands, Wanted
+from tilewise.problem import AttentionProblem
+
+HERE = threading.local()
+DEADLOCK_S = 20.0
+PACKAGE = "tilewise.backends.hopper"
+
+
+class Grid:
+    """What the threads of a launch share: the first error stops them all."""
+
+    def __init__(self, programs: int, late_loads: bool) -> None:
+        self.programs, self.late_loads, self.errors = programs, late_loads, list[BaseException]()
+        self.atomics = threading.Lock()
+
+    def wait(self, condition: threading.Condition, ready: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + DEADLOCK_S
+        while not condition.wait_for(ready, timeout=0.05):
+            if self.errors:
+                raise RuntimeError("another role failed")
+            if time.monotonic() > end:
+                raise RuntimeError(f"deadlock: {what}")
+
+    def spawn(self, calls: list[Callable[[], None]]) -> None:
+        """Run the calls side by side, each knowing its place in the launch."""
+        place = dict(vars(HERE))
+
+        def run(call: Callable[[], None]) -> None:
+            vars(HERE).update(place, products=[], stores=[])
+            try:
+                call()
+                assert not HERE.stores, "a role ended with a TMA store in flight"
+            except BaseException as error:
+                self.errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+class Device:
+    """A jitted function: called by others on the device, or launched with kernel[grid](...)."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else lambda *args: self.function(instance, *args)
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Device]:
+        def launch(*args: Any, num_warps: int = 4) -> Device:
+            del num_warps
+            for y in range(grid[1]):
+                state = Grid(grid[0], MODE.late_loads)
+                arguments = [Pointer(a) if isinstance(a, Tensor) else a for a in args]
+
+                def program(x: int, y: int = y, state: Grid = state, arguments: list[Any] = arguments) -> None:
+                    vars(HERE).update(grid=state, program=(x, y, 0), programs=grid, named=NamedBarriers())
+                    self.function(*arguments)
+
+                HERE.__dict__.clear()
+                for first in range(0, grid[0], 8):  # enough CTAs at once to hand tiles around, few enough threads
+                    state.spawn([lambda x=x: program(x) for x in range(first, min(first + 8, grid[0]))])
+                    if state.errors:
+                        raise next((e for e in state.errors if "another role" not in str(e)), state.errors[0])
+            return self
+
+        return launch
+
+
+MODE = types.SimpleNamespace(late_loads=False)
+
+
+@dataclass
+class Pointer:
+    """Elements of a tensor's storage, starting at the tensor."""
+
+    tensor: Tensor
+    offset: Any = 0
+
+    @property
+    def flat(self) -> Tensor:
+        t = self.tensor
+        return t.as_strided((t.untyped_storage().nbytes() // t.element_size() - t.storage_offset(),), (1,))
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=self.tensor.dtype)
+
+    def __add__(self, steps: Any) -> Pointer:
+        return Pointer(self.tensor, self.offset + steps)
+
+
+class Memory:
+    """A view of shared memory."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data, self.dtype = data, data.dtype
+
+    def index(self, i: Any) -> Memory:
+        return Memory(self.data[int(i)])
+
+    def reshape(self, shape: list[int]) -> Memory:
+        return Memory(self.data.view(*shape))
+
+    def permute(self, order: list[int]) -> Memory:
+        return Memory(self.data.permute(*order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Memory:
+        return Memory(self.data.narrow(dim, int(start), length))
+
+    def store(self, value: Tensor) -> None:
+        self.data.copy_(value)
+
+    def load(self, layout: Any) -> Tensor:
+        del layout
+        return self.data.clone()
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory:
+        del layout
+        return Memory(self.data.view(-1).view(dtype)[: math.prod(shape)].view(shape))
+
+
+class Barrier:
+    """An mbarrier: completes a phase when all arrivals and all announced bytes are in."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = self.missing = self.bytes = self.parity = 0
+
+    def arrive(self, arrivals: int, announced: int = 0) -> None:
+        with self.changed:
+            self.missing -= arrivals
+            self.bytes += announced
+            assert self.missing >= 0, "more arrivals at an mbarrier than its count"
+            if self.missing == 0 and self.bytes == 0:
+                self.parity ^= 1
+                self.missing = self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            HERE.grid.wait(self.changed, lambda: self.parity != parity, "mbarrier")
+
+
+class NamedBarriers:
+    """bar.sync of a CTA."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.inside: dict[int, int] = {}
+        self.rounds: dict[int, int] = {}
+
+    def sync(self, index: int, threads: int) -> None:
+        with self.changed:
+            now = self.rounds.get(index, 0)
+            self.inside[index] = self.inside.get(index, 0) + 128
+            if self.inside[index] == threads:
+                self.inside[index], self.rounds[index] = 0, now + 1
+                self.changed.notify_all()
+            else:
+                HERE.grid.wait(self.changed, lambda: self.rounds.get(index, 0) > now, "named barrier")
+
+
+class Slots:
+    """An array of mbarriers, or one."""
+
+    def __init__(self, barriers: list[Barrier]) -> None:
+        self.barriers = barriers
+
+    def index(self, i: Any) -> Slots:
+        return Slots([self.barriers[int(i)]])
+
+    @property
+    def one(self) -> Barrier:
+        assert len(self.barriers) == 1
+        return self.barriers[0]
+
+
+class Product:
+    """A wgmma that has been issued: runs when waited for."""
+
+    def __init__(self, a: Any, b: Memory, acc: Any, use_acc: bool) -> None:
+        self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
+        self.result: Tensor | None = None
+
+    def run(self) -> None:
+        a = self.a.data if isinstance(self.a, Memory) else self.a
+        self.result = a.float() @ self.b.data.float()
+        if self.use_acc:
+            self.result = self.result + (self.acc.result if isinstance(self.acc, Product) else self.acc)
+
+
+def issue(a: Any, b: Memory, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+    assert is_async
+    HERE.products.append(Product(a, b, acc, use_acc))
+    return HERE.products[-1]
+
+
+def wait_products(pending: int, deps: list[Any]) -> Any:
+    if not HERE.grid.late_loads:
+        time.sleep(1e-3)  # loads land at once: give the producer time to overwrite what is still to be read
+    while len(HERE.products) > pending:
+        HERE.products.pop(0).run()
+    results = tuple(d.result if isinstance(d, Product) else d for d in deps)
+    assert all(r is not None for r in results), "a product's result is read before the wait for it"
+    return results[0] if len(results) == 1 else results
+
+
+@dataclass
+class Descriptor:
+    """A tensor map: any shape and strides, addresses modulo 2^64 bytes, as TMA computes them."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def block_type(self) -> Any:
+        return types.SimpleNamespace(nbytes=math.prod(self.block_shape) * self.base.element_size())
+
+    def addresses(self, corner: list[Any]) -> tuple[Tensor, Tensor]:
+        """(element offsets, which of them lie inside) of a box."""
+        inside = torch.ones(self.block_shape, dtype=torch.bool)
+        offsets = torch.zeros(self.block_shape, dtype=torch.int64)
+        start = 0
+        for dim, (first, size, stride, extent) in enumerate(
+            zip(map(int, corner), self.block_shape, self.strides, self.shape, strict=True)
+        ):
+            view = [-1 if d == dim else 1 for d in range(len(corner))]
+            index = torch.arange(first, first + size)
+            inside &= ((index >= 0) & (index < extent)).view(view)
+            offsets += (torch.arange(size) * stride).view(view) if size > 1 else 0
+            start += first * stride
+        return offsets + start % (2**64 // self.base.element_size()) if start else offsets, inside
+
+
+def load_box(desc: Descriptor, corner: list[Any], barrier: Slots, target: Memory) -> None:
+    grid = HERE.grid
+
+    def land() -> None:
+        offsets, inside = desc.addresses(corner)
+        values = torch.zeros(desc.block_shape, dtype=desc.dtype)
+        values[inside] = Pointer(desc.base).flat[offsets[inside]]
+        target.data.copy_(values.view(target.data.shape))
+        barrier.one.arrive(0, -desc.block_type.nbytes)
+
+    def land_late() -> None:
+        time.sleep(random.random() * 1e-3)
+        try:
+            land()
+        except AssertionError as error:
+            grid.errors.append(error)
+
+    if grid.late_loads:
+        threading.Thread(target=land_late, daemon=True).start()
+    else:
+        land()
+
+
+def store_box(desc: Descriptor, corner: list[Any], source: Memory, add: bool = False) -> None:
+    def land() -> None:
+        offsets, inside = desc.addresses(corner)
+        flat = Pointer(desc.base).flat
+        with HERE.grid.atomics:
+            old = flat[offsets[inside]] if add else 0
+            flat[offsets[inside]] = source.data.view(desc.block_shape)[inside] + old
+
+    HERE.stores.append(land)
+
+
+def store_wait(pending: int) -> None:
+    while len(HERE.stores) > pending:
+        HERE.stores.pop(0)()
+
+
+def assembly(
+    text: str, constraints: str, args: list[Any], dtype: Any = None, is_pure: bool = True, pack: int = 1
+) -> Any:
+    del constraints, dtype, is_pure, pack
+    if found := re.match(r"bar\.sync (\d+), (\d+);", text):
+        HERE.named.sync(int(found.group(1)), int(found.group(2)))
+    if text.startswith("ex2"):
+        return torch.exp2(args[0])
+    return 1.0 / args[0] if text.startswith("rcp") else args[0]
+
+
+def atomic(change: Callable[[Any, Any], Any]) -> Callable[[Pointer, Any], Tensor]:
+    def run(pointer: Pointer, operand: Any) -> Tensor:
+        with HERE.grid.atomics:
+            old = pointer.flat[int(pointer.offset)].clone()
+            pointer.flat[int(pointer.offset)] = change(old, operand)
+        return old
+
+    return run
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = 0.0) -> Tensor:
+    offsets = torch.as_tensor(pointer.offset)
+    if mask is None:
+        return pointer.flat[offsets].clone()
+    mask = torch.broadcast_to(mask, offsets.shape)
+    values = torch.full(offsets.shape, other, dtype=pointer.tensor.dtype)
+    values[mask] = pointer.flat[offsets[mask]]
+    return values
+
+
+def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    offsets = torch.as_tensor(pointer.offset)
+    value = torch.as_tensor(value).to(pointer.tensor.dtype).expand(offsets.shape)
+    keep = torch.ones_like(offsets, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, offsets.shape)
+    pointer.flat[offsets[keep]] = value[keep]
+
+
+def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+    if isinstance(layout, BarrierLayout):
+        return Slots([Barrier() for _ in range(shape[0])])
+    return Memory(torch.full(shape, math.nan if dtype.is_floating_point else -7, dtype=dtype))
+
+
+def specialize(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    assert len(warps) == len(registers) == len(roles) - 1
+    HERE.grid.spawn([lambda r=r: r[0](*r[1]) for r in roles])
+    if HERE.grid.errors:
+        raise HERE.grid.errors[0]
+
+
+class Layout:
+    """Any layout: values have no layout here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    @staticmethod
+    def get_default_for(*args: Any) -> Layout:
+        return Layout()
+
+
+class BarrierLayout(Layout): ...
+
+
+def jit(function: Any = None, **options: Any) -> Any:
+    return Device(function) if function is not None else jit
+
+
+def init_barrier(slots: Slots, count: int) -> None:
+    slots.one.count = slots.one.missing = count
+
+
+def elementwise(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+    return lambda a, b: f(torch.as_tensor(a), torch.as_tensor(b))
+
+
+LANGUAGE: dict[str, Any] = {
+    **{name: object for name in ("tensor", "tuple", "shared_memory_descriptor", "dtype")},
+    **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int32", "int64", "log2")},
+    **{f"{name}Layout": Layout for name in ("NVMMADistributed", "DotOperand", "Slice", "NVMMAShared", "Blocked", "SwizzledShared")},
+    "constexpr": lambda x: x,
+    "to_tensor": torch.as_tensor,
+    "zeros": lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
+    "full": lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype),
+    "arange": lambda begin, end, layout=None: torch.arange(begin, end),
+    "where": lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
+    "maximum": elementwise(torch.maximum),
+    "minimum": elementwise(torch.minimum),
+    "max": lambda x, axis: x.amax(axis),
+    "sum": lambda x, axis: x.sum(axis),
+    "reshape": lambda x, shape: x.reshape(shape),
+    "permute": lambda x, order: x.permute(*order),
+    "convert_layout": lambda x, layout: x,
+    "cast": lambda x, dtype: x.to(dtype) if isinstance(x, Tensor) else x,
+    "cdiv": lambda a, b: int((a + b - 1) / b),  # truncates, as the hardware does
+    "load": load,
+    "store": store,
+    "program_id": lambda axis: torch.tensor(HERE.program[axis]),
+    "num_programs": lambda axis: HERE.programs[axis],
+    "static_range": range,
+    "inline_asm_elementwise": assembly,
+    "atomic_add": atomic(lambda old, x: old + x),
+    "atomic_xchg": atomic(lambda old, x: x),
+    "allocate_shared_memory": allocate,
+    "warp_specialize": specialize,
+}  # fmt: skip
+HOPPER: dict[str, Any] = {
+    "mbarrier": types.SimpleNamespace(
+        MBarrierLayout=BarrierLayout,
+        init=init_barrier,
+        wait=lambda slots, parity: slots.one.wait(int(parity)),
+        arrive=lambda slots, count=1: slots.one.arrive(count),
+        expect=lambda slots, count: slots.one.arrive(1, count),
+    ),
+    "tma": types.SimpleNamespace(
+        async_copy_global_to_shared=load_box, async_copy_shared_to_global=store_box, store_wait=store_wait
+    ),
+    "fence_async_shared": lambda: None,
+    "warpgroup_mma": issue,
+    "warpgroup_mma_wait": wait_products,
+}
+MODULES: dict[str, dict[str, Any]] = {
+    "triton": {"jit": jit, "language": types.SimpleNamespace(**LANGUAGE), "cdiv": lambda a, b: -(-a // b)},
+    "triton.language": LANGUAGE,
+    "triton.language.core": {"_aggregate": lambda cls: cls},
+    "triton.experimental": {"gluon": types.SimpleNamespace(jit=jit, constexpr_function=lambda f: f)},
+    "triton.experimental.gluon": {"language": types.SimpleNamespace(**LANGUAGE)},
+    "triton.experimental.gluon.language.nvidia.hopper": HOPPER,
+    "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
+    f"{PACKAGE}.reduction": {"reduce_add": lambda desc, corner, source: store_box(desc, corner, source, add=True)},
+}
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[Callable[[str], Any]]:
+    """Import modules of the backend over the stand-in; afterwards everything is as it was."""
+    ours = [name for name in sys.modules if name == "triton" or name.startswith(("triton.", PACKAGE + "."))]
+    saved = {name: sys.modules.pop(name) for name in ours}
+    plain_type = torch.Tensor.type
+    for name, members in MODULES.items():
+        module = types.ModuleType(name)
+        vars(module).update(members)
+        sys.modules[name] = module
+    torch.Tensor.type = property(lambda t: types.SimpleNamespace(layout=None))  # type: ignore[assignment,method-assign]
+    try:
+        with device.overridden(replace(device.named("h200"), num_sms=3)):
+            counter = torch.zeros(1, dtype=torch.int32)
+            for name in ("launch", "launch_backward"):
+                module = importlib.import_module(f"{PACKAGE}.{name}")
+                vars(module).update(counter_for=lambda _: counter, on_device_of=lambda _: contextlib.nullcontext())
+            yield lambda name: sys.modules[f"{PACKAGE}.{name}"]
+    finally:
+        torch.Tensor.type = plain_type  # type: ignore[method-assign]
+        for name in [n for n in sys.modules if n == "triton" or n.startswith(("triton.", PACKAGE + "."))]:
+            del sys.modules[name]
+        sys.modules.update(saved)
+
+
+# ---- the tests
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small problem; its lengths are odd on purpose."""
+
+    head_dim: int = 64
+    head_dim_v: int | None = None
+    batch: int = 1
+    heads: tuple[int, int] = (2, 1)
+    seqlens: tuple[int, int] = (333, 457)
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float | None = None
+    sinks: bool = False
+    padding: int = 0
+    deterministic: bool = False
+
+    @property
+    def problem(self) -> AttentionProblem:
+        lengths = self.lengths
+        seqlens = self.seqlens if lengths is None else (max(lengths[0]), max(lengths[1]))
+        totals = [self.batch * n for n in seqlens] if lengths is None else [sum(n) + self.padding for n in lengths]
+        return AttentionProblem(
+            kind="dense" if lengths is None else "varlen", dtype=torch.bfloat16,
+            batch=self.batch if lengths is None else len(lengths[0]), seqlen_q=seqlens[0], seqlen_k=seqlens[1],
+            total_q=totals[0], total_k=totals[1], num_heads=self.heads[0], num_kv_heads=self.heads[1],
+            head_dim=self.head_dim, head_dim_v=self.head_dim_v or self.head_dim, scale=self.head_dim**-0.5,
+            causal=self.causal, window_left=self.window[0], window_right=self.window[1], softcap=self.softcap,
+            has_sinks=self.sinks, deterministic=self.deterministic,
+        )  # fmt: skip
+
+    def inputs(self) -> Operands:
+        problem = self.problem
+        generator = torch.Generator().manual_seed(problem.head_dim)
+
+        def rows(heads: int, seqlen: int, total: int, width: int) -> Tensor:
+            packed = problem.kind == "varlen"
+            shape = (total, heads, width) if packed else (problem.batch, heads, seqlen, width)
+            values = torch.randn(shape, generator=generator).bfloat16()
+            if packed and self.padding:
+                values[-self.padding :] = math.nan
+            return values
+
+        cu = [None, None]
+        if self.lengths is not None:
+            cu = [torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in self.lengths]  # type: ignore[misc]
+        return Operands(
+            rows(problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim),
+            rows(problem.num_kv_heads, problem.seqlen_k, problem.total_k, problem.head_dim),
+            rows(problem.num_kv_heads, problem.seqlen_k, problem.total_k, problem.head_dim_v),
+            cu_seqlens_q=cu[0],
+            cu_seqlens_k=cu[1],
+            sinks=torch.randn(problem.num_heads, generator=generator) if self.sinks else None,
+        )
+
+
+def reference() -> Any:
+    return importlib.import_module("tilewise.backends.reference").BACKEND
+
+
+def in_double(operands: Operands) -> Operands:
+    q, k, v = (t.double() for t in operands[:3])
+    return operands._replace(q=q, k=k, v=v, sinks=None if operands.sinks is None else operands.sinks.double())
+
+
+def expected(case: Case, operands: Operands) -> tuple[Tensor, Tensor]:
+    """The fp64 specification, in canonical shapes."""
+    out, lse = reference().forward(replace(case.problem, dtype=torch.float64), in_double(operands))
+    return out, lse
+
+
+PACKED = ((130, 0, 1, 300, 64), (200, 33, 0, 300, 1))
+FORWARD = {
+    "d64 three warpgroups": Case(),
+    "d64 causal three warpgroups": Case(seqlens=(2100, 300), heads=(1, 1), causal=True),
+    "d64 causal": Case(seqlens=(333, 457), causal=True, batch=2),
+    "d64 fewer keys": Case(seqlens=(500, 100), causal=True),
+    "d128": Case(128, seqlens=(300, 600)),
+    "d128 causal": Case(128, seqlens=(600, 600), causal=True),
+    "d96 one tile": Case(96, seqlens=(64, 100), causal=True),
+    "d192 causal": Case(192, seqlens=(300, 300), causal=True),
+    "d256": Case(256, seqlens=(200, 333)),
+    "d256 causal": Case(256, seqlens=(333, 300), causal=True),
+    "unequal": Case(192, 128, seqlens=(200, 300), causal=True),
+    "window": Case(128, seqlens=(600, 500), window=(100, 30)),
+    "narrow window": Case(64, seqlens=(300, 300), window=(0, 0)),
+    "left window": Case(128, seqlens=(300, 700), window=(64, None), causal=True),
+    "right window": Case(64, seqlens=(333, 457), window=(None, 50)),
+    "softcap": Case(128, seqlens=(200, 300), softcap=2.0, causal=True),
+    "sinks": Case(128, seqlens=(400, 200), sinks=True, causal=True),
+    "packed": Case(128, lengths=PACKED, padding=3),
+    "packed causal": Case(64, lengths=PACKED, causal=True, padding=5, sinks=True),
+    "packed window": Case(256, lengths=PACKED, window=(20, 30)),
+}
+
+
+@pytest.mark.parametrize("late_loads", [False, True], ids=["loads at once", "loads late"])
+@pytest.mark.parametrize("case", FORWARD.values(), ids=FORWARD.keys())
+def test_forward_protocol(case: Case, late_loads: bool, emulated: Callable[[str], Any]) -> None:
+    MODE.late_loads = late_loads
+    operands = case.inputs()
+    for _ in range(2):  # the tile counter must come back to zero
+        out, lse = emulated("launch").run_forward(case.problem, operands)
+    ref, ref_lse = expected(case, operands)
+    torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+
+
+def test_a_slot_released_too_early_is_found(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator is worth something only if it fails when the protocol is broken."""
+    ring = emulated("channels").Ring
+    wait = ring.wait
+
+    def wait_and_release(self: Any, at: Any) -> None:
+        wait.function(self, at)
+        self.empty.index(at.slot).one.arrive(1)
+
+    monkeypatch.setattr(ring, "wait", wait_and_release)
+    monkeypatch.setattr(ring, "release", lambda *_: None)
+    assert not survives(FORWARD["d128 causal"], emulated, late_loads=False)
+
+
+def test_a_missing_wait_is_found(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulated("channels").Ring, "wait", lambda *_: None)
+    assert not survives(FORWARD["d128 causal"], emulated, late_loads=True)
+
+
+def survives(case: Case, emulated: Callable[[str], Any], late_loads: bool) -> bool:
+    """Whether the forward runs through and is right."""
+    MODE.late_loads = late_loads
+    operands = case.inputs()
+    try:
+        out, _ = emulated("launch").run_forward(case.problem, operands)
+    except (RuntimeError, AssertionError):
+        return False
+    return torch.allclose(out.double(), expected(case, operands)[0], atol=0.02, rtol=0.02)
+
+
+BACKWARD = {
+    "d64": Case(seqlens=(300, 256)),
+    "d64 causal": Case(seqlens=(333, 457), causal=True, batch=2),
+    "d128": Case(128, seqlens=(200, 300)),
+    "d128 causal": Case(128, seqlens=(300, 384), causal=True),
+    "fewer keys": Case(128, seqlens=(400, 100), causal=True),
+    "d96 grouped": Case(96, heads=(4, 2), seqlens=(150, 200), causal=True),
+    "sinks": Case(64, seqlens=(300, 140), causal=True, sinks=True),
+    "window": Case(64, seqlens=(500, 600), window=(100, 30)),
+    "left window": Case(128, seqlens=(600, 400), window=(50, None), causal=True),
+    "packed": Case(128, lengths=PACKED, padding=3),
+    "packed causal": Case(64, lengths=PACKED, causal=True, padding=5, sinks=True),
+}
+
+
+@pytest.mark.parametrize("late_loads", [False, True], ids=["loads at once", "loads late"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("case", BACKWARD.values(), ids=BACKWARD.keys())
+def test_backward_protocol(case: Case, deterministic: bool, late_loads: bool, emulated: Callable[[str], Any]) -> None:
+    MODE.late_loads = late_loads
+    case = replace(case, deterministic=deterministic)
+    operands, wanted = case.inputs(), Wanted(dsinks=case.sinks)
+    out, lse = expected(case, operands)
+    generator = torch.Generator().manual_seed(1)
+    dout = torch.randn(out.shape, generator=generator).bfloat16()
+    dlse = torch.randn(lse.shape, generator=generator)
+    run = emulated("launch_backward").run_backward
+    got = run(case.problem, operands, out.bfloat16(), lse.float(), dout, dlse, wanted)
+    exact = in_double(operands)
+    problem = replace(case.problem, dtype=torch.float64)
+    ref = reference().backward(problem, exact, out, lse, dout.double(), dlse.double(), wanted)
+    for name, mine, theirs in zip(ref._fields, got, ref, strict=True):
+        if theirs is not None:
+            scale = theirs.abs().max().item()
+            torch.testing.assert_close(
+                mine.double(), theirs, atol=0.015 * scale, rtol=0.0, msg=lambda m, n=name: f"{n}: {m}"
+            )
