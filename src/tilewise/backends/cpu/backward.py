@@ -317,7 +317,7 @@ def backward_item(p: int, ws: int, item: int) -> None:
 @driver
 def backward(p: int) -> None:
     """What each thread runs: take work items until none is left."""
-    counters = field(p, P.COUNTERS)
+    counters = p + 8 * P.BLOCK_FIELDS
     ws = field(p, P.WORKSPACE) + atomic_add(counters, 1) * field(p, P.WORKSPACE_BYTES)
     fill(ws + field(p, P.WS_ONES), PANEL, 1.0)
     while True:

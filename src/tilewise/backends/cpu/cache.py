@@ -103,8 +103,10 @@ def warmup(progress: Callable[[str, int, int], None] | None = None) -> CacheStat
     return cache_state()
 
 
+@functools.cache
 def program(name: str) -> Program:
     """A program ready to run, from this process, from disk, or compiled now."""
+    # LLVM's global context takes one thread at a time.
     with _lock:
         return _loaded(name)
 

@@ -173,7 +173,7 @@ def forward_item(p: int, ws: int, item: int) -> None:
 @driver
 def forward(p: int) -> None:
     """What each thread runs: take work items until none is left."""
-    counters = field(p, P.COUNTERS)
+    counters = p + 8 * P.BLOCK_FIELDS
     ws = field(p, P.WORKSPACE) + atomic_add(counters, 1) * field(p, P.WORKSPACE_BYTES)
     while True:
         item = atomic_add(counters + 64, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,16 +21,22 @@ from tilewise.numerics import LOG2E, dropout_threshold
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Block", "forward", "operand_fields", "problem_fields"]
+__all__ = ["Block", "forward", "operand_values", "problem_fields", "put", "run_items"]
 
 DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 # Row tables hold 10 numbers of 4 bytes per row (features.ROW_FIELDS), panel bounds 6 of 8 bytes.
 ROW_TABLE_FIELDS, PANEL_BOUNDS_BYTES = 10, 48
-# Counters of a run, a cache line apart: workspaces taken, items taken.
-COUNTER_BYTES = 128
 
 # Waking another thread takes about as long as this much work (10 us).
 FLOPS_PER_THREAD = 1_000_000
+
+# Which dimension is the batch (or page), the head and the row; None where a tensor has no such stride.
+STRIDE_ORDER: dict[str, tuple[int | None, int | None, int | None]] = {
+    "dense": (0, 1, 2),
+    "paged": (0, 2, 1),
+    "packed": (None, 1, 0),
+    "token": (0, 1, None),
+}
 
 Block = dict[int, int]
 
@@ -55,7 +62,6 @@ def dims(problem: AttentionProblem) -> Dims:
     )
 
 
-@functools.lru_cache(maxsize=256)
 def problem_fields(problem: AttentionProblem) -> Block:
     """The part of the block that depends on the problem alone."""
     left, right = problem.band
@@ -109,19 +115,15 @@ def _features(problem: AttentionProblem) -> int:
     )
 
 
+def stride_fields(position: int, strides: Sequence[int], item: int, kind: str) -> Block:
+    """Byte strides (batch or page, head, row) of a q- or k-like tensor."""
+    at = STRIDE_ORDER[kind]
+    return {position + 1 + i: strides[n] * item if n is not None else 0 for i, n in enumerate(at)}
+
+
 def tensor_fields(position: int, tensor: Tensor, kind: str) -> Block:
-    """Address and byte strides (batch or page, head, row) of a q- or k-like tensor."""
-    item = tensor.element_size()
-    strides = [stride * item for stride in tensor.stride()]
-    if kind == "dense":
-        batch, head, row = strides[0], strides[1], strides[2]
-    elif kind == "paged":
-        batch, row, head = strides[0], strides[1], strides[2]
-    elif kind == "token":
-        batch, row, head = strides[0], 0, strides[1]
-    else:
-        batch, row, head = 0, strides[0], strides[1]
-    return {position: tensor.data_ptr(), position + 1: batch, position + 2: head, position + 3: row}
+    """Address and byte strides of a q- or k-like tensor."""
+    return {position: tensor.data_ptr(), **stride_fields(position, tensor.stride(), tensor.element_size(), kind)}
 
 
 def query_kind(problem: AttentionProblem, operands: Operands) -> str:
@@ -131,32 +133,53 @@ def query_kind(problem: AttentionProblem, operands: Operands) -> str:
     return "token" if operands.cu_seqlens_q is None else "packed"
 
 
-def lse_fields(problem: AttentionProblem, lse: Tensor, kind: str) -> Block:
-    """Address and byte strides of lse, contiguous in the problem's lse_shape."""
+def lse_strides(problem: AttentionProblem, kind: str) -> Block:
+    """Byte strides of lse, contiguous in the problem's lse_shape."""
     if kind == "dense":
-        return {
-            P.LSE: lse.data_ptr(),
-            P.LSE_BATCH: 4 * problem.num_heads * problem.seqlen_q,
-            P.LSE_HEAD: 4 * problem.seqlen_q,
-        }
-    return {P.LSE: lse.data_ptr(), P.LSE_BATCH: 4 if kind == "token" else 0, P.LSE_HEAD: 4 * problem.total_q}
+        return {P.LSE_BATCH: 4 * problem.num_heads * problem.seqlen_q, P.LSE_HEAD: 4 * problem.seqlen_q}
+    return {P.LSE_BATCH: 4 if kind == "token" else 0, P.LSE_HEAD: 4 * problem.total_q}
 
 
-def operand_fields(problem: AttentionProblem, operands: Operands, keep: list[Tensor]) -> Block:
-    """The part of the block that comes from the operands; tensors made on the way are put into `keep`."""
-    kind = query_kind(problem, operands)
+def _dense_out_strides(problem: AttentionProblem) -> tuple[int, int, int]:
+    """Element strides (batch, head, row) of a new dense output in the caller's layout."""
+    rows, heads, dim = problem.seqlen_q, problem.num_heads, problem.head_dim_v
+    return (rows * heads * dim, dim, heads * dim) if problem.layout == "bshd" else (heads * rows * dim, rows * dim, dim)
+
+
+Strides = tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def template(problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: Strides) -> list[int]:
+    """The block of a call but for its addresses: a list to copy."""
+    item = problem.dtype.itemsize
     kv_kind = problem.kind if problem.kind in ("dense", "paged") else "packed"
-    block = dict(problem_fields(problem))
-    block |= tensor_fields(P.Q, operands.q, kind)
-    block |= tensor_fields(P.K, operands.k, kv_kind)
-    block |= tensor_fields(P.V, operands.v, kv_kind)
+    fields = problem_fields(problem) | lse_strides(problem, kind)
+    fields |= stride_fields(P.Q, q, item, kind) | stride_fields(P.K, k, item, kv_kind) | stride_fields(P.V, v, item, kv_kind)
+    packed = (problem.num_heads * problem.head_dim_v, problem.head_dim_v)
+    fields |= stride_fields(P.OUT, _dense_out_strides(problem) if kind == "dense" else packed, item, kind)
     if kind == "token":
-        block[P.SEQLEN_Q] = 1
+        fields[P.SEQLEN_Q] = 1
+    return [fields.get(position, 0) for position in range(P.BLOCK_FIELDS)]
+
+
+def operand_values(problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, keep: list[Tensor]) -> list[int]:
+    """The block as far as operands and results say; tensors made on the way are put into `keep`."""
+    q, k, v = operands.q, operands.k, operands.v
+    values = template(problem, query_kind(problem, operands), q.stride(), k.stride(), v.stride()).copy()
+    values[P.Q], values[P.K], values[P.V] = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    values[P.OUT], values[P.LSE] = out.data_ptr(), lse.data_ptr()
     if problem.kind != "dense":
-        block |= _sequence_fields(operands, keep)
-    if len(operands) != operands.count(None) + 3:
-        block |= _feature_fields(problem, operands, keep)
-    return block
+        put(values, _sequence_fields(operands, keep))
+    if values[P.FEATURES] or problem.has_sinks:
+        put(values, _feature_fields(problem, operands, keep))
+    return values
+
+
+def put(values: list[int], fields: Block) -> None:
+    """Set some fields of a block."""
+    for position, value in fields.items():
+        values[position] = value
 
 
 def _sequence_fields(operands: Operands, keep: list[Tensor]) -> Block:
@@ -260,16 +283,10 @@ def empty_out(problem: AttentionProblem, like: Tensor) -> Tensor:
     return out.transpose(1, 2) if problem.kind == "dense" and problem.layout == "bshd" else out
 
 
-@functools.lru_cache(maxsize=256)
-def _worth(problem: AttentionProblem) -> int:
-    """How many threads the work of a problem is worth at most."""
-    flops = 2 * problem.total_q * problem.num_heads * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    return max(1, flops // FLOPS_PER_THREAD)
-
-
 def useful_threads(problem: AttentionProblem) -> int:
-    """The number of threads to use; the result does not depend on it."""
-    return min(threads.num_threads(), _worth(problem))
+    """Torch's number of threads, or fewer for little work; the result does not depend on it."""
+    flops = 2 * problem.total_q * problem.num_heads * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    return min(threads.num_threads(), flops // FLOPS_PER_THREAD + 1)
 
 
 def clear_unused_rows(used: int, out: Tensor, lse: Tensor | None) -> None:
@@ -293,37 +310,25 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
         plan = schedule.forward_schedule(problem, q_lengths, k_lengths, count)
         clear_unused_rows(int(q_lengths.sum()), out, lse)
     keep: list[Tensor] = []
-    block = operand_fields(problem, operands, keep)
-    kind = query_kind(problem, operands)
-    block |= tensor_fields(P.OUT, out, kind)
-    block |= lse_fields(problem, lse, kind)
+    values = operand_values(problem, operands, out, lse, keep)
     offsets, size = forward_workspace(problem, plan.block_m)
-    run_items("decode" if schedule.decodes(problem) else "forward", block | offsets, plan, size, count)
+    put(values, offsets)
+    run_items("decode" if schedule.decodes(problem) else "forward", values, plan, size, count)
     return out, lse
 
 
-def run_items(name: str, block: Block, plan: Schedule, workspace_bytes: int, count: int) -> None:
+def run_items(name: str, values: list[int], plan: Schedule, workspace_bytes: int, count: int) -> None:
     """Run a program over a schedule with as many threads as there is work for."""
     items = len(plan.entries) * plan.units
-    count = max(1, min(count, items))
-    split = plan.chunk > 0 and bool(len(plan.entries)) and int(plan.entries[:, 4].max()) > 1
-    partial_bytes = 4 * plan.block_m * (block[P.DIM_V_PADDED] + 2)
+    count = min(count, items)
+    if count == 0:
+        return
     workspace = torch.empty(count * workspace_bytes, dtype=torch.uint8)
-    counters = np.zeros(COUNTER_BYTES // 8 + (items if split else 0), np.int64)
-    partials = torch.empty(items * partial_bytes if split else 0, dtype=torch.uint8)
-    address = counters.ctypes.data
-    block = block | {
-        P.COUNTERS: address,
-        P.DONE: address + COUNTER_BYTES,
-        P.NUM_ITEMS: items,
-        P.SCHEDULE: plan.entries.ctypes.data,
-        P.UNITS: plan.units,
-        P.HEADS_PER_UNIT: plan.heads_per_unit,
-        P.BLOCK_M: plan.block_m,
-        P.CHUNK: plan.chunk,
-        P.WORKSPACE: workspace.data_ptr(),
-        P.WORKSPACE_BYTES: workspace_bytes,
-        P.PARTIALS: partials.data_ptr(),
-        P.PARTIAL_BYTES: partial_bytes,
-    }
-    threads.run(program(name).address, P.pack(block), count)
+    values[P.NUM_ITEMS], values[P.UNITS], values[P.HEADS_PER_UNIT] = items, plan.units, plan.heads_per_unit
+    values[P.SCHEDULE], values[P.BLOCK_M], values[P.CHUNK] = plan.entries.data_ptr(), plan.block_m, plan.chunk
+    values[P.WORKSPACE], values[P.WORKSPACE_BYTES] = workspace.data_ptr(), workspace_bytes
+    if plan.split:
+        partial_bytes = 4 * plan.block_m * (values[P.DIM_V_PADDED] + 2)
+        partials, done = torch.empty(items * partial_bytes, dtype=torch.uint8), torch.zeros(items, dtype=torch.int64)
+        values[P.PARTIALS], values[P.PARTIAL_BYTES], values[P.DONE] = partials.data_ptr(), partial_bytes, done.data_ptr()
+    threads.run(program(name).address, P.new_block(values), count)

@@ -42,10 +42,9 @@ def backward(
     if out.numel() > 0 and problem.seqlen_k > 0:
         q_lengths, k_lengths = _lengths(problem, operands)
         keep: list[Tensor] = []
-        block = _input_fields(problem, operands, out, lse, dout, dlse, keep) | grads.fields(
-            problem, operands, k_lengths
-        )
-        _run_passes(problem, block, wanted, q_lengths, k_lengths)
+        values = _input_values(problem, operands, out, lse, dout, dlse, keep)
+        launch.put(values, grads.fields(problem, operands, k_lengths))
+        _run_passes(problem, values, wanted, q_lengths, k_lengths)
         if problem.kind != "dense" and grads.dq is not None:
             launch.clear_unused_rows(int(q_lengths.sum()), grads.dq, None)
         return grads.finished(problem, operands, lse, k_lengths)
@@ -56,7 +55,7 @@ def _lengths(problem: AttentionProblem, operands: Operands) -> tuple[Lengths, Le
     return schedule.dense_lengths(problem) if problem.kind == "dense" else launch.lengths(problem, operands)
 
 
-def _input_fields(
+def _input_values(
     problem: AttentionProblem,
     operands: Operands,
     out: Tensor,
@@ -64,28 +63,23 @@ def _input_fields(
     dout: Tensor,
     dlse: Tensor | None,
     keep: list[Tensor],
-) -> Block:
+) -> list[int]:
     """What the pass reads; widths here pad both head dims for products in either direction."""
     isa, kind = host(), launch.query_kind(problem, operands)
     step = math.lcm(isa.value_step, isa.dim_step)
     dout = dout.to(problem.dtype)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    out = out if out.stride(-1) == 1 else out.contiguous()
     lse = lse.contiguous()
-    keep += [dout, lse]
-    block = launch.operand_fields(problem, operands, keep)
-    block |= (
-        launch.tensor_fields(P.OUT, out, kind)
-        | launch.tensor_fields(P.DOUT, dout, kind)
-        | launch.lse_fields(problem, lse, kind)
-    )
+    keep += [out, dout, lse]
+    values = launch.operand_values(problem, operands, out, lse, keep)
+    launch.put(values, launch.tensor_fields(P.OUT, out, kind) | launch.tensor_fields(P.DOUT, dout, kind))
     if dlse is not None:
         keep.append(dlse.to(torch.float32).contiguous())
-        block[P.DLSE] = keep[-1].data_ptr()
-    return block | {
-        P.DIM_V_PADDED: round_up(problem.head_dim_v, isa.dim_step),
-        P.DIM_WIDE: round_up(problem.head_dim, step),
-        P.DIM_V_WIDE: round_up(problem.head_dim_v, step),
-    }
+        values[P.DLSE] = keep[-1].data_ptr()
+    values[P.DIM_V_PADDED] = round_up(problem.head_dim_v, isa.dim_step)
+    values[P.DIM_WIDE], values[P.DIM_V_WIDE] = round_up(problem.head_dim, step), round_up(problem.head_dim_v, step)
+    return values
 
 
 class _Buffers:
@@ -195,7 +189,7 @@ def _sink_gradient(operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _run_passes(
-    problem: AttentionProblem, block: Block, wanted: Wanted, q_lengths: Lengths, k_lengths: Lengths
+    problem: AttentionProblem, values: list[int], wanted: Wanted, q_lengths: Lengths, k_lengths: Lengths
 ) -> None:
     """Run what is needed: all at once per K/V head, or dq and dk/dv apart; and dbias."""
     count = launch.useful_threads(problem)
@@ -206,9 +200,7 @@ def _run_passes(
     batches = np.arange(len(q_lengths))
     if whole:
         entries = _entries(batches, batches + 1)
-        _run(
-            problem,
-            block,
+        _run(problem, values,
             P.MAKES_DQ | P.MAKES_DKV,
             _longest_first(entries, q_lengths * k_lengths),
             problem.num_kv_heads,
@@ -216,12 +208,12 @@ def _run_passes(
         )
     else:
         if makes_dkv:
-            _run(problem, block, P.MAKES_DKV, _key_blocks(k_lengths), problem.num_kv_heads, count)
+            _run(problem, values, P.MAKES_DKV, _key_blocks(k_lengths), problem.num_kv_heads, count)
         if makes_dq:
-            _run(problem, block, P.MAKES_DQ, _row_blocks(problem, q_lengths, k_lengths), problem.num_heads, count)
+            _run(problem, values, P.MAKES_DQ, _row_blocks(problem, q_lengths, k_lengths), problem.num_heads, count)
     if wanted.dbias and problem.bias_shape is not None:
         entries, units = _bias_owners(problem, q_lengths)
-        _run(problem, block, P.MAKES_DBIAS, entries, units, count)
+        _run(problem, values, P.MAKES_DBIAS, entries, units, count)
 
 
 def _entries(
@@ -307,12 +299,15 @@ def _workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, 
     return launch.places(floats)
 
 
-def _run(problem: AttentionProblem, block: Block, work: int, entries: Lengths, units: int, count: int) -> None:
+def _run(problem: AttentionProblem, values: list[int], work: int, entries: Lengths, units: int, count: int) -> None:
     """One pass over a list of entries."""
     if len(entries) == 0:
         return
     longest = int((entries[:, 5] - entries[:, 4]).max())
     keys = round_up(min(longest, problem.seqlen_k), host().block_n)
     offsets, size = _workspace(problem, work, keys)
-    plan = Schedule(entries, units, problem.num_heads // units, BLOCK_ROWS, 0)
-    launch.run_items("backward", block | offsets | {P.WORK: work}, plan, size, count)
+    plan = Schedule(torch.from_numpy(entries), units, problem.num_heads // units, BLOCK_ROWS)
+    values = values.copy()
+    launch.put(values, offsets)
+    values[P.WORK] = work
+    launch.run_items("backward", values, plan, size, count)

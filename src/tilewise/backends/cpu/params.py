@@ -1,18 +1,18 @@
 """The parameter block: one flat array of int64 that a compiled kernel reads everything from.
 
 Pointers are addresses, strides are bytes, floats are the bits of an fp32. A pointer of 0 means "not there". Offsets named `WS_*` are
-places within one thread's workspace. The constants below are positions in the block; `pack` builds it.
+places within one thread's workspace. The constants below are positions in the block; `new_block` builds it.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-__all__ = ["BLOCK_FIELDS", "float_bits", "pack"]
+__all__ = ["BLOCK_FIELDS", "float_bits", "new_block"]
 
 # What every kernel needs: who works on what, and where.
-COUNTERS, NUM_ITEMS, SCHEDULE, UNITS, HEADS_PER_UNIT, WORKSPACE, WORKSPACE_BYTES = range(7)
+COUNTER_UNUSED, NUM_ITEMS, SCHEDULE, UNITS, HEADS_PER_UNIT, WORKSPACE, WORKSPACE_BYTES = range(7)
 # Operands of the forward pass and their strides.
 Q, Q_BATCH, Q_HEAD, Q_ROW = range(7, 11)
 K, K_BATCH, K_HEAD, K_ROW = range(11, 15)
@@ -58,6 +58,7 @@ NEEDS_ROW_TABLE = HAS_ALIBI | HAS_BIAS | HAS_MASK | HAS_DROPOUT
 
 UNBOUNDED = 1 << 40
 
+COUNTER_BYTES = 128
 _STRUCT = struct.Struct(f"{BLOCK_FIELDS}q")
 _FLOAT, _INT = struct.Struct("f"), struct.Struct("I")
 
@@ -67,9 +68,8 @@ def float_bits(number: float) -> int:
     return int(_INT.unpack(_FLOAT.pack(number))[0])
 
 
-def pack(values: Mapping[int, int]) -> bytes:
-    """The block; fields not named are 0."""
-    block = [0] * BLOCK_FIELDS
-    for position, value in values.items():
-        block[position] = value
-    return _STRUCT.pack(*block)
+def new_block(values: Sequence[int]) -> bytearray:
+    """The block in memory, with the counters of a run (workspaces taken, items taken), a cache line each, at 0 behind it."""
+    block = bytearray(8 * BLOCK_FIELDS + COUNTER_BYTES)
+    _STRUCT.pack_into(block, 0, *values)
+    return block

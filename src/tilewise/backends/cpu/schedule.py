@@ -10,7 +10,9 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tilewise.backends.cpu.isa import host
 from tilewise.problem import AttentionProblem
@@ -29,13 +31,14 @@ DECODE_ROWS = 8
 
 
 class Schedule(NamedTuple):
-    """Work items of a forward pass; `chunk` is the number of keys in a chunk."""
+    """Work items of a pass; `chunk` is the number of keys in a chunk, `split` whether any entry has several."""
 
-    entries: NDArray[np.int64]
+    entries: Tensor
     units: int
     heads_per_unit: int
     block_m: int
-    chunk: int
+    chunk: int = 0
+    split: bool = False
 
 
 def round_up(number: int, step: int) -> int:
@@ -96,8 +99,8 @@ def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: L
     chunks = _chunks(problem, k_lengths[batch])
     chunk = np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks)
     columns = [np.repeat(column, chunks) for column in (batch, first, size)] + [chunk, np.repeat(chunks, chunks)]
-    entries = np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64)
-    return Schedule(entries, problem.num_heads // heads, heads, block, chunk_keys())
+    entries = torch.from_numpy(np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64))
+    return Schedule(entries, problem.num_heads // heads, heads, block, chunk_keys(), len(chunks) > 0 and int(chunks.max()) > 1)
 
 
 def chunk_keys() -> int:

@@ -29,24 +29,25 @@ def num_threads() -> int:
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
-def run(address: int, block: bytes, threads: int) -> None:
+def run(address: int, block: bytearray, threads: int) -> None:
     """Call the function at an address with the parameter block on a number of threads; the GIL is released meanwhile."""
+    data = ctypes.addressof(ctypes.c_char.from_buffer(block))
     if threads == 1:
-        _function(address)(block)
+        _function(address)(data)
         return
     parallel = _openmp_parallel()
     if parallel is not None:
-        parallel(address, block, threads, 0)
+        parallel(address, data, threads, 0)
         return
-    others = [_pool(threads - 1).submit(_function(address), block) for _ in range(threads - 1)]
-    _function(address)(block)
+    others = [_pool(threads - 1).submit(_function(address), data) for _ in range(threads - 1)]
+    _function(address)(data)
     for other in others:
         other.result()
 
 
 @functools.cache
-def _function(address: int) -> Callable[[bytes], None]:
-    return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(address)
+def _function(address: int) -> Callable[[int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
 
 @functools.cache
@@ -61,7 +62,7 @@ def _openmp_parallel() -> Any:
     if path is None:
         return None
     function = ctypes.CDLL(str(path)).GOMP_parallel
-    function.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     function.restype = None
     return function
 
@@ -80,6 +81,6 @@ def openmp_library() -> Path | None:
         loaded = sorted(path for path in mapped if path.name.startswith(OPENMP_NAMES))
         # Two runtimes may be loaded (scikit-learn brings one): torch's is the one in its own folder.
         own = [path for path in loaded if "torch" in path.parts or "torch.libs" in path.parts]
-        return (own or loaded or [None])[0]
+        return next(iter(own or loaded), None)
     shipped = [path for name in OPENMP_NAMES for path in Path(torch.__file__).parent.glob(f"lib/{name}*")]
     return shipped[0] if shipped else None
