@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 
 import pytest
-import torch
 
 from tilewise import dispatch
 from tilewise.backends import NAMES
 from tilewise.testing import Case
 from tilewise.testing.generation import capped
+from tilewise.testing.threads import one_thread
 
 # What `--size small` leaves: interpreted kernels take seconds for 65 x 65 scores.
 SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_COUNT = 65, 64, 100
@@ -49,12 +50,10 @@ def device(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture
 def reference_is_single_threaded(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Its problems are so small that two threads waiting for each other take up to ten times as long as one."""
-    threads = torch.get_num_threads()
-    if request.getfixturevalue("backend") == "reference":
-        torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    """See `one_thread`; the other backends are judged with the threads they are used with."""
+    alone = request.getfixturevalue("backend") == "reference"
+    with one_thread() if alone else contextlib.nullcontext():
+        yield
 
 
 def _backends(config: pytest.Config) -> list[str]:

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tilewise.testing import Case, Nonconformance, TorchSDPA, check
 from tilewise.testing.generation import pair_cases, single_cases, size_cases
 from tilewise.testing.special import special_cases
+from tilewise.testing.threads import one_thread
 
 
 class Boastful(TorchSDPA):
@@ -28,12 +28,10 @@ def supported(cases: list[Case]) -> list[Case]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
+def single_threaded() -> Iterator[None]:
     """The problems are not worth a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 @pytest.mark.parametrize("case", supported(single_cases() + special_cases()), ids=lambda case: case.id)

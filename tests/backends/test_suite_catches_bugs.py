@@ -19,6 +19,7 @@ from tilewise.problem import AttentionProblem
 from tilewise.testing import BackendImplementation, Case, Nonconformance, check, installed
 from tilewise.testing.generation import pair_cases, single_cases, size_cases
 from tilewise.testing.special import special_cases
+from tilewise.testing.threads import one_thread
 
 BLOCK_M, BLOCK_N = 32, 16
 
@@ -296,12 +297,10 @@ def _add(totals: Gradients, part: Gradients, to_q: _View, to_k: _View, index: in
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
+def single_threaded() -> Iterator[None]:
     """Tiles of 32 x 16 are not worth a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 CORRECT = ToyBackend()

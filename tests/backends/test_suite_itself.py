@@ -17,16 +17,15 @@ from tilewise.testing.oracle import plain_results, reference_results
 from tilewise.testing.poison import uninitialised_is_nan
 from tilewise.testing.results import Results
 from tilewise.testing.special import special_cases
+from tilewise.testing.threads import one_thread
 from tilewise.testing.tolerances import Slack, judge, slack_of, ulp
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
+def single_threaded() -> Iterator[None]:
     """The problems are not worth a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 def assert_oracles_agree(case: Case) -> None:

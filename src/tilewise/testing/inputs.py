@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.testing.cases import Case
+from tilewise.testing.threads import one_thread
 
 __all__ = ["Inputs", "make_inputs"]
 
@@ -69,7 +70,9 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", *, padding_value
     beyond a sequence, gaps of odd strides.
     """
     factory = _Factory(case, torch.device(device), padding_value)
-    return factory.paged() if case.kind == "paged" else factory.packed() if case.kind == "varlen" else factory.dense()
+    make = {"dense": factory.dense, "varlen": factory.packed, "paged": factory.paged}[case.kind]
+    with one_thread():
+        return make()
 
 
 class _Factory:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,6 +14,7 @@ from tilewise.testing.implementations import call_api
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.plain import SequenceView, dropout_factor, masked_scores, plain_attention, sequence_views
 from tilewise.testing.results import Results, differentiate, dropout_seed
+from tilewise.testing.threads import one_thread
 from tilewise.testing.tolerances import Slack, slack_of
 
 __all__ = ["Expectation", "expect", "plain_results", "reference_results", "summed_terms"]
@@ -33,7 +32,7 @@ class Expectation(NamedTuple):
 def expect(case: Case) -> Expectation:
     """What an implementation must compute for a case; remembered, because several are judged by the same cases."""
     inputs = make_inputs(case)
-    with _one_thread():
+    with one_thread():
         reference = reference_results(case, inputs)
         plain = plain_results(case, inputs)
         terms = summed_terms(case, inputs)
@@ -43,17 +42,6 @@ def expect(case: Case) -> Expectation:
         for name in case.results
     }
     return Expectation(reference, slack, dtypes)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """The problems are small: on two busy cores, two threads took nine times as long as one (26 s and 2.9 s)."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def reference_results(case: Case, inputs: Inputs) -> Results:
