@@ -14,9 +14,10 @@ from tilewise.errors import TilewiseError
 
 __all__ = ["write_plots"]
 
-# Text and lines are drawn in this colour, then follow the page: matplotlib itself cannot say "currentColor".
+# Text and lines are drawn in this colour, then follow the reader's scheme: matplotlib cannot say "currentColor". The
+# light scheme's grey has a contrast above 4 with white and with near-black, for a dark page on a light system.
 INK = "#123456"
-STYLE = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
+STYLE = "<style>svg{color:#6e7781}@media(prefers-color-scheme:dark){svg{color:#c9d1d9}}</style>"
 # Legible on white and on black (contrast above 3 with both); tilewise is always the first.
 OURS = ("#e8590c", "#d6336c", "#f08c00")
 OTHERS = ("#1c7ed6", "#2b8a3e", "#9c36b5", "#0c8599", "#868e96", "#a07050", "#5f6fd0")
@@ -86,7 +87,7 @@ def _svg(panels: Sequence[Panel], measure: str, device: str) -> str:
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
         figure.suptitle(f"{measure}, {device}")
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = buffer.getvalue().replace(INK, "currentColor")
     head, body = text.split("<defs>", 1)
     return f"{head}{STYLE}<defs>{body}"
