@@ -1,4 +1,6 @@
-"""The CPU backend: every feature on fp32, bf16 and fp16, forward and backward, compiled for the processor at hand on first use."""
+"""The CPU backend: every feature on fp32, bf16 and fp16, forward and backward, compiled for the processor at hand on
+first use.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class CpuBackend:
         if device.type != "cpu":
             return f"runs on a CPU, the tensors are on {device.type}"
         if problem.dtype not in DTYPES:
-            return f"computes in fp32, so takes float32, bfloat16 and float16, not {str(problem.dtype).removeprefix('torch.')}"
+            given = str(problem.dtype).removeprefix("torch.")
+            return f"computes in fp32, so takes float32, bfloat16 and float16, not {given}"
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             return f"head_dim and head_dim_v are at most {MAX_HEAD_DIM}"
         return None

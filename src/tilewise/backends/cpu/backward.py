@@ -1,13 +1,14 @@
 """Backward pass: P is recomputed tile by tile from q, k and lse, and turned into dq, dk, dv and dbias.
 
-A work item owns rows, keys and heads: everything of a K/V head (5 products a tile), or the dq of a block of rows (3), or the dk and dv of
-a block of keys (4). Which of them run is the schedule's choice; each sum is formed in the same order in all of them, so the choice and
-the number of threads change no bit. Products per panel: S = K Q, dP = V dO, then dV += P dO, dK += dS Q, dQ += dS K.
+A work item owns rows, keys and heads: everything of a K/V head (5 products a tile), or the dq of a block of rows (3),
+or the dk and dv of a block of keys (4). Which of them run is the schedule's choice; each sum is formed in the same
+order in all of them, so the choice and the number of threads change no bit. Products per panel: S = K Q, dP = V dO,
+then dV += P dO, dK += dS Q, dQ += dS K.
 """
 
 from __future__ import annotations
 
-from tilewise.backends.cpu import params as P
+from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, drop, multiply_panel
 from tilewise.backends.cpu.intrinsics import (
@@ -64,98 +65,102 @@ ENTRY_BYTES = 48
 
 @driver
 def pack_block(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
-    """Q and dout of a block, as fp32 rows and as transposed panels; lse in log2 units and delta = rowsum(dout * out) - dlse."""
-    width, width_v, dtype, start = field(p, P.DIM_WIDE), field(p, P.DIM_V_WIDE), field(p, P.DTYPE), q_start(p, batch)
-    q_rows, dout_rows = ws + field(p, P.WS_Q_ROWS), ws + field(p, P.WS_DOUT_ROWS)
+    """Q and dout of a block, as fp32 rows and as transposed panels; lse in log2 units and delta = rowsum(dout * out)
+    - dlse.
+    """
+    width, width_v, dtype, start = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), field(p, f.DTYPE), q_start(p, batch)
+    q_rows, dout_rows = ws + field(p, f.WS_Q_ROWS), ws + field(p, f.WS_DOUT_ROWS)
     row = start + first_row
-    q = field(p, P.Q) + batch * field(p, P.Q_BATCH) + head * field(p, P.Q_HEAD) + row * field(p, P.Q_ROW)
-    dout = field(p, P.DOUT) + batch * field(p, P.DOUT_BATCH) + head * field(p, P.DOUT_HEAD) + row * field(p, P.DOUT_ROW)
-    pack_rows(q, field(p, P.Q_ROW), count, dtype, field(p, P.HEAD_DIM), q_rows, 4 * width, width)
-    pack_rows(dout, field(p, P.DOUT_ROW), count, dtype, field(p, P.HEAD_DIM_V), dout_rows, 4 * width_v, width_v)
+    q = field(p, f.Q) + batch * field(p, f.Q_BATCH) + head * field(p, f.Q_HEAD) + row * field(p, f.Q_ROW)
+    dout = field(p, f.DOUT) + batch * field(p, f.DOUT_BATCH) + head * field(p, f.DOUT_HEAD) + row * field(p, f.DOUT_ROW)
+    pack_rows(q, field(p, f.Q_ROW), count, dtype, field(p, f.HEAD_DIM), q_rows, 4 * width, width)
+    pack_rows(dout, field(p, f.DOUT_ROW), count, dtype, field(p, f.HEAD_DIM_V), dout_rows, 4 * width_v, width_v)
     panels = (count + PANEL - 1) // PANEL
     fill(q_rows + 4 * count * width, (panels * PANEL - count) * width, 0.0)
     fill(dout_rows + 4 * count * width_v, (panels * PANEL - count) * width_v, 0.0)
     for panel in range(panels):
         at, at_v = 4 * panel * PANEL * width, 4 * panel * PANEL * width_v
-        transpose_panel(q_rows + at, 4 * width, width, ws + field(p, P.WS_Q) + at, scalar_bits(field(p, P.Q_SCALE)))
-        transpose_panel(dout_rows + at_v, 4 * width_v, width_v, ws + field(p, P.WS_DOUT) + at_v, 1.0)
+        transpose_panel(q_rows + at, 4 * width, width, ws + field(p, f.WS_Q) + at, scalar_bits(field(p, f.Q_SCALE)))
+        transpose_panel(dout_rows + at_v, 4 * width_v, width_v, ws + field(p, f.WS_DOUT) + at_v, 1.0)
     pack_row_statistics(p, ws, batch, head, first_row, count)
 
 
 @driver
 def pack_row_statistics(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
-    """Lse and delta of a block's rows; a row without keys, or beyond the last one, has lse +inf, which makes its P 0."""
-    width_v, row, stage = field(p, P.DIM_V_WIDE), q_start(p, batch) + first_row, ws + field(p, P.WS_STAGE)
-    out = field(p, P.OUT) + batch * field(p, P.OUT_BATCH) + head * field(p, P.OUT_HEAD) + row * field(p, P.OUT_ROW)
-    at = batch * field(p, P.LSE_BATCH) + head * field(p, P.LSE_HEAD) + 4 * row
+    """Lse and delta of a block's rows; a row without keys, or beyond the last one, has lse +inf, so its P is 0."""
+    width_v, row, stage = field(p, f.DIM_V_WIDE), q_start(p, batch) + first_row, ws + field(p, f.WS_STAGE)
+    out = field(p, f.OUT) + batch * field(p, f.OUT_BATCH) + head * field(p, f.OUT_HEAD) + row * field(p, f.OUT_ROW)
+    at = batch * field(p, f.LSE_BATCH) + head * field(p, f.LSE_HEAD) + 4 * row
     for r in range((count + PANEL - 1) // PANEL * PANEL):
         lse, delta = INFINITY, 0.0
         if r < count:
-            lse = load_f32(field(p, P.LSE) + at + 4 * r) * scalar_bits(field(p, P.LSE_TO_LOG2))
+            lse = load_f32(field(p, f.LSE) + at + 4 * r) * scalar_bits(field(p, f.LSE_TO_LOG2))
             if lse == MINUS_INF:
                 lse = INFINITY
-            pack_rows(out + r * field(p, P.OUT_ROW), 0, 1, field(p, P.DTYPE), field(p, P.HEAD_DIM_V), stage, 0, width_v)
-            delta = row_dots(stage, ws + field(p, P.WS_DOUT_ROWS) + 4 * r * width_v, width_v)
-            if field(p, P.DLSE) != 0:
-                delta -= load_f32(field(p, P.DLSE) + at + 4 * r)
-            if field(p, P.DELTA) != 0:
-                store_f32(field(p, P.DELTA) + at + 4 * r, delta)
-        store_f32(ws + field(p, P.WS_LSE) + 4 * r, lse)
-        store_f32(ws + field(p, P.WS_DELTA) + 4 * r, delta)
+            pack_rows(out + r * field(p, f.OUT_ROW), 0, 1, field(p, f.DTYPE), field(p, f.HEAD_DIM_V), stage, 0, width_v)
+            delta = row_dots(stage, ws + field(p, f.WS_DOUT_ROWS) + 4 * r * width_v, width_v)
+            if field(p, f.DLSE) != 0:
+                delta -= load_f32(field(p, f.DLSE) + at + 4 * r)
+            if field(p, f.DELTA) != 0:
+                store_f32(field(p, f.DELTA) + at + 4 * r, delta)
+        store_f32(ws + field(p, f.WS_LSE) + 4 * r, lse)
+        store_f32(ws + field(p, f.WS_DELTA) + 4 * r, delta)
 
 
 @driver
 def panel_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int) -> None:
     """P and dS of one panel against keys [begin, end) of the tile at k0, left in the score buffers at `begin`."""
     size, first_key = end - begin, k0 + begin
-    width, width_v = field(p, P.DIM_WIDE), field(p, P.DIM_V_WIDE)
-    s = ws + field(p, P.WS_SCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
-    ds = ws + field(p, P.WS_DSCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
-    table, bounds = ws + field(p, P.WS_ROWS) + panel * TABLE_BYTES, ws + field(p, P.WS_PANELS) + panel * PANEL_BYTES
-    q, dout = ws + field(p, P.WS_Q) + 4 * panel * PANEL * width, ws + field(p, P.WS_DOUT) + 4 * panel * PANEL * width_v
-    k, v = ws + field(p, P.WS_K) + 4 * begin * width, ws + field(p, P.WS_V) + 4 * begin * width_v
+    width, width_v = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE)
+    s = ws + field(p, f.WS_SCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
+    ds = ws + field(p, f.WS_DSCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
+    table, bounds = ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES, ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
+    q, dout = ws + field(p, f.WS_Q) + 4 * panel * PANEL * width, ws + field(p, f.WS_DOUT) + 4 * panel * PANEL * width_v
+    k, v = ws + field(p, f.WS_K) + 4 * begin * width, ws + field(p, f.WS_V) + 4 * begin * width_v
     for j in range(0, size, SCORE_KEYS):
-        scores(k + 4 * j * width, 4 * width, field(p, P.DIM_PADDED), q, s + 4 * j * PANEL, ws + field(p, P.WS_MAX))
+        scores(k + 4 * j * width, 4 * width, field(p, f.DIM_PADDED), q, s + 4 * j * PANEL, ws + field(p, f.WS_MAX))
     for j in range(0, size, SCORE_KEYS):
         scores(
             v + 4 * j * width_v,
             4 * width_v,
-            field(p, P.DIM_V_PADDED),
+            field(p, f.DIM_V_PADDED),
             dout,
             ds + 4 * j * PANEL,
-            ws + field(p, P.WS_MAX),
+            ws + field(p, f.WS_MAX),
         )
-    features, vectors = field(p, P.FEATURES), PANEL // LANES
+    features, vectors = field(p, f.FEATURES), PANEL // LANES
     edge = first_key < load_i64(bounds + MAX_FIRST) or first_key + size - 1 > load_i64(bounds + MIN_LAST)
-    if edge or (features & P.CHANGES_SCORES) != 0:
+    if edge or (features & f.CHANGES_SCORES) != 0:
         valid = min(size, load_i64(bounds + MAX_LAST) + 1 - first_key)
-        change_scores(p, ws, s, size, valid, first_key, table, num_rows, ws + field(p, P.WS_CAP))
-    threshold, keep = field(p, P.DROPOUT_THRESHOLD), scalar_bits(field(p, P.KEEP_SCALE))
-    if features & P.HAS_DROPOUT:
-        drop(ds, size, first_key, table, batch, field(p, P.SEED_LOW), field(p, P.SEED_HIGH), threshold, keep, vectors)
+        change_scores(p, ws, s, size, valid, first_key, table, num_rows, ws + field(p, f.WS_CAP))
+    threshold, keep = field(p, f.DROPOUT_THRESHOLD), scalar_bits(field(p, f.KEEP_SCALE))
+    if features & f.HAS_DROPOUT:
+        drop(ds, size, first_key, table, batch, field(p, f.SEED_LOW), field(p, f.SEED_HIGH), threshold, keep, vectors)
     rows = 4 * panel * PANEL
     softmax_gradient(
-        s, ds, size, ws + field(p, P.WS_LSE) + rows, ws + field(p, P.WS_DELTA) + rows, scalar_bits(field(p, P.TO_LOG2))
+        s, ds, size, ws + field(p, f.WS_LSE) + rows, ws + field(p, f.WS_DELTA) + rows, scalar_bits(field(p, f.TO_LOG2))
     )
-    if features & P.HAS_DROPOUT:
-        drop(s, size, first_key, table, batch, field(p, P.SEED_LOW), field(p, P.SEED_HIGH), threshold, keep, vectors)
-    if field(p, P.WORK) & P.MAKES_DBIAS:
+    if features & f.HAS_DROPOUT:
+        drop(s, size, first_key, table, batch, field(p, f.SEED_LOW), field(p, f.SEED_HIGH), threshold, keep, vectors)
+    if field(p, f.WORK) & f.MAKES_DBIAS:
         valid = min(size, load_i64(bounds + MAX_LAST) + 1 - first_key)
-        untranspose_panel(ds, size, ws + field(p, P.WS_STAGE), 4 * BLOCK_N)
+        untranspose_panel(ds, size, ws + field(p, f.WS_STAGE), 4 * BLOCK_N)
         add_bias_gradient(p, ws, batch, panel, num_rows, first_key, valid)
-    if features & P.HAS_SOFTCAP:
-        multiply_panel(ds, size, ws + field(p, P.WS_CAP), (num_rows + LANES - 1) // LANES)
+    if features & f.HAS_SOFTCAP:
+        multiply_panel(ds, size, ws + field(p, f.WS_CAP), (num_rows + LANES - 1) // LANES)
 
 
 @driver
 def add_bias_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, first_key: int, valid: int) -> None:
-    """Add the staged dS rows of a panel to dbias; rows, heads or batches that share a bias row come one after another."""
-    head, row = field(p, P.WS_HEAD_ROW) + ws, 0
-    base = field(p, P.DBIAS) + batch * field(p, P.DBIAS_BATCH) + load_i64(head) * field(p, P.DBIAS_HEAD)
+    """Add the staged dS rows of a panel to dbias; rows, heads or batches that share a bias row come one after
+    another.
+    """
+    head, row = field(p, f.WS_HEAD_ROW) + ws, 0
+    base = field(p, f.DBIAS) + batch * field(p, f.DBIAS_BATCH) + load_i64(head) * field(p, f.DBIAS_HEAD)
     row = load_i64(head + 8) + panel * PANEL
     for r in range(num_rows):
-        target = base + (row + r) * field(p, P.DBIAS_ROW) + first_key * field(p, P.DBIAS_KEY)
-        add_row(target, field(p, P.DBIAS_KEY), ws + field(p, P.WS_STAGE) + 4 * BLOCK_N * r, valid)
+        target = base + (row + r) * field(p, f.DBIAS_ROW) + first_key * field(p, f.DBIAS_KEY)
+        add_row(target, field(p, f.DBIAS_KEY), ws + field(p, f.WS_STAGE) + 4 * BLOCK_N * r, valid)
 
 
 @driver
@@ -165,7 +170,7 @@ def accumulate_tile(p: int, ws: int, panels: int, size: int, weights: int, x: in
         for j in range(0, size, VALUE_ROWS):
             first, count = 0, 0
             for panel in range(panels):
-                bounds = ws + field(p, P.WS_PANELS) + panel * PANEL_BYTES
+                bounds = ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
                 if load_i64(bounds + TILE_BEGIN) <= j < load_i64(bounds + TILE_END):
                     first = panel if count == 0 else first
                     count += 1
@@ -186,10 +191,10 @@ def accumulate_tile(p: int, ws: int, panels: int, size: int, weights: int, x: in
 @driver
 def accumulate_dq(p: int, ws: int, panel: int, num_rows: int, begin: int, end: int) -> None:
     """dq[num_rows] += dS K for one panel and the keys it sees."""
-    width = field(p, P.DIM_WIDE)
-    ds = ws + field(p, P.WS_DSCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
-    k = ws + field(p, P.WS_K) + 4 * begin * width
-    dq = ws + field(p, P.WS_DQ) + 4 * panel * PANEL * width
+    width = field(p, f.DIM_WIDE)
+    ds = ws + field(p, f.WS_DSCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
+    k = ws + field(p, f.WS_K) + 4 * begin * width
+    dq = ws + field(p, f.WS_DQ) + 4 * panel * PANEL * width
     for i in range(0, num_rows, VALUE_ROWS):
         for d in range(0, width, VALUE_STEP):
             weigh_values(
@@ -199,19 +204,19 @@ def accumulate_dq(p: int, ws: int, panel: int, num_rows: int, begin: int, end: i
                 end - begin,
                 dq + 4 * (i * width + d),
                 4 * width,
-                ws + field(p, P.WS_ONES),
+                ws + field(p, f.WS_ONES),
             )
 
 
 @driver
 def tile_gradient(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, size: int, key_begin: int) -> None:
     """All panels of a block against the tile of `size` keys at k0."""
-    width, width_v, work = field(p, P.DIM_WIDE), field(p, P.DIM_V_WIDE), field(p, P.WORK)
-    pack_tile(p, P.K, field(p, P.HEAD_DIM), width, batch, kv_head, k0, k0 + size, ws + field(p, P.WS_K))
-    pack_tile(p, P.V, field(p, P.HEAD_DIM_V), width_v, batch, kv_head, k0, k0 + size, ws + field(p, P.WS_V))
+    width, width_v, work = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), field(p, f.WORK)
+    pack_tile(p, f.K, field(p, f.HEAD_DIM), width, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_K))
+    pack_tile(p, f.V, field(p, f.HEAD_DIM_V), width_v, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_V))
     panels = (count + PANEL - 1) // PANEL
     for panel in range(panels):
-        bounds = ws + field(p, P.WS_PANELS) + panel * PANEL_BYTES
+        bounds = ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
         low = max(0, load_i64(bounds + MIN_FIRST) - k0)
         high = min(size, load_i64(bounds + MAX_LAST) + 1 - k0)
         begin, end = low // KEY_STEP * KEY_STEP, (max(high, 0) + KEY_STEP - 1) // KEY_STEP * KEY_STEP
@@ -222,16 +227,16 @@ def tile_gradient(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int
         if begin < end:
             num_rows = min(PANEL, count - panel * PANEL)
             panel_gradient(p, ws, batch, panel, num_rows, k0, begin, end)
-            if work & P.MAKES_DQ:
+            if work & f.MAKES_DQ:
                 accumulate_dq(p, ws, panel, num_rows, begin, end)
-    if work & P.MAKES_DKV:
-        s, ds = ws + field(p, P.WS_SCORES), ws + field(p, P.WS_DSCORES)
+    if work & f.MAKES_DKV:
+        s, ds = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_DSCORES)
         dk, dv = (
-            ws + field(p, P.WS_DK) + 4 * (k0 - key_begin) * width,
-            ws + field(p, P.WS_DV) + 4 * (k0 - key_begin) * width_v,
+            ws + field(p, f.WS_DK) + 4 * (k0 - key_begin) * width,
+            ws + field(p, f.WS_DV) + 4 * (k0 - key_begin) * width_v,
         )
-        accumulate_tile(p, ws, panels, size, s, ws + field(p, P.WS_DOUT_ROWS), width_v, dv)
-        accumulate_tile(p, ws, panels, size, ds, ws + field(p, P.WS_Q_ROWS), width, dk)
+        accumulate_tile(p, ws, panels, size, s, ws + field(p, f.WS_DOUT_ROWS), width_v, dv)
+        accumulate_tile(p, ws, panels, size, ds, ws + field(p, f.WS_Q_ROWS), width, dk)
 
 
 @driver
@@ -239,49 +244,49 @@ def block_gradient(
     p: int, ws: int, batch: int, head: int, first_row: int, count: int, key_begin: int, key_end: int
 ) -> None:
     """One block of query rows of one head against a range of keys."""
-    kv_head, width = head // field(p, P.GROUP_SIZE), field(p, P.DIM_WIDE)
+    kv_head, width = head // field(p, f.GROUP_SIZE), field(p, f.DIM_WIDE)
     prepare_rows(p, ws, batch, head, first_row, count, key_begin, key_end)
-    first, last = P.UNBOUNDED, -1
+    first, last = f.UNBOUNDED, -1
     for panel in range((count + PANEL - 1) // PANEL):
-        bounds = ws + field(p, P.WS_PANELS) + panel * PANEL_BYTES
+        bounds = ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
         first, last = min(first, load_i64(bounds + MIN_FIRST)), max(last, load_i64(bounds + MAX_LAST))
-    makes_dq = field(p, P.WORK) & P.MAKES_DQ
+    makes_dq = field(p, f.WORK) & f.MAKES_DQ
     if first > last and makes_dq == 0:
         return
-    store_i64(ws + field(p, P.WS_HEAD_ROW), head)
-    store_i64(ws + field(p, P.WS_HEAD_ROW) + 8, first_row)
+    store_i64(ws + field(p, f.WS_HEAD_ROW), head)
+    store_i64(ws + field(p, f.WS_HEAD_ROW) + 8, first_row)
     pack_block(p, ws, batch, head, first_row, count)
-    fill(ws + field(p, P.WS_DQ), (count + PANEL - 1) // PANEL * PANEL * width, 0.0)
+    fill(ws + field(p, f.WS_DQ), (count + PANEL - 1) // PANEL * PANEL * width, 0.0)
     k0 = max(0, first) // BLOCK_N * BLOCK_N
     while k0 <= last:
         tile_gradient(p, ws, batch, kv_head, count, k0, min(BLOCK_N, last + 1 - k0), key_begin)
         k0 += BLOCK_N
     if makes_dq:
         row = q_start(p, batch) + first_row
-        dq = field(p, P.DQ) + batch * field(p, P.DQ_BATCH) + head * field(p, P.DQ_HEAD) + row * field(p, P.DQ_ROW)
+        dq = field(p, f.DQ) + batch * field(p, f.DQ_BATCH) + head * field(p, f.DQ_HEAD) + row * field(p, f.DQ_ROW)
         for r in range(count):
-            source, target = ws + field(p, P.WS_DQ) + 4 * r * width, dq + r * field(p, P.DQ_ROW)
-            store_row(source, field(p, P.HEAD_DIM), target, field(p, P.DTYPE), scalar_bits(field(p, P.SCALE)))
+            source, target = ws + field(p, f.WS_DQ) + 4 * r * width, dq + r * field(p, f.DQ_ROW)
+            store_row(source, field(p, f.HEAD_DIM), target, field(p, f.DTYPE), scalar_bits(field(p, f.SCALE)))
 
 
 @driver
 def store_key_gradients(p: int, ws: int, batch: int, kv_head: int, key_begin: int, key_end: int) -> None:
     """Write dk and dv of a range of keys."""
-    width, width_v, table = field(p, P.DIM_WIDE), field(p, P.DIM_V_WIDE), field(p, P.CU_GRADS_K)
+    width, width_v, table = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), field(p, f.CU_GRADS_K)
     row = key_begin + (load_i32(table + 4 * batch) if table != 0 else 0)
-    dk = field(p, P.DK) + batch * field(p, P.DK_BATCH) + kv_head * field(p, P.DK_HEAD) + row * field(p, P.DK_ROW)
-    dv = field(p, P.DV) + batch * field(p, P.DV_BATCH) + kv_head * field(p, P.DV_HEAD) + row * field(p, P.DV_ROW)
-    dtype, scale = field(p, P.KV_GRAD_DTYPE), scalar_bits(field(p, P.SCALE))
+    dk = field(p, f.DK) + batch * field(p, f.DK_BATCH) + kv_head * field(p, f.DK_HEAD) + row * field(p, f.DK_ROW)
+    dv = field(p, f.DV) + batch * field(p, f.DV_BATCH) + kv_head * field(p, f.DV_HEAD) + row * field(p, f.DV_ROW)
+    dtype, scale = field(p, f.KV_GRAD_DTYPE), scalar_bits(field(p, f.SCALE))
     for r in range(key_end - key_begin):
-        if field(p, P.DK) != 0:
+        if field(p, f.DK) != 0:
             store_row(
-                ws + field(p, P.WS_DK) + 4 * r * width, field(p, P.HEAD_DIM), dk + r * field(p, P.DK_ROW), dtype, scale
+                ws + field(p, f.WS_DK) + 4 * r * width, field(p, f.HEAD_DIM), dk + r * field(p, f.DK_ROW), dtype, scale
             )
-        if field(p, P.DV) != 0:
+        if field(p, f.DV) != 0:
             store_row(
-                ws + field(p, P.WS_DV) + 4 * r * width_v,
-                field(p, P.HEAD_DIM_V),
-                dv + r * field(p, P.DV_ROW),
+                ws + field(p, f.WS_DV) + 4 * r * width_v,
+                field(p, f.HEAD_DIM_V),
+                dv + r * field(p, f.DV_ROW),
                 dtype,
                 1.0,
             )
@@ -290,8 +295,8 @@ def store_key_gradients(p: int, ws: int, batch: int, kv_head: int, key_begin: in
 @driver
 def backward_item(p: int, ws: int, item: int) -> None:
     """One work item: a schedule entry for one unit of heads."""
-    head = item % field(p, P.UNITS) * field(p, P.HEADS_PER_UNIT)
-    place = field(p, P.SCHEDULE) + item // field(p, P.UNITS) * ENTRY_BYTES
+    head = item % field(p, f.UNITS) * field(p, f.HEADS_PER_UNIT)
+    place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * ENTRY_BYTES
     batch, end_batch, first_row, end_row = (
         load_i64(place),
         load_i64(place + 8),
@@ -299,29 +304,29 @@ def backward_item(p: int, ws: int, item: int) -> None:
         load_i64(place + 24),
     )
     key_begin, end_key = load_i64(place + 32), load_i64(place + 40)
-    makes_dkv, block_m = field(p, P.WORK) & P.MAKES_DKV, field(p, P.BLOCK_M)
+    makes_dkv, block_m = field(p, f.WORK) & f.MAKES_DKV, field(p, f.BLOCK_M)
     if makes_dkv:
         keys = (min(end_key, k_length(p, batch)) - key_begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        fill(ws + field(p, P.WS_DK), keys * field(p, P.DIM_WIDE), 0.0)
-        fill(ws + field(p, P.WS_DV), keys * field(p, P.DIM_V_WIDE), 0.0)
+        fill(ws + field(p, f.WS_DK), keys * field(p, f.DIM_WIDE), 0.0)
+        fill(ws + field(p, f.WS_DV), keys * field(p, f.DIM_V_WIDE), 0.0)
     while batch < end_batch:
         key_end, rows = min(end_key, k_length(p, batch)), min(end_row, q_length(p, batch))
-        for h in range(head, head + field(p, P.HEADS_PER_UNIT)):
+        for h in range(head, head + field(p, f.HEADS_PER_UNIT)):
             for row in range(first_row, rows, block_m):
                 block_gradient(p, ws, batch, h, row, min(block_m, rows - row), key_begin, key_end)
         if makes_dkv:
-            store_key_gradients(p, ws, batch, head // field(p, P.GROUP_SIZE), key_begin, key_end)
+            store_key_gradients(p, ws, batch, head // field(p, f.GROUP_SIZE), key_begin, key_end)
         batch += 1
 
 
 @driver
 def backward(p: int) -> None:
     """What each thread runs: take work items until none is left."""
-    counters = p + 8 * P.BLOCK_FIELDS
-    ws = field(p, P.WORKSPACE) + atomic_add(counters, 1) * field(p, P.WORKSPACE_BYTES)
-    fill(ws + field(p, P.WS_ONES), PANEL, 1.0)
+    counters = p + 8 * f.BLOCK_FIELDS
+    ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
+    fill(ws + field(p, f.WS_ONES), PANEL, 1.0)
     while True:
         item = atomic_add(counters + 64, 1)
-        if item >= field(p, P.NUM_ITEMS):
+        if item >= field(p, f.NUM_ITEMS):
             break
         backward_item(p, ws, item)

@@ -1,7 +1,7 @@
 """Compiled programs on disk, and their way into the process.
 
-A program is compiled once per tilewise version, processor and source, and kept as an object file with a checksum before it. Where
-nothing can be written, programs are compiled in every process, which is said once.
+A program is compiled once per tilewise version, processor and source, and kept as an object file with a checksum
+before it. Where nothing can be written, programs are compiled in every process, which is said once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Program(NamedTuple):
 
 
 class CacheState(NamedTuple):
-    """Where compiled programs are kept and how many there are; `entries` and `size` count this version and processor only."""
+    """Where compiled programs are kept and how many there are; `entries` and `size` count this version and processor
+    only.
+    """
 
     path: Path
     writable: bool
@@ -147,7 +149,7 @@ def _write(path: Path, code: bytes) -> None:
 @functools.cache
 def _warn_once(directory: str, reason: str) -> None:
     warnings.warn(
-        f"tilewise cannot keep compiled CPU kernels in {directory} ({reason}); they are compiled again in every process. "
+        f"tilewise cannot keep compiled CPU kernels in {directory} ({reason}); every process compiles them. "
         "Set TILEWISE_CACHE_DIR to a writable directory.",
         RuntimeWarning,
         stacklevel=2,

@@ -1,13 +1,13 @@
 """From drivers and micro-kernels to machine code.
 
-A program is an entry point, which is a driver (language.py), with all drivers and kernels it calls. A kernel is a Python function that
-emits LLVM IR itself. `compile_object` collects them into one module and optimises it once.
+A program is an entry point, which is a driver (language.py), with all drivers and kernels it calls. A kernel is a
+Python function that emits LLVM IR itself. `compile_object` collects them into one module and optimises it once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast, overload
 
 from llvmlite import binding, ir
 
@@ -23,7 +23,9 @@ Result = TypeVar("Result")
 
 
 class Part(NamedTuple):
-    """One function of a program: its symbol, its C-like type, and the Python function that is translated or that emits its code."""
+    """One function of a program: its symbol, its C-like type, and the Python function that is translated or that
+    emits its code.
+    """
 
     symbol: str
     kind: ir.FunctionType
@@ -48,6 +50,12 @@ def part_of(named: Any) -> Part:
     return named.part
 
 
+@overload
+def kernel(arguments: str) -> Callable[[Callable[..., None]], Callable[..., None]]: ...
+@overload
+def kernel(arguments: str, result: Literal["i"]) -> Callable[[Callable[..., Value]], Callable[..., int]]: ...
+@overload
+def kernel(arguments: str, result: Literal["f"]) -> Callable[[Callable[..., Value]], Callable[..., float]]: ...
 def kernel(arguments: str, result: str = "v") -> Callable[[Callable[..., Value]], Any]:
     """Make `emit(e, *arguments)` callable from drivers; "i" is an int64, "f" an fp32 number and "v" nothing."""
 
@@ -85,7 +93,9 @@ def reached(entry: Part) -> list[Part]:
 
 
 def build_module(parts: list[Part], isa: Isa, exported: frozenset[str]) -> ir.Module:
-    """The LLVM IR of some parts (with all that they call) for an instruction set; only `exported` symbols are visible."""
+    """The LLVM IR of some parts (with all that they call) for an instruction set; only `exported` symbols are
+    visible.
+    """
     module = ir.Module("tilewise")
     functions = {part.symbol: ir.Function(module, part.kind, part.symbol) for part in parts}
     for part in parts:

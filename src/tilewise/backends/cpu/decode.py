@@ -1,12 +1,13 @@
 """Decode: few query rows against many keys. One work item is (sequence, K/V head, chunk of keys).
 
-All rows of a GQA group share each load of K and V. Chunks have a fixed number of keys, and the last chunk of a head to finish merges
-them in order, so the result does not depend on the number of threads. Pages and dense rows differ only in where a run of keys ends.
+All rows of a GQA group share each load of K and V. Chunks have a fixed number of keys, and the last chunk of a head
+to finish merges them in order, so the result does not depend on the number of threads. Pages and dense rows differ
+only in where a run of keys ends.
 """
 
 from __future__ import annotations
 
-from tilewise.backends.cpu import params as P
+from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.features import PANEL, drop
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
@@ -39,32 +40,34 @@ FP32_CODE = 0
 @driver
 def gather_queries(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
     """The rows as scaled fp32 rows, row by row; after the last row of a head the next head's first one follows."""
-    width, q_len = field(p, P.DIM_LANES), q_length(p, batch)
-    base = field(p, P.Q) + batch * field(p, P.Q_BATCH) + q_start(p, batch) * field(p, P.Q_ROW)
+    width, q_len = field(p, f.DIM_LANES), q_length(p, batch)
+    base = field(p, f.Q) + batch * field(p, f.Q_BATCH) + q_start(p, batch) * field(p, f.Q_ROW)
     row = first_row
     for r in range(count):
         if row == q_len:
             row = 0
             head += 1
-        source = base + head * field(p, P.Q_HEAD) + row * field(p, P.Q_ROW)
-        place = ws + field(p, P.WS_Q) + 4 * r * width
-        pack_rows(source, 0, 1, field(p, P.DTYPE), field(p, P.HEAD_DIM), place, 0, width)
+        source = base + head * field(p, f.Q_HEAD) + row * field(p, f.Q_ROW)
+        place = ws + field(p, f.WS_Q) + 4 * r * width
+        pack_rows(source, 0, 1, field(p, f.DTYPE), field(p, f.HEAD_DIM), place, 0, width)
         row += 1
-    scale_rows(ws + field(p, P.WS_Q), count * width, scalar_bits(field(p, P.Q_SCALE)))
+    scale_rows(ws + field(p, f.WS_Q), count * width, scalar_bits(field(p, f.Q_SCALE)))
 
 
 @driver
 def score_run(p: int, ws: int, batch: int, kv_head: int, row: int, size: int, s: int, count: int) -> None:
-    """Scores of a run of keys at one stride; odd head dims go through a packed copy, as vectors may not read past a row."""
-    k, width = kv_address(p, P.K, batch, kv_head, row), field(p, P.DIM_LANES)
-    v = kv_address(p, P.V, batch, kv_head, row)
-    k_row, dtype, q = field(p, P.K_ROW), field(p, P.DTYPE), ws + field(p, P.WS_Q)
-    if field(p, P.HEAD_DIM) != width:
-        packed = ws + field(p, P.WS_K)
-        pack_rows(k, k_row, size, dtype, field(p, P.HEAD_DIM), packed, 4 * width, width)
-        stream_scores(packed, 4 * width, size, width, FP32_CODE, q, 4 * width, count, s, v, field(p, P.V_ROW))
+    """Scores of a run of keys at one stride; odd head dims go through a packed copy, as vectors may not read past a
+    row.
+    """
+    k, width = kv_address(p, f.K, batch, kv_head, row), field(p, f.DIM_LANES)
+    v = kv_address(p, f.V, batch, kv_head, row)
+    k_row, dtype, q = field(p, f.K_ROW), field(p, f.DTYPE), ws + field(p, f.WS_Q)
+    if field(p, f.HEAD_DIM) != width:
+        packed = ws + field(p, f.WS_K)
+        pack_rows(k, k_row, size, dtype, field(p, f.HEAD_DIM), packed, 4 * width, width)
+        stream_scores(packed, 4 * width, size, width, FP32_CODE, q, 4 * width, count, s, v, field(p, f.V_ROW))
     else:
-        stream_scores(k, k_row, size, width, dtype, q, 4 * width, count, s, v, field(p, P.V_ROW))
+        stream_scores(k, k_row, size, width, dtype, q, 4 * width, count, s, v, field(p, f.V_ROW))
 
 
 @driver
@@ -72,13 +75,13 @@ def weigh_run(
     p: int, ws: int, batch: int, kv_head: int, row: int, size: int, s: int, count: int, alpha: int, last: int
 ) -> None:
     """Values of a run of keys; the rows of K that will be read next are prefetched."""
-    v, width = kv_address(p, P.V, batch, kv_head, row), field(p, P.DIM_V_LANES)
-    ahead = kv_address(p, P.K, batch, kv_head, min(row + BLOCK_N, last))
-    v_row, dtype, acc = field(p, P.V_ROW), field(p, P.DTYPE), ws + field(p, P.WS_ACC)
-    acc_row, k_row = 4 * field(p, P.DIM_V_PADDED), field(p, P.K_ROW)
-    if field(p, P.HEAD_DIM_V) != width:
-        packed = ws + field(p, P.WS_V)
-        pack_rows(v, v_row, size, dtype, field(p, P.HEAD_DIM_V), packed, 4 * width, width)
+    v, width = kv_address(p, f.V, batch, kv_head, row), field(p, f.DIM_V_LANES)
+    ahead = kv_address(p, f.K, batch, kv_head, min(row + BLOCK_N, last))
+    v_row, dtype, acc = field(p, f.V_ROW), field(p, f.DTYPE), ws + field(p, f.WS_ACC)
+    acc_row, k_row = 4 * field(p, f.DIM_V_PADDED), field(p, f.K_ROW)
+    if field(p, f.HEAD_DIM_V) != width:
+        packed = ws + field(p, f.WS_V)
+        pack_rows(v, v_row, size, dtype, field(p, f.HEAD_DIM_V), packed, 4 * width, width)
         stream_values(packed, 4 * width, size, width, FP32_CODE, s, count, acc, acc_row, alpha, ahead, k_row)
     else:
         stream_values(v, v_row, size, width, dtype, s, count, acc, acc_row, alpha, ahead, k_row)
@@ -87,9 +90,9 @@ def weigh_run(
 @driver
 def stream_tile(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, size: int) -> None:
     """All rows against keys [k0, k0 + size)."""
-    s, state = ws + field(p, P.WS_SCORES), ws + field(p, P.WS_ACC) + 4 * field(p, P.BLOCK_M) * field(p, P.DIM_V_PADDED)
-    tile_max, alpha = ws + field(p, P.WS_MAX), ws + field(p, P.WS_ALPHA)
-    table, bounds = ws + field(p, P.WS_ROWS), ws + field(p, P.WS_PANELS)
+    s, state = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_ACC) + 4 * field(p, f.BLOCK_M) * field(p, f.DIM_V_PADDED)
+    tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
+    table, bounds = ws + field(p, f.WS_ROWS), ws + field(p, f.WS_PANELS)
     vectors, padded = (count + LANES - 1) // LANES, (size + 3) // 4 * 4
     row = k0
     while row < k0 + size:
@@ -98,16 +101,16 @@ def stream_tile(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, 
         row += run
     fill(s + 4 * PANEL * size, PANEL * (padded - size), MINUS_INF)
     edge = k0 < load_i64(bounds + MAX_FIRST) or k0 + size - 1 > load_i64(bounds + MIN_LAST)
-    if edge or (field(p, P.FEATURES) & P.CHANGES_SCORES) != 0:
+    if edge or (field(p, f.FEATURES) & f.CHANGES_SCORES) != 0:
         change_scores(p, ws, s, padded, size, k0, table, count, 0)
     fill(tile_max, vectors * LANES, MINUS_INF)
     row_max(s, padded, tile_max, vectors)
     softmax(
-        s, padded, state, state + 4 * field(p, P.BLOCK_M), tile_max, alpha, vectors, scalar_bits(field(p, P.TO_LOG2))
+        s, padded, state, state + 4 * field(p, f.BLOCK_M), tile_max, alpha, vectors, scalar_bits(field(p, f.TO_LOG2))
     )
-    if field(p, P.FEATURES) & P.HAS_DROPOUT:
-        threshold, keep = field(p, P.DROPOUT_THRESHOLD), scalar_bits(field(p, P.KEEP_SCALE))
-        drop(s, padded, k0, table, batch, field(p, P.SEED_LOW), field(p, P.SEED_HIGH), threshold, keep, vectors)
+    if field(p, f.FEATURES) & f.HAS_DROPOUT:
+        threshold, keep = field(p, f.DROPOUT_THRESHOLD), scalar_bits(field(p, f.KEEP_SCALE))
+        drop(s, padded, k0, table, batch, field(p, f.SEED_LOW), field(p, f.SEED_HIGH), threshold, keep, vectors)
     row, last = k0, load_i64(bounds + MAX_LAST)
     while row < k0 + size:
         run = run_length(p, row, k0 + size)
@@ -120,23 +123,23 @@ def stream_tile(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, 
 @driver
 def decode_item(p: int, ws: int, item: int) -> None:
     """One work item."""
-    unit = item % field(p, P.UNITS)
-    place = field(p, P.SCHEDULE) + item // field(p, P.UNITS) * ENTRY_BYTES
+    unit = item % field(p, f.UNITS)
+    place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * ENTRY_BYTES
     batch, first_row, count = load_i64(place), load_i64(place + 8), load_i64(place + 16)
     chunk, num_chunks = load_i64(place + 24), load_i64(place + 32)
-    head, block_m = unit * field(p, P.HEADS_PER_UNIT), field(p, P.BLOCK_M)
-    kv_head = head // field(p, P.GROUP_SIZE)
-    k_len, k_begin = k_length(p, batch), chunk * field(p, P.CHUNK)
-    k_end = min(k_len, k_begin + field(p, P.CHUNK)) if chunk < num_chunks - 1 else k_len
+    head, block_m = unit * field(p, f.HEADS_PER_UNIT), field(p, f.BLOCK_M)
+    kv_head = head // field(p, f.GROUP_SIZE)
+    k_len, k_begin = k_length(p, batch), chunk * field(p, f.CHUNK)
+    k_end = min(k_len, k_begin + field(p, f.CHUNK)) if chunk < num_chunks - 1 else k_len
     prepare_rows(p, ws, batch, head, first_row, count, k_begin, k_end)
     gather_queries(p, ws, batch, head, first_row, count)
-    acc = ws + field(p, P.WS_ACC)
-    state = acc + 4 * block_m * field(p, P.DIM_V_PADDED)
-    fill(acc, block_m * field(p, P.DIM_V_PADDED), 0.0)
+    acc = ws + field(p, f.WS_ACC)
+    state = acc + 4 * block_m * field(p, f.DIM_V_PADDED)
+    fill(acc, block_m * field(p, f.DIM_V_PADDED), 0.0)
     fill(state, block_m, MINUS_INF)
     fill(state + 4 * block_m, block_m, 0.0)
-    last = load_i64(ws + field(p, P.WS_PANELS) + MAX_LAST)
-    k0 = max(0, load_i64(ws + field(p, P.WS_PANELS) + MIN_FIRST)) // BLOCK_N * BLOCK_N
+    last = load_i64(ws + field(p, f.WS_PANELS) + MAX_LAST)
+    k0 = max(0, load_i64(ws + field(p, f.WS_PANELS) + MIN_FIRST)) // BLOCK_N * BLOCK_N
     while k0 <= last:
         stream_tile(p, ws, batch, kv_head, count, k0, min(BLOCK_N, last + 1 - k0))
         k0 += BLOCK_N
@@ -149,10 +152,10 @@ def decode_item(p: int, ws: int, item: int) -> None:
 @driver
 def decode(p: int) -> None:
     """What each thread runs: take work items until none is left."""
-    counters = p + 8 * P.BLOCK_FIELDS
-    ws = field(p, P.WORKSPACE) + atomic_add(counters, 1) * field(p, P.WORKSPACE_BYTES)
+    counters = p + 8 * f.BLOCK_FIELDS
+    ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
     while True:
         item = atomic_add(counters + 64, 1)
-        if item >= field(p, P.NUM_ITEMS):
+        if item >= field(p, f.NUM_ITEMS):
             break
         decode_item(p, ws, item)

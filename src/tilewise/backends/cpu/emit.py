@@ -1,7 +1,7 @@
 """Vector code as LLVM IR: a thin layer over llvmlite's builder that knows the instruction set and the three dtypes.
 
-Addresses are int64 numbers of bytes, as the drivers hold them. Floating point is exact IEEE per instruction: no fast-math flags,
-since reassociation would delete the rounding tricks.
+Addresses are int64 numbers of bytes, as the drivers hold them. Floating point is exact IEEE per instruction: no
+fast-math flags, since reassociation would delete the rounding tricks.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ class Emitter:
     def loop(
         self, count: Value, step: int, carried: Sequence[Value], body: Callable[..., Sequence[Value] | None]
     ) -> list[Value]:
-        """Run `body(index, *carried)` for index 0, step, ... below count (at least once); it returns the carried values' successors."""
+        """Run `body(index, *carried)` for index 0, step, ... below count (at least once); it returns the carried
+        values' successors.
+        """
         b, before = self.b, self.b.block
         inside, after = b.append_basic_block("loop"), b.append_basic_block("after")
         b.branch(inside)
@@ -302,7 +304,8 @@ class Emitter:
         high = ir.Constant(self.int_vector, [n for i in range(half, count) for n in (i, count + i)])
         current = list(rows)
         for _ in range(count.bit_length() - 1):
-            # Interleaving row i with row i + half is a perfect shuffle of the index bits; log2(lanes) of them transpose.
+            # Interleaving row i with row i + half is a perfect shuffle of the index bits; log2(lanes) of them
+            # transpose.
             pairs = [(current[i], current[i + half]) for i in range(half)]
             current = [self.b.shuffle_vector(x, y, pick) for x, y in pairs for pick in (low, high)]
         return current

@@ -1,7 +1,8 @@
 """What lies between the raw product and the softmax: softcap, ALiBi, bias, mask, band edges; and dropout after it.
 
-Every kernel works on a panel of transposed scores S[key][query]. What differs between rows is read from the panel's row
-table, so that rows of different heads (a GQA group decoded together) may share a panel. None of this runs where it is not needed.
+Every kernel works on a panel of transposed scores S[key][query]. What differs between rows is read from the panel's
+row table, so that rows of different heads (a GQA group decoded together) may share a panel. None of this runs where
+it is not needed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ TABLE_BYTES = row_table_bytes(host())
 def each_score(
     e: Emitter, vectors: Value, num_keys: Value, prepare: Callable[[Value], Callable[[Value, Value], None]]
 ) -> None:
-    """Visit a panel: `prepare(byte offset of the vector)` returns the body, called with (key index, byte offset into the panel)."""
+    """Visit a panel: `prepare(byte offset of the vector)` returns the body, called with (key index, byte offset into
+    the panel).
+    """
     b = e.b
 
     def column(v: Value) -> None:
@@ -182,7 +185,9 @@ def drop(
     keep_scale: Value,
     vectors: Value,
 ) -> None:
-    """P = keep_scale * p where the key's random word is at least the threshold, else 0; first_key and num_keys are multiples of 4."""
+    """P = keep_scale * p where the key's random word is at least the threshold, else 0; first_key and num_keys are
+    multiples of 4.
+    """
     b = e.b
     key0, key1, bound = (e.splat(b.trunc(x, ir.IntType(32))) for x in (seed_low, seed_high, threshold))
     batch_word = e.splat(b.trunc(batch, ir.IntType(32)))

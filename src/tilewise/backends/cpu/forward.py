@@ -1,13 +1,14 @@
 """Forward pass: one tile loop for dense, packed and paged K/V; work items are (batch, rows, key chunk) x head.
 
-A work item keeps its query rows packed and resident, streams tiles of K and V through the cache, and takes one panel of queries at a
-time through scores, softmax and values. Keys are clipped per panel, so a causal or windowed item touches little more than its band.
-Every item is computed the same way whoever takes it: results do not depend on the number of threads.
+A work item keeps its query rows packed and resident, streams tiles of K and V through the cache, and takes one panel
+of queries at a time through scores, softmax and values. Keys are clipped per panel, so a causal or windowed item
+touches little more than its band. Every item is computed the same way whoever takes it: results do not depend on the
+number of threads.
 """
 
 from __future__ import annotations
 
-from tilewise.backends.cpu import params as P
+from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, drop
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
@@ -46,7 +47,7 @@ def pack_queries(
     p: int, tensor: int, batch: int, head: int, first_row: int, count: int, stage: int, target: int
 ) -> None:
     """Rows of q (or dout) into transposed, scaled panels; stage holds one panel of rows."""
-    width, q_len = field(p, P.DIM_LANES), q_length(p, batch)
+    width, q_len = field(p, f.DIM_LANES), q_length(p, batch)
     base = field(p, tensor) + batch * field(p, tensor + 1) + q_start(p, batch) * field(p, tensor + 3)
     row = first_row
     for panel in range((count + PANEL - 1) // PANEL):
@@ -60,59 +61,59 @@ def pack_queries(
             source = base + head * field(p, tensor + 2) + row * field(p, tensor + 3)
             place = stage + 4 * lane * width
             pack_rows(
-                source, field(p, tensor + 3), run, field(p, P.DTYPE), field(p, P.HEAD_DIM), place, 4 * width, width
+                source, field(p, tensor + 3), run, field(p, f.DTYPE), field(p, f.HEAD_DIM), place, 4 * width, width
             )
             lane += run
             row += run
         fill(stage + 4 * rows * width, (PANEL - rows) * width, 0.0)
-        transpose_panel(stage, 4 * width, width, target + 4 * panel * PANEL * width, scalar_bits(field(p, P.Q_SCALE)))
+        transpose_panel(stage, 4 * width, width, target + 4 * panel * PANEL * width, scalar_bits(field(p, f.Q_SCALE)))
 
 
 @driver
 def acc_state(p: int, ws: int) -> int:
     """Where the running maxima of a block are; the running sums follow them."""
-    return ws + field(p, P.WS_ACC) + 4 * field(p, P.BLOCK_M) * field(p, P.DIM_V_PADDED)
+    return ws + field(p, f.WS_ACC) + 4 * field(p, f.BLOCK_M) * field(p, f.DIM_V_PADDED)
 
 
 @driver
 def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int) -> None:
     """One panel against keys [begin, end) of the tile at k0: scores, softmax, and values into the accumulator."""
-    s = ws + field(p, P.WS_SCORES)
-    tile_max, alpha = ws + field(p, P.WS_MAX), ws + field(p, P.WS_ALPHA)
-    width, width_v, block_rows = field(p, P.DIM_PADDED), field(p, P.DIM_V_PADDED), field(p, P.BLOCK_M)
-    table = ws + field(p, P.WS_ROWS) + panel * TABLE_BYTES
-    bounds = ws + field(p, P.WS_PANELS) + panel * PANEL_BYTES
-    q = ws + field(p, P.WS_Q) + 4 * panel * PANEL * field(p, P.DIM_LANES)
-    k = ws + field(p, P.WS_K) + 4 * begin * width
-    acc = ws + field(p, P.WS_ACC) + 4 * panel * PANEL * width_v
+    s = ws + field(p, f.WS_SCORES)
+    tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
+    width, width_v, block_rows = field(p, f.DIM_PADDED), field(p, f.DIM_V_PADDED), field(p, f.BLOCK_M)
+    table = ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES
+    bounds = ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
+    q = ws + field(p, f.WS_Q) + 4 * panel * PANEL * field(p, f.DIM_LANES)
+    k = ws + field(p, f.WS_K) + 4 * begin * width
+    acc = ws + field(p, f.WS_ACC) + 4 * panel * PANEL * width_v
     running = acc_state(p, ws) + 4 * panel * PANEL
     vectors = (num_rows + LANES - 1) // LANES
     fill(tile_max, PANEL, MINUS_INF)
     for j in range(0, end - begin, SCORE_KEYS):
         scores(k + 4 * j * width, 4 * width, width, q, s + 4 * j * PANEL, tile_max)
     edge = k0 + begin < load_i64(bounds + MAX_FIRST) or k0 + end - 1 > load_i64(bounds + MIN_LAST)
-    if edge or (field(p, P.FEATURES) & P.CHANGES_SCORES) != 0:
+    if edge or (field(p, f.FEATURES) & f.CHANGES_SCORES) != 0:
         valid = min(end - begin, load_i64(bounds + MAX_LAST) + 1 - k0 - begin)
         change_scores(p, ws, s, end - begin, valid, k0 + begin, table, num_rows, 0)
         fill(tile_max, PANEL, MINUS_INF)
         row_max(s, end - begin, tile_max, vectors)
-    to_log2 = scalar_bits(field(p, P.TO_LOG2))
+    to_log2 = scalar_bits(field(p, f.TO_LOG2))
     softmax(s, end - begin, running, running + 4 * block_rows, tile_max, alpha, vectors, to_log2)
-    if field(p, P.FEATURES) & P.HAS_DROPOUT:
-        threshold, keep = field(p, P.DROPOUT_THRESHOLD), scalar_bits(field(p, P.KEEP_SCALE))
+    if field(p, f.FEATURES) & f.HAS_DROPOUT:
+        threshold, keep = field(p, f.DROPOUT_THRESHOLD), scalar_bits(field(p, f.KEEP_SCALE))
         drop(
             s,
             end - begin,
             k0 + begin,
             table,
             batch,
-            field(p, P.SEED_LOW),
-            field(p, P.SEED_HIGH),
+            field(p, f.SEED_LOW),
+            field(p, f.SEED_HIGH),
             threshold,
             keep,
             vectors,
         )
-    v = ws + field(p, P.WS_V) + 4 * begin * VALUE_STEP
+    v = ws + field(p, f.WS_V) + 4 * begin * VALUE_STEP
     for i in range(0, num_rows, VALUE_ROWS):
         for d in range(0, width_v, VALUE_STEP):
             place = acc + 4 * (i * width_v + d)
@@ -123,8 +124,8 @@ def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, 
 def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
     """Stream the keys that any row of the block sees, tile by tile, panel by panel."""
     panels = (count + PANEL - 1) // PANEL
-    bounds = ws + field(p, P.WS_PANELS)
-    first, last = P.UNBOUNDED, -1
+    bounds = ws + field(p, f.WS_PANELS)
+    first, last = f.UNBOUNDED, -1
     for panel in range(panels):
         first = min(first, load_i64(bounds + panel * PANEL_BYTES + MIN_FIRST))
         last = max(last, load_i64(bounds + panel * PANEL_BYTES + MAX_LAST))
@@ -132,9 +133,9 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
     while k0 <= last:
         size = min(BLOCK_N, last + 1 - k0)
         pack_tile(
-            p, P.K, field(p, P.HEAD_DIM), field(p, P.DIM_PADDED), batch, kv_head, k0, k0 + size, ws + field(p, P.WS_K)
+            p, f.K, field(p, f.HEAD_DIM), field(p, f.DIM_PADDED), batch, kv_head, k0, k0 + size, ws + field(p, f.WS_K)
         )
-        pack_values_tile(p, batch, kv_head, k0, k0 + size, ws + field(p, P.WS_V))
+        pack_values_tile(p, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_V))
         for panel in range(panels):
             low = max(0, load_i64(bounds + panel * PANEL_BYTES + MIN_FIRST) - k0)
             high = min(size, load_i64(bounds + panel * PANEL_BYTES + MAX_LAST) + 1 - k0)
@@ -147,36 +148,36 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
 @driver
 def forward_item(p: int, ws: int, item: int) -> None:
     """One work item: the rows of a schedule entry for one head (or the heads of a group), against one chunk of keys."""
-    unit = item % field(p, P.UNITS)
-    place = field(p, P.SCHEDULE) + item // field(p, P.UNITS) * ENTRY_BYTES
+    unit = item % field(p, f.UNITS)
+    place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * ENTRY_BYTES
     batch, first_row, count = load_i64(place), load_i64(place + 8), load_i64(place + 16)
     chunk, num_chunks = load_i64(place + 24), load_i64(place + 32)
-    head = unit * field(p, P.HEADS_PER_UNIT)
-    kv_head = head // field(p, P.GROUP_SIZE)
+    head = unit * field(p, f.HEADS_PER_UNIT)
+    kv_head = head // field(p, f.GROUP_SIZE)
     k_len = k_length(p, batch)
-    k_begin = chunk * field(p, P.CHUNK)
-    k_end = k_len if chunk == num_chunks - 1 else min(k_len, k_begin + field(p, P.CHUNK))
+    k_begin = chunk * field(p, f.CHUNK)
+    k_end = k_len if chunk == num_chunks - 1 else min(k_len, k_begin + field(p, f.CHUNK))
     prepare_rows(p, ws, batch, head, first_row, count, k_begin, k_end)
-    pack_queries(p, P.Q, batch, head, first_row, count, ws + field(p, P.WS_STAGE), ws + field(p, P.WS_Q))
+    pack_queries(p, f.Q, batch, head, first_row, count, ws + field(p, f.WS_STAGE), ws + field(p, f.WS_Q))
     padded = (count + PANEL - 1) // PANEL * PANEL
     state = acc_state(p, ws)
-    fill(ws + field(p, P.WS_ACC), padded * field(p, P.DIM_V_PADDED), 0.0)
+    fill(ws + field(p, f.WS_ACC), padded * field(p, f.DIM_V_PADDED), 0.0)
     fill(state, padded, MINUS_INF)
-    fill(state + 4 * field(p, P.BLOCK_M), padded, 0.0)
+    fill(state + 4 * field(p, f.BLOCK_M), padded, 0.0)
     tile_loop(p, ws, batch, kv_head, count)
     if num_chunks == 1:
-        finish_rows(p, batch, head, first_row, count, ws + field(p, P.WS_ACC))
+        finish_rows(p, batch, head, first_row, count, ws + field(p, f.WS_ACC))
     else:
-        merge_chunks(p, ws + field(p, P.WS_ACC), item, batch, head, first_row, count, chunk, num_chunks)
+        merge_chunks(p, ws + field(p, f.WS_ACC), item, batch, head, first_row, count, chunk, num_chunks)
 
 
 @driver
 def forward(p: int) -> None:
     """What each thread runs: take work items until none is left."""
-    counters = p + 8 * P.BLOCK_FIELDS
-    ws = field(p, P.WORKSPACE) + atomic_add(counters, 1) * field(p, P.WORKSPACE_BYTES)
+    counters = p + 8 * f.BLOCK_FIELDS
+    ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
     while True:
         item = atomic_add(counters + 64, 1)
-        if item >= field(p, P.NUM_ITEMS):
+        if item >= field(p, f.NUM_ITEMS):
             break
         forward_item(p, ws, item)

@@ -1,7 +1,9 @@
-"""Instruction shapes: one row per instruction set, everything a micro-kernel emitter needs to know about the processor.
+"""Instruction shapes: one row per instruction set, everything a micro-kernel emitter needs to know about the
+processor.
 
-A panel is `query_vectors * lanes` queries: it goes through scores, softmax and values together, so that its scores stay in the
-first-level cache. The score kernel keeps `score_keys * query_vectors` accumulators, the value kernel `value_rows * value_vectors`.
+A panel is `query_vectors * lanes` queries: it goes through scores, softmax and values together, so that its scores
+stay in the first-level cache. The score kernel keeps `score_keys * query_vectors` accumulators, the value kernel
+`value_rows * value_vectors`.
 """
 
 from __future__ import annotations

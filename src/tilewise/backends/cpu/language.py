@@ -1,9 +1,9 @@
 """Drivers: plain Python functions on integers and floats, translated to LLVM IR statement by statement.
 
-The language is the part of Python that control code needs: int64 and fp32 scalars, assignment, `if`, `while`, `for ... in range`,
-arithmetic, comparisons, `min`, `max`, conditional expressions, and calls of other drivers and of kernels. Integers wrap; `//` and `%`
-take non-negative operands; nothing raises. Translating a whole forward pass takes 0.1 s, a general compiler for Python needs 20 times
-that, and it is most of the cold start.
+The language is the part of Python that control code needs: int64 and fp32 scalars, assignment, `if`, `while`, `for
+... in range`, arithmetic, comparisons, `min`, `max`, conditional expressions, and calls of other drivers and of
+kernels. Integers wrap; `//` and `%` take non-negative operands; nothing raises. Translating a whole forward pass
+takes 0.1 s, a general compiler for Python needs 20 times that, and it is most of the cold start.
 """
 
 from __future__ import annotations

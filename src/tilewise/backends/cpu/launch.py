@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.backends.cpu import params as P
+from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu import schedule, threads
 from tilewise.backends.cpu.cache import program
 from tilewise.backends.cpu.emit import BF16, FP16, FP32
@@ -68,8 +68,9 @@ def problem_fields(problem: AttentionProblem) -> Block:
     padded = dims(problem)
     softcap = problem.softcap
     features = _features(problem)
-    # Plain scores stay as they are until the softmax scales them; features work on natural units, so q is scaled for them.
-    if features & P.CHANGES_SCORES or problem.scale == 0.0:
+    # Plain scores stay as they are until the softmax scales them; features work on natural units, so q is scaled for
+    # them.
+    if features & f.CHANGES_SCORES or problem.scale == 0.0:
         q_scale, unit = problem.scale / (softcap or 1.0), 1.0
     else:
         q_scale, unit = math.copysign(1.0, problem.scale), abs(problem.scale)
@@ -77,41 +78,41 @@ def problem_fields(problem: AttentionProblem) -> Block:
     # Undo the very factor that was applied: rounding scale * log2(e) to fp32 would show in lse.
     to_natural = unit / to_log2
     return {
-        P.SEQLEN_Q: problem.seqlen_q,
-        P.SEQLEN_K: problem.seqlen_k,
-        P.PAGE_SIZE: problem.page_size or 0,
-        P.NUM_HEADS: problem.num_heads,
-        P.GROUP_SIZE: problem.group_size,
-        P.HEAD_DIM: problem.head_dim,
-        P.HEAD_DIM_V: problem.head_dim_v,
-        P.DIM_PADDED: padded.padded,
-        P.DIM_LANES: padded.lanes,
-        P.DIM_V_PADDED: padded.v_padded,
-        P.DIM_V_LANES: padded.v_lanes,
-        P.DTYPE: DTYPES[problem.dtype],
-        P.Q_SCALE: P.float_bits(q_scale),
-        P.SCALE: P.float_bits(problem.scale),
-        P.TO_LOG2: P.float_bits(to_log2),
-        P.LSE_HIGH: P.float_bits(to_natural),
-        P.LSE_LOW: P.float_bits(to_natural - float(np.float32(to_natural))),
-        P.LSE_TO_LOG2: P.float_bits(1.0 / to_natural),
-        P.WINDOW_LEFT: P.UNBOUNDED if left is None else left,
-        P.WINDOW_RIGHT: P.UNBOUNDED if right is None else right,
-        P.SOFTCAP: P.float_bits(softcap or 0.0),
-        P.FEATURES: features,
-        P.DROPOUT_THRESHOLD: dropout_threshold(problem.dropout),
-        P.KEEP_SCALE: P.float_bits(1.0 / (1.0 - problem.dropout) if problem.dropout < 1.0 else 0.0),
+        f.SEQLEN_Q: problem.seqlen_q,
+        f.SEQLEN_K: problem.seqlen_k,
+        f.PAGE_SIZE: problem.page_size or 0,
+        f.NUM_HEADS: problem.num_heads,
+        f.GROUP_SIZE: problem.group_size,
+        f.HEAD_DIM: problem.head_dim,
+        f.HEAD_DIM_V: problem.head_dim_v,
+        f.DIM_PADDED: padded.padded,
+        f.DIM_LANES: padded.lanes,
+        f.DIM_V_PADDED: padded.v_padded,
+        f.DIM_V_LANES: padded.v_lanes,
+        f.DTYPE: DTYPES[problem.dtype],
+        f.Q_SCALE: f.float_bits(q_scale),
+        f.SCALE: f.float_bits(problem.scale),
+        f.TO_LOG2: f.float_bits(to_log2),
+        f.LSE_HIGH: f.float_bits(to_natural),
+        f.LSE_LOW: f.float_bits(to_natural - float(np.float32(to_natural))),
+        f.LSE_TO_LOG2: f.float_bits(1.0 / to_natural),
+        f.WINDOW_LEFT: f.UNBOUNDED if left is None else left,
+        f.WINDOW_RIGHT: f.UNBOUNDED if right is None else right,
+        f.SOFTCAP: f.float_bits(softcap or 0.0),
+        f.FEATURES: features,
+        f.DROPOUT_THRESHOLD: dropout_threshold(problem.dropout),
+        f.KEEP_SCALE: f.float_bits(1.0 / (1.0 - problem.dropout) if problem.dropout < 1.0 else 0.0),
     }
 
 
 def _features(problem: AttentionProblem) -> int:
     """The FEATURES bits of a problem."""
     return (
-        P.HAS_SOFTCAP * (problem.softcap is not None)
-        | P.HAS_ALIBI * problem.has_alibi
-        | P.HAS_BIAS * (problem.bias_shape is not None)
-        | P.HAS_MASK * (problem.mask_shape is not None)
-        | P.HAS_DROPOUT * (problem.dropout > 0.0)
+        f.HAS_SOFTCAP * (problem.softcap is not None)
+        | f.HAS_ALIBI * problem.has_alibi
+        | f.HAS_BIAS * (problem.bias_shape is not None)
+        | f.HAS_MASK * (problem.mask_shape is not None)
+        | f.HAS_DROPOUT * (problem.dropout > 0.0)
     )
 
 
@@ -136,8 +137,8 @@ def query_kind(problem: AttentionProblem, operands: Operands) -> str:
 def lse_strides(problem: AttentionProblem, kind: str) -> Block:
     """Byte strides of lse, contiguous in the problem's lse_shape."""
     if kind == "dense":
-        return {P.LSE_BATCH: 4 * problem.num_heads * problem.seqlen_q, P.LSE_HEAD: 4 * problem.seqlen_q}
-    return {P.LSE_BATCH: 4 if kind == "token" else 0, P.LSE_HEAD: 4 * problem.total_q}
+        return {f.LSE_BATCH: 4 * problem.num_heads * problem.seqlen_q, f.LSE_HEAD: 4 * problem.seqlen_q}
+    return {f.LSE_BATCH: 4 if kind == "token" else 0, f.LSE_HEAD: 4 * problem.total_q}
 
 
 def _dense_out_strides(problem: AttentionProblem) -> tuple[int, int, int]:
@@ -155,23 +156,27 @@ def template(problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: St
     item = problem.dtype.itemsize
     kv_kind = problem.kind if problem.kind in ("dense", "paged") else "packed"
     fields = problem_fields(problem) | lse_strides(problem, kind)
-    fields |= stride_fields(P.Q, q, item, kind) | stride_fields(P.K, k, item, kv_kind) | stride_fields(P.V, v, item, kv_kind)
+    fields |= (
+        stride_fields(f.Q, q, item, kind) | stride_fields(f.K, k, item, kv_kind) | stride_fields(f.V, v, item, kv_kind)
+    )
     packed = (problem.num_heads * problem.head_dim_v, problem.head_dim_v)
-    fields |= stride_fields(P.OUT, _dense_out_strides(problem) if kind == "dense" else packed, item, kind)
+    fields |= stride_fields(f.OUT, _dense_out_strides(problem) if kind == "dense" else packed, item, kind)
     if kind == "token":
-        fields[P.SEQLEN_Q] = 1
-    return [fields.get(position, 0) for position in range(P.BLOCK_FIELDS)]
+        fields[f.SEQLEN_Q] = 1
+    return [fields.get(position, 0) for position in range(f.BLOCK_FIELDS)]
 
 
-def operand_values(problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, keep: list[Tensor]) -> list[int]:
+def operand_values(
+    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, keep: list[Tensor]
+) -> list[int]:
     """The block as far as operands and results say; tensors made on the way are put into `keep`."""
     q, k, v = operands.q, operands.k, operands.v
     values = template(problem, query_kind(problem, operands), q.stride(), k.stride(), v.stride()).copy()
-    values[P.Q], values[P.K], values[P.V] = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    values[P.OUT], values[P.LSE] = out.data_ptr(), lse.data_ptr()
+    values[f.Q], values[f.K], values[f.V] = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    values[f.OUT], values[f.LSE] = out.data_ptr(), lse.data_ptr()
     if problem.kind != "dense":
         put(values, _sequence_fields(operands, keep))
-    if values[P.FEATURES] or problem.has_sinks:
+    if values[f.FEATURES] or problem.has_sinks:
         put(values, _feature_fields(problem, operands, keep))
     return values
 
@@ -185,9 +190,9 @@ def put(values: list[int], fields: Block) -> None:
 def _sequence_fields(operands: Operands, keep: list[Tensor]) -> Block:
     block: Block = {}
     tables = (
-        (P.CU_SEQLENS_Q, operands.cu_seqlens_q),
-        (P.CU_SEQLENS_K, operands.cu_seqlens_k),
-        (P.SEQLENS_K, operands.seqlens_k),
+        (f.CU_SEQLENS_Q, operands.cu_seqlens_q),
+        (f.CU_SEQLENS_K, operands.cu_seqlens_k),
+        (f.SEQLENS_K, operands.seqlens_k),
     )
     for position, table in tables:
         if table is not None:
@@ -195,7 +200,7 @@ def _sequence_fields(operands: Operands, keep: list[Tensor]) -> Block:
             block[position] = keep[-1].data_ptr()
     if operands.block_table is not None:
         keep.append(operands.block_table.to(torch.int32).contiguous())
-        block |= {P.BLOCK_TABLE: keep[-1].data_ptr(), P.BLOCK_TABLE_ROW: 4 * keep[-1].shape[1]}
+        block |= {f.BLOCK_TABLE: keep[-1].data_ptr(), f.BLOCK_TABLE_ROW: 4 * keep[-1].shape[1]}
     return block
 
 
@@ -203,19 +208,19 @@ def _feature_fields(problem: AttentionProblem, operands: Operands, keep: list[Te
     block: Block = {}
     if operands.bias is not None:
         bias = _readable(operands.bias)
-        block |= _score_fields(P.BIAS, bias) | {P.BIAS_DTYPE: DTYPES[bias.dtype]}
+        block |= _score_fields(f.BIAS, bias) | {f.BIAS_DTYPE: DTYPES[bias.dtype]}
         keep.append(bias)
     if operands.mask is not None:
-        block |= _score_fields(P.MASK, operands.mask)
+        block |= _score_fields(f.MASK, operands.mask)
     if operands.alibi_slopes is not None:
         slopes = operands.alibi_slopes
-        block |= {P.ALIBI: slopes.data_ptr(), P.ALIBI_BATCH: 4 * slopes.stride(0), P.ALIBI_HEAD: 4 * slopes.stride(1)}
+        block |= {f.ALIBI: slopes.data_ptr(), f.ALIBI_BATCH: 4 * slopes.stride(0), f.ALIBI_HEAD: 4 * slopes.stride(1)}
     if operands.sinks is not None:
         keep.append(operands.sinks.to(torch.float32).contiguous())
-        block[P.SINKS] = keep[-1].data_ptr()
+        block[f.SINKS] = keep[-1].data_ptr()
     if problem.dropout > 0.0 and operands.seed is not None:
         seed = int(operands.seed)
-        block |= {P.SEED_LOW: seed & 0xFFFFFFFF, P.SEED_HIGH: (seed >> 32) & 0xFFFFFFFF}
+        block |= {f.SEED_LOW: seed & 0xFFFFFFFF, f.SEED_HIGH: (seed >> 32) & 0xFFFFFFFF}
     return block
 
 
@@ -239,17 +244,17 @@ def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, i
     isa, padded = host(), dims(problem)
     block_m = round_up(block_m, isa.panel)
     floats = {
-        P.WS_Q: block_m * padded.lanes,
-        P.WS_ACC: block_m * (padded.v_padded + 2),
-        P.WS_K: isa.block_n * padded.lanes,
-        P.WS_V: isa.block_n * padded.v_padded,
-        P.WS_SCORES: isa.block_n * isa.panel,
-        P.WS_EXTRA: (isa.block_n + isa.lanes) * isa.panel,
-        P.WS_STAGE: isa.panel * max(padded.lanes, isa.block_n),
-        P.WS_MAX: isa.panel,
-        P.WS_ALPHA: isa.panel,
-        P.WS_ROWS: ROW_TABLE_FIELDS * block_m,
-        P.WS_PANELS: PANEL_BOUNDS_BYTES // 4 * (block_m // isa.panel),
+        f.WS_Q: block_m * padded.lanes,
+        f.WS_ACC: block_m * (padded.v_padded + 2),
+        f.WS_K: isa.block_n * padded.lanes,
+        f.WS_V: isa.block_n * padded.v_padded,
+        f.WS_SCORES: isa.block_n * isa.panel,
+        f.WS_EXTRA: (isa.block_n + isa.lanes) * isa.panel,
+        f.WS_STAGE: isa.panel * max(padded.lanes, isa.block_n),
+        f.WS_MAX: isa.panel,
+        f.WS_ALPHA: isa.panel,
+        f.WS_ROWS: ROW_TABLE_FIELDS * block_m,
+        f.WS_PANELS: PANEL_BOUNDS_BYTES // 4 * (block_m // isa.panel),
     }
     return places(floats)
 
@@ -324,11 +329,15 @@ def run_items(name: str, values: list[int], plan: Schedule, workspace_bytes: int
     if count == 0:
         return
     workspace = torch.empty(count * workspace_bytes, dtype=torch.uint8)
-    values[P.NUM_ITEMS], values[P.UNITS], values[P.HEADS_PER_UNIT] = items, plan.units, plan.heads_per_unit
-    values[P.SCHEDULE], values[P.BLOCK_M], values[P.CHUNK] = plan.entries.data_ptr(), plan.block_m, plan.chunk
-    values[P.WORKSPACE], values[P.WORKSPACE_BYTES] = workspace.data_ptr(), workspace_bytes
+    values[f.NUM_ITEMS], values[f.UNITS], values[f.HEADS_PER_UNIT] = items, plan.units, plan.heads_per_unit
+    values[f.SCHEDULE], values[f.BLOCK_M], values[f.CHUNK] = plan.entries.data_ptr(), plan.block_m, plan.chunk
+    values[f.WORKSPACE], values[f.WORKSPACE_BYTES] = workspace.data_ptr(), workspace_bytes
     if plan.split:
-        partial_bytes = 4 * plan.block_m * (values[P.DIM_V_PADDED] + 2)
+        partial_bytes = 4 * plan.block_m * (values[f.DIM_V_PADDED] + 2)
         partials, done = torch.empty(items * partial_bytes, dtype=torch.uint8), torch.zeros(items, dtype=torch.int64)
-        values[P.PARTIALS], values[P.PARTIAL_BYTES], values[P.DONE] = partials.data_ptr(), partial_bytes, done.data_ptr()
-    threads.run(program(name).address, P.new_block(values), count)
+        values[f.PARTIALS], values[f.PARTIAL_BYTES], values[f.DONE] = (
+            partials.data_ptr(),
+            partial_bytes,
+            done.data_ptr(),
+        )
+    threads.run(program(name).address, f.new_block(values), count)

@@ -1,4 +1,4 @@
-"""Launching the backward pass: which work items, in which of three ways, and the gradients that are left to the host."""
+"""Launching the backward pass: which work items, in which of three ways, and the gradients left to the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.backends.cpu import launch, schedule
-from tilewise.backends.cpu import params as P
+from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.emit import FP32
 from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.launch import Block
@@ -73,12 +73,12 @@ def _input_values(
     lse = lse.contiguous()
     keep += [out, dout, lse]
     values = launch.operand_values(problem, operands, out, lse, keep)
-    launch.put(values, launch.tensor_fields(P.OUT, out, kind) | launch.tensor_fields(P.DOUT, dout, kind))
+    launch.put(values, launch.tensor_fields(f.OUT, out, kind) | launch.tensor_fields(f.DOUT, dout, kind))
     if dlse is not None:
         keep.append(dlse.to(torch.float32).contiguous())
-        values[P.DLSE] = keep[-1].data_ptr()
-    values[P.DIM_V_PADDED] = round_up(problem.head_dim_v, isa.dim_step)
-    values[P.DIM_WIDE], values[P.DIM_V_WIDE] = round_up(problem.head_dim, step), round_up(problem.head_dim_v, step)
+        values[f.DLSE] = keep[-1].data_ptr()
+    values[f.DIM_V_PADDED] = round_up(problem.head_dim_v, isa.dim_step)
+    values[f.DIM_WIDE], values[f.DIM_V_WIDE] = round_up(problem.head_dim, step), round_up(problem.head_dim_v, step)
     return values
 
 
@@ -100,30 +100,30 @@ class _Buffers:
 
     def fields(self, problem: AttentionProblem, operands: Operands, k_lengths: Lengths) -> Block:
         """Where the kernels write."""
-        block: Block = {P.KV_GRAD_DTYPE: launch.DTYPES[problem.dtype]}
+        block: Block = {f.KV_GRAD_DTYPE: launch.DTYPES[problem.dtype]}
         if problem.kind == "paged":
             total = int(k_lengths.sum())
             heads = problem.num_kv_heads
             self.dk = torch.empty(total, heads, problem.head_dim) if self.wanted.dk else None
             self.dv = torch.empty(total, heads, problem.head_dim_v) if self.wanted.dv else None
-            block[P.KV_GRAD_DTYPE] = FP32
+            block[f.KV_GRAD_DTYPE] = FP32
         if problem.kind != "dense":
             self.cu_grads = torch.from_numpy(np.concatenate([[0], np.cumsum(k_lengths)]).astype(np.int32))
-            block[P.CU_GRADS_K] = self.cu_grads.data_ptr()
+            block[f.CU_GRADS_K] = self.cu_grads.data_ptr()
         kv_kind = "dense" if problem.kind == "dense" else "packed"
         if self.dq is not None:
-            block |= launch.tensor_fields(P.DQ, self.dq, launch.query_kind(problem, operands))
+            block |= launch.tensor_fields(f.DQ, self.dq, launch.query_kind(problem, operands))
         if self.dk is not None:
-            block |= launch.tensor_fields(P.DK, self.dk, kv_kind)
+            block |= launch.tensor_fields(f.DK, self.dk, kv_kind)
         if self.dv is not None:
-            block |= launch.tensor_fields(P.DV, self.dv, kv_kind)
+            block |= launch.tensor_fields(f.DV, self.dv, kv_kind)
         if self.delta is not None:
-            block[P.DELTA] = self.delta.data_ptr()
+            block[f.DELTA] = self.delta.data_ptr()
         if self.dbias is not None:
-            block[P.DBIAS] = self.dbias.data_ptr()
+            block[f.DBIAS] = self.dbias.data_ptr()
             sizes_and_strides = zip(self.dbias.shape, self.dbias.stride(), strict=True)
             for i, (size, stride) in enumerate(sizes_and_strides):
-                block[P.DBIAS + 1 + i] = 0 if size == 1 else 4 * stride
+                block[f.DBIAS + 1 + i] = 0 if size == 1 else 4 * stride
         return block
 
     def finished(self, problem: AttentionProblem, operands: Operands, lse: Tensor, k_lengths: Lengths) -> Gradients:
@@ -200,20 +200,22 @@ def _run_passes(
     batches = np.arange(len(q_lengths))
     if whole:
         entries = _entries(batches, batches + 1)
-        _run(problem, values,
-            P.MAKES_DQ | P.MAKES_DKV,
+        _run(
+            problem,
+            values,
+            f.MAKES_DQ | f.MAKES_DKV,
             _longest_first(entries, q_lengths * k_lengths),
             problem.num_kv_heads,
             count,
         )
     else:
         if makes_dkv:
-            _run(problem, values, P.MAKES_DKV, _key_blocks(k_lengths), problem.num_kv_heads, count)
+            _run(problem, values, f.MAKES_DKV, _key_blocks(k_lengths), problem.num_kv_heads, count)
         if makes_dq:
-            _run(problem, values, P.MAKES_DQ, _row_blocks(problem, q_lengths, k_lengths), problem.num_heads, count)
+            _run(problem, values, f.MAKES_DQ, _row_blocks(problem, q_lengths, k_lengths), problem.num_heads, count)
     if wanted.dbias and problem.bias_shape is not None:
         entries, units = _bias_owners(problem, q_lengths)
-        _run(problem, values, P.MAKES_DBIAS, entries, units, count)
+        _run(problem, values, f.MAKES_DBIAS, entries, units, count)
 
 
 def _entries(
@@ -274,27 +276,27 @@ def _workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, 
     rows, panels = round_up(BLOCK_ROWS, isa.panel), -(-BLOCK_ROWS // isa.panel)
     scores = (panels * isa.block_n + isa.lanes) * isa.panel
     floats = {
-        P.WS_Q: rows * wide,
-        P.WS_DOUT: rows * wide_v,
-        P.WS_Q_ROWS: rows * wide,
-        P.WS_DOUT_ROWS: rows * wide_v,
-        P.WS_DQ: rows * wide,
-        P.WS_K: isa.block_n * wide,
-        P.WS_V: isa.block_n * wide_v,
-        P.WS_SCORES: scores,
-        P.WS_DSCORES: scores,
-        P.WS_CAP: isa.block_n * isa.panel,
-        P.WS_EXTRA: (isa.block_n + isa.lanes) * isa.panel,
-        P.WS_STAGE: isa.panel * max(wide, wide_v, isa.block_n),
-        P.WS_MAX: isa.panel,
-        P.WS_ONES: isa.panel,
-        P.WS_LSE: rows,
-        P.WS_DELTA: rows,
-        P.WS_HEAD_ROW: 4,
-        P.WS_ROWS: launch.ROW_TABLE_FIELDS * rows,
-        P.WS_PANELS: launch.PANEL_BOUNDS_BYTES // 4 * panels,
-        P.WS_DK: keys * wide if work & P.MAKES_DKV else 0,
-        P.WS_DV: keys * wide_v if work & P.MAKES_DKV else 0,
+        f.WS_Q: rows * wide,
+        f.WS_DOUT: rows * wide_v,
+        f.WS_Q_ROWS: rows * wide,
+        f.WS_DOUT_ROWS: rows * wide_v,
+        f.WS_DQ: rows * wide,
+        f.WS_K: isa.block_n * wide,
+        f.WS_V: isa.block_n * wide_v,
+        f.WS_SCORES: scores,
+        f.WS_DSCORES: scores,
+        f.WS_CAP: isa.block_n * isa.panel,
+        f.WS_EXTRA: (isa.block_n + isa.lanes) * isa.panel,
+        f.WS_STAGE: isa.panel * max(wide, wide_v, isa.block_n),
+        f.WS_MAX: isa.panel,
+        f.WS_ONES: isa.panel,
+        f.WS_LSE: rows,
+        f.WS_DELTA: rows,
+        f.WS_HEAD_ROW: 4,
+        f.WS_ROWS: launch.ROW_TABLE_FIELDS * rows,
+        f.WS_PANELS: launch.PANEL_BOUNDS_BYTES // 4 * panels,
+        f.WS_DK: keys * wide if work & f.MAKES_DKV else 0,
+        f.WS_DV: keys * wide_v if work & f.MAKES_DKV else 0,
     }
     return launch.places(floats)
 
@@ -309,5 +311,5 @@ def _run(problem: AttentionProblem, values: list[int], work: int, entries: Lengt
     plan = Schedule(torch.from_numpy(entries), units, problem.num_heads // units, BLOCK_ROWS)
     values = values.copy()
     launch.put(values, offsets)
-    values[P.WORK] = work
+    values[f.WORK] = work
     launch.run_items("backward", values, plan, size, count)

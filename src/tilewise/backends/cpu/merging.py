@@ -1,11 +1,13 @@
-"""The end of a work item: normalise its rows and write them, or leave a partial result that the last chunk to finish merges.
+"""The end of a work item: normalise its rows and write them, or leave a partial result that the last chunk to finish
+merges.
 
-A block of results is `acc[BLOCK_M][DIM_V_PADDED]`, then `row_max[BLOCK_M]` (log2 units), then `row_sum[BLOCK_M]`, all fp32.
+A block of results is `acc[BLOCK_M][DIM_V_PADDED]`, then `row_max[BLOCK_M]` (log2 units), then `row_sum[BLOCK_M]`, all
+fp32.
 """
 
 from __future__ import annotations
 
-from tilewise.backends.cpu import params as P
+from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.intrinsics import atomic_add, exp2, field, fma, load_f32, log2, scalar_bits, store_f32
 from tilewise.backends.cpu.packing import add_rows, copy_rows, fill, store_row
@@ -21,18 +23,18 @@ LOG2E_F32 = float(LOG2E)
 @driver
 def natural(p: int, top: float, rest: float) -> float:
     """(top + rest) from log2 units to natural ones, with a factor of twice the precision of fp32."""
-    high, low = scalar_bits(field(p, P.LSE_HIGH)), scalar_bits(field(p, P.LSE_LOW))
+    high, low = scalar_bits(field(p, f.LSE_HIGH)), scalar_bits(field(p, f.LSE_LOW))
     return fma(top, high, fma(rest, high, top * low))
 
 
 @driver
 def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block: int) -> None:
     """Fold the sinks in, divide by the row sums, write out and lse. A row without keys or sink gives 0 and -inf."""
-    width, q_len, start = field(p, P.DIM_V_PADDED), q_length(p, batch), q_start(p, batch)
-    maxima = block + 4 * field(p, P.BLOCK_M) * width
-    sums = maxima + 4 * field(p, P.BLOCK_M)
-    out_base = field(p, P.OUT) + batch * field(p, P.OUT_BATCH) + start * field(p, P.OUT_ROW)
-    lse_base = field(p, P.LSE) + batch * field(p, P.LSE_BATCH) + 4 * start
+    width, q_len, start = field(p, f.DIM_V_PADDED), q_length(p, batch), q_start(p, batch)
+    maxima = block + 4 * field(p, f.BLOCK_M) * width
+    sums = maxima + 4 * field(p, f.BLOCK_M)
+    out_base = field(p, f.OUT) + batch * field(p, f.OUT_BATCH) + start * field(p, f.OUT_ROW)
+    lse_base = field(p, f.LSE) + batch * field(p, f.LSE_BATCH) + 4 * start
     row = first_row
     for r in range(count):
         if row == q_len:
@@ -40,19 +42,19 @@ def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block
             head += 1
         top, total, factor = load_f32(maxima + 4 * r), load_f32(sums + 4 * r), 1.0
         lse = natural(p, top, log2(total)) if total > 0.0 else MINUS_INF
-        if field(p, P.SINKS) != 0:
-            sink = load_f32(field(p, P.SINKS) + 4 * head)
+        if field(p, f.SINKS) != 0:
+            sink = load_f32(field(p, f.SINKS) + 4 * head)
             new_top = max(top, sink * LOG2E_F32)
             if new_top > MINUS_INF:
                 factor = exp2(top - new_top)
                 total = total * factor + exp2(sink * LOG2E_F32 - new_top)
                 # Where the sink is the largest logit, lse is it and a bit: no way there and back through log2 units.
                 rest = log2(total)
-                lse = natural(p, top, rest) if new_top == top else fma(rest, scalar_bits(field(p, P.LSE_HIGH)), sink)
+                lse = natural(p, top, rest) if new_top == top else fma(rest, scalar_bits(field(p, f.LSE_HIGH)), sink)
         inverse = factor / total if total > 0.0 else 0.0
-        out = out_base + head * field(p, P.OUT_HEAD) + row * field(p, P.OUT_ROW)
-        store_row(block + 4 * r * width, field(p, P.HEAD_DIM_V), out, field(p, P.DTYPE), inverse)
-        store_f32(lse_base + head * field(p, P.LSE_HEAD) + 4 * row, lse)
+        out = out_base + head * field(p, f.OUT_HEAD) + row * field(p, f.OUT_ROW)
+        store_row(block + 4 * r * width, field(p, f.HEAD_DIM_V), out, field(p, f.DTYPE), inverse)
+        store_f32(lse_base + head * field(p, f.LSE_HEAD) + 4 * row, lse)
         row += 1
 
 
@@ -60,15 +62,17 @@ def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block
 def merge_chunks(
     p: int, block: int, item: int, batch: int, head: int, first_row: int, count: int, chunk: int, num_chunks: int
 ) -> None:
-    """Leave this chunk's block among the partial results; the last one to arrive adds them up in the order of the chunks."""
-    width, block_m, units = field(p, P.DIM_V_PADDED), field(p, P.BLOCK_M), field(p, P.UNITS)
-    first_slot = field(p, P.PARTIALS) + (item - chunk * units) * field(p, P.PARTIAL_BYTES)
-    step = units * field(p, P.PARTIAL_BYTES)
+    """Leave this chunk's block among the partial results; the last one to arrive adds them up in the order of the
+    chunks.
+    """
+    width, block_m, units = field(p, f.DIM_V_PADDED), field(p, f.BLOCK_M), field(p, f.UNITS)
+    first_slot = field(p, f.PARTIALS) + (item - chunk * units) * field(p, f.PARTIAL_BYTES)
+    step = units * field(p, f.PARTIAL_BYTES)
     maxima = 4 * block_m * width
     sums = maxima + 4 * block_m
     copy_rows(block, first_slot + chunk * step, count * width)
     copy_rows(block + maxima, first_slot + chunk * step + maxima, 2 * block_m)
-    if atomic_add(field(p, P.DONE) + 8 * (item - chunk * units), 1) + 1 < num_chunks:
+    if atomic_add(field(p, f.DONE) + 8 * (item - chunk * units), 1) + 1 < num_chunks:
         return
     fill(block, count * width, 0.0)
     for r in range(count):

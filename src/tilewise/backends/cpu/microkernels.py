@@ -1,7 +1,8 @@
 """The inner loops: scores, softmax, values, and their counterparts of the backward pass.
 
-Scores are held transposed, S[key][query] with vector lanes = queries: row maximum and sum are lane-wise and need no shuffles, and P is
-already in the order the value product reads it. All addresses are of packed fp32 buffers, padded so that no kernel has a tail.
+Scores are held transposed, S[key][query] with vector lanes = queries: row maximum and sum are lane-wise and need no
+shuffles, and P is already in the order the value product reads it. All addresses are of packed fp32 buffers, padded
+so that no kernel has a tail.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def accumulate_keys(
 ) -> None:
     """acc[value_rows keys][value_step] += weights[num_panels][value_rows][panel] . x[num_panels * panel][value_step].
 
-    This is dV += P dO and dK += dS Q: the weights of a panel are `panel_bytes` after those of the one before, x goes on without a gap.
+    This is dV += P dO and dK += dS Q: the weights of a panel are `panel_bytes` after those of the one before, x goes
+    on without a gap.
     """
     isa, b = e.isa, e.b
     keys, vectors = isa.value_rows, isa.value_vectors
@@ -168,11 +170,12 @@ def softmax(
     vectors: Value,
     to_log2: Value,
 ) -> None:
-    """One step of the online softmax on a panel: P = 2^(s * to_log2 - m) in place, where m is the new row_max, in log2 units.
+    """One step of the online softmax on a panel: P = 2^(s * to_log2 - m) in place, where m is the new row_max, in
+    log2 units.
 
-    m = max(row_max, tile_max * to_log2), alpha = 2^(row_max - m), row_sum = alpha * row_sum + sum(P). Scaling here costs nothing, as it
-    makes the subtraction a fused multiply-add, and is more exact than scaling q. num_keys is a multiple of 4. A row without a key keeps
-    row_max -inf and row_sum 0.
+    m = max(row_max, tile_max * to_log2), alpha = 2^(row_max - m), row_sum = alpha * row_sum + sum(P). Scaling here
+    costs nothing, as it makes the subtraction a fused multiply-add, and is more exact than scaling q. num_keys is a
+    multiple of 4. A row without a key keeps row_max -inf and row_sum 0.
     """
     b = e.b
     factor = e.splat(to_log2)
@@ -205,7 +208,9 @@ def softmax(
 def softmax_gradient(
     e: Emitter, s: Value, dp: Value, num_keys: Value, lse_log2: Value, delta: Value, to_log2: Value
 ) -> None:
-    """P = 2^(s * to_log2 - lse) in place of s and dS = P * (dp - delta) in place of dp, on a whole panel; num_keys is even."""
+    """P = 2^(s * to_log2 - lse) in place of s and dS = P * (dp - delta) in place of dp, on a whole panel; num_keys is
+    even.
+    """
     b = e.b
     factor = e.splat(to_log2)
 

@@ -1,4 +1,5 @@
-"""Between tensors and packed buffers: rows of any dtype to padded fp32 rows, row blocks to their transposes, and back out.
+"""Between tensors and packed buffers: rows of any dtype to padded fp32 rows, row blocks to their transposes, and back
+out.
 
 Packing absorbs strides, pages, dtypes and odd head dims, so that the micro-kernels see one layout.
 """
@@ -97,7 +98,9 @@ def pack_values(
     column_bytes: Value,
     padded: Value,
 ) -> None:
-    """Rows as `pack_rows`, but in columns of value_step: target[column][row][value_step], which the value kernel streams through."""
+    """Rows as `pack_rows`, but in columns of value_step: target[column][row][value_step], which the value kernel
+    streams through.
+    """
     b, width = e.b, e.isa.value_step
 
     def convert(code: int) -> None:
@@ -157,7 +160,9 @@ def untranspose_panel(e: Emitter, source: Value, num_keys: Value, target: Value,
 
 @kernel("iiii")
 def add_row(e: Emitter, target: Value, target_stride: Value, source: Value, count: Value) -> None:
-    """target[count] += source[count] where targets are 4 bytes apart; where they are one place, the sum is added to it."""
+    """target[count] += source[count] where targets are 4 bytes apart; where they are one place, the sum is added to
+    it.
+    """
     b = e.b
 
     def adjacent() -> None:

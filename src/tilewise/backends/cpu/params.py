@@ -1,7 +1,8 @@
 """The parameter block: one flat array of int64 that a compiled kernel reads everything from.
 
-Pointers are addresses, strides are bytes, floats are the bits of an fp32. A pointer of 0 means "not there". Offsets named `WS_*` are
-places within one thread's workspace. The constants below are positions in the block; `new_block` builds it.
+Pointers are addresses, strides are bytes, floats are the bits of an fp32. A pointer of 0 means "not there". Offsets
+named `WS_*` are places within one thread's workspace. The constants below are positions in the block; `new_block`
+builds it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 __all__ = ["BLOCK_FIELDS", "float_bits", "new_block"]
 
 # What every kernel needs: who works on what, and where.
-COUNTER_UNUSED, NUM_ITEMS, SCHEDULE, UNITS, HEADS_PER_UNIT, WORKSPACE, WORKSPACE_BYTES = range(7)
+NUM_ITEMS, SCHEDULE, UNITS, HEADS_PER_UNIT, WORKSPACE, WORKSPACE_BYTES = range(1, 7)
 # Operands of the forward pass and their strides.
 Q, Q_BATCH, Q_HEAD, Q_ROW = range(7, 11)
 K, K_BATCH, K_HEAD, K_ROW = range(11, 15)
@@ -69,7 +70,9 @@ def float_bits(number: float) -> int:
 
 
 def new_block(values: Sequence[int]) -> bytearray:
-    """The block in memory, with the counters of a run (workspaces taken, items taken), a cache line each, at 0 behind it."""
+    """The block in memory, with the counters of a run (workspaces taken, items taken), a cache line each, at 0 behind
+    it.
+    """
     block = bytearray(8 * BLOCK_FIELDS + COUNTER_BYTES)
     _STRUCT.pack_into(block, 0, *values)
     return block

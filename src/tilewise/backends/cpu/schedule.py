@@ -1,7 +1,9 @@
-"""Who computes which rows: block sizes and the list of work items, a pure function of the problem and its sequence lengths.
+"""Who computes which rows: block sizes and the list of work items, a pure function of the problem and its sequence
+lengths.
 
-An entry is (batch, first row, number of rows, chunk of keys, number of chunks); each is done for every unit (a query head, or a K/V
-head with all heads of its group). Entries with most keys come first, so that the last items to finish are short.
+An entry is (batch, first row, number of rows, chunk of keys, number of chunks); each is done for every unit (a query
+head, or a K/V head with all heads of its group). Entries with most keys come first, so that the last items to finish
+are short.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ Lengths = NDArray[np.int64]
 
 # Below this many query rows a GQA group's heads share panels: they read the same keys.
 GROUP_ROWS = 128
-# Rows of few queries are split over keys in chunks of this many; a function of the problem only, so that threads do not matter.
+# Rows of few queries are split over keys in chunks of this many; a function of the problem only, so that threads do
+# not matter.
 CHUNK_KEYS = 1024
 CHUNK_ROWS = 64
-# Up to this many rows a unit is decoded: vectors along the head dim beat a mostly empty panel of queries (about 11 rows are even).
+# Up to this many rows a unit is decoded: vectors along the head dim beat a mostly empty panel of queries (about 11
+# rows are even).
 DECODE_ROWS = 8
 
 
@@ -62,7 +66,9 @@ def rows_per_unit(problem: AttentionProblem) -> int:
 
 
 def block_rows(problem: AttentionProblem, threads: int) -> int:
-    """Query rows of a work item: 256 (128 for short sequences) unless that leaves threads idle. Results do not depend on it."""
+    """Query rows of a work item: 256 (128 for short sequences) unless that leaves threads idle. Results do not depend
+    on it.
+    """
     panel = host().panel
     if decodes(problem):
         return round_up(max(1, rows_per_unit(problem)), host().lanes)
@@ -100,7 +106,9 @@ def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: L
     chunk = np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks)
     columns = [np.repeat(column, chunks) for column in (batch, first, size)] + [chunk, np.repeat(chunks, chunks)]
     entries = torch.from_numpy(np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64))
-    return Schedule(entries, problem.num_heads // heads, heads, block, chunk_keys(), len(chunks) > 0 and int(chunks.max()) > 1)
+    return Schedule(
+        entries, problem.num_heads // heads, heads, block, chunk_keys(), len(chunks) > 0 and int(chunks.max()) > 1
+    )
 
 
 def chunk_keys() -> int:

@@ -1,11 +1,12 @@
-"""Drivers shared by the forward, decode and backward passes: sequences, rows and their key ranges, tiles of K and V, score features.
+"""Drivers shared by the forward, decode and backward passes: sequences, rows and their key ranges, tiles of K and V,
+score features.
 
 `p` is the address of the parameter block (see params.py), `ws` that of the calling thread's workspace.
 """
 
 from __future__ import annotations
 
-from tilewise.backends.cpu import params as P
+from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.features import (
     FIELD_BYTES,
@@ -45,7 +46,6 @@ __all__ = [
     "change_scores",
     "pack_tile",
     "pack_values_tile",
-    "page_row",
     "prepare_rows",
     "q_length",
 ]
@@ -68,34 +68,36 @@ NO_ROW = -(1 << 30)
 @driver
 def q_start(p: int, batch: int) -> int:
     """First row of a sequence in the packed tensors; 0 for dense ones."""
-    table = field(p, P.CU_SEQLENS_Q)
+    table = field(p, f.CU_SEQLENS_Q)
     return load_i32(table + 4 * batch) if table != 0 else 0
 
 
 @driver
 def q_length(p: int, batch: int) -> int:
     """Query rows of a sequence."""
-    table = field(p, P.CU_SEQLENS_Q)
-    return load_i32(table + 4 * batch + 4) - load_i32(table + 4 * batch) if table != 0 else field(p, P.SEQLEN_Q)
+    table = field(p, f.CU_SEQLENS_Q)
+    return load_i32(table + 4 * batch + 4) - load_i32(table + 4 * batch) if table != 0 else field(p, f.SEQLEN_Q)
 
 
 @driver
 def k_length(p: int, batch: int) -> int:
     """Keys of a sequence."""
-    table = field(p, P.SEQLENS_K)
+    table = field(p, f.SEQLENS_K)
     if table != 0:
         return load_i32(table + 4 * batch)
-    table = field(p, P.CU_SEQLENS_K)
-    return load_i32(table + 4 * batch + 4) - load_i32(table + 4 * batch) if table != 0 else field(p, P.SEQLEN_K)
+    table = field(p, f.CU_SEQLENS_K)
+    return load_i32(table + 4 * batch + 4) - load_i32(table + 4 * batch) if table != 0 else field(p, f.SEQLEN_K)
 
 
 @driver
 def kv_row(p: int, batch: int, row: int) -> int:
-    """Where row 0 of a sequence would be if `row`'s page were everywhere: offset in rows for packed, in pages for paged tensors."""
-    if field(p, P.PAGE_SIZE) != 0:
-        page = row // field(p, P.PAGE_SIZE)
-        return load_i32(field(p, P.BLOCK_TABLE) + batch * field(p, P.BLOCK_TABLE_ROW) + 4 * page)
-    table = field(p, P.CU_SEQLENS_K)
+    """Where row 0 of a sequence would be if `row`'s page were everywhere: offset in rows for packed, in pages for
+    paged tensors.
+    """
+    if field(p, f.PAGE_SIZE) != 0:
+        page = row // field(p, f.PAGE_SIZE)
+        return load_i32(field(p, f.BLOCK_TABLE) + batch * field(p, f.BLOCK_TABLE_ROW) + 4 * page)
+    table = field(p, f.CU_SEQLENS_K)
     return load_i32(table + 4 * batch) if table != 0 else 0
 
 
@@ -104,15 +106,15 @@ def kv_address(p: int, tensor: int, batch: int, kv_head: int, row: int) -> int:
     """Address of one row of K or V (`tensor` is the position of its fields: K, V, DK or DV)."""
     base = field(p, tensor) + kv_head * field(p, tensor + 2)
     found = kv_row(p, batch, row)
-    if field(p, P.PAGE_SIZE) != 0:
-        return base + found * field(p, tensor + 1) + row % field(p, P.PAGE_SIZE) * field(p, tensor + 3)
+    if field(p, f.PAGE_SIZE) != 0:
+        return base + found * field(p, tensor + 1) + row % field(p, f.PAGE_SIZE) * field(p, tensor + 3)
     return base + batch * field(p, tensor + 1) + (found + row) * field(p, tensor + 3)
 
 
 @driver
 def run_length(p: int, row: int, end: int) -> int:
     """How many rows from `row` on, below `end`, lie at one stride: up to the end of the page."""
-    page_size = field(p, P.PAGE_SIZE)
+    page_size = field(p, f.PAGE_SIZE)
     if page_size == 0:
         return end - row
     return min(end - row, page_size - row % page_size)
@@ -131,7 +133,7 @@ def pack_tile(
             source,
             field(p, tensor + 3),
             count,
-            field(p, P.DTYPE),
+            field(p, f.DTYPE),
             dim,
             target + 4 * (row - begin) * width,
             4 * width,
@@ -146,15 +148,15 @@ def pack_tile(
 @driver
 def pack_values_tile(p: int, batch: int, kv_head: int, begin: int, end: int, target: int) -> None:
     """V rows [begin, end) in columns of value_step (see pack_values), zero rows up to a whole key step."""
-    width = field(p, P.DIM_V_PADDED)
+    width = field(p, f.DIM_V_PADDED)
     column_bytes = 4 * BLOCK_N * VALUE_STEP
     row = begin
     while row < end:
         count = run_length(p, row, end)
-        source = kv_address(p, P.V, batch, kv_head, row)
+        source = kv_address(p, f.V, batch, kv_head, row)
         place = target + 4 * (row - begin) * VALUE_STEP
         pack_values(
-            source, field(p, P.V_ROW), count, field(p, P.DTYPE), field(p, P.HEAD_DIM_V), place, column_bytes, width
+            source, field(p, f.V_ROW), count, field(p, f.DTYPE), field(p, f.HEAD_DIM_V), place, column_bytes, width
         )
         row += count
     padded = (end - begin + KEY_STEP - 1) // KEY_STEP * KEY_STEP
@@ -165,32 +167,34 @@ def pack_values_tile(p: int, batch: int, kv_head: int, begin: int, end: int, tar
 @driver
 def describe_row(p: int, table: int, lane: int, batch: int, head: int, row: int, offset: int) -> None:
     """The part of a row table that only score features read."""
-    slopes = field(p, P.ALIBI)
+    slopes = field(p, f.ALIBI)
     slope = 0.0
     if slopes != 0:
-        slope = load_f32(slopes + batch * field(p, P.ALIBI_BATCH) + head * field(p, P.ALIBI_HEAD))
+        slope = load_f32(slopes + batch * field(p, f.ALIBI_BATCH) + head * field(p, f.ALIBI_HEAD))
     store_f32(table + ROW_POSITION * FIELD_BYTES + 4 * lane, row + offset)
     store_f32(table + ROW_SLOPE * FIELD_BYTES + 4 * lane, slope)
     store_i32(table + ROW_INDEX * FIELD_BYTES + 4 * lane, row)
     store_i32(table + ROW_HEAD * FIELD_BYTES + 4 * lane, head)
-    bias = field(p, P.BIAS) + batch * field(p, P.BIAS_BATCH) + head * field(p, P.BIAS_HEAD) + row * field(p, P.BIAS_ROW)
-    mask = field(p, P.MASK) + batch * field(p, P.MASK_BATCH) + head * field(p, P.MASK_HEAD) + row * field(p, P.MASK_ROW)
+    bias = field(p, f.BIAS) + batch * field(p, f.BIAS_BATCH) + head * field(p, f.BIAS_HEAD) + row * field(p, f.BIAS_ROW)
+    mask = field(p, f.MASK) + batch * field(p, f.MASK_BATCH) + head * field(p, f.MASK_HEAD) + row * field(p, f.MASK_ROW)
     store_i64(table + ROW_BIAS * FIELD_BYTES + 8 * lane, bias)
     store_i64(table + ROW_MASK * FIELD_BYTES + 8 * lane, mask)
 
 
 @driver
 def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: int, k_begin: int, k_end: int) -> None:
-    """Fill the row tables and panel bounds of `count` rows; after the last row of a head the next head's first one follows."""
+    """Fill the row tables and panel bounds of `count` rows; after the last row of a head the next head's first one
+    follows.
+    """
     q_len = q_length(p, batch)
     offset = k_length(p, batch) - q_len
-    left, right = field(p, P.WINDOW_LEFT), field(p, P.WINDOW_RIGHT)
-    tables = (field(p, P.FEATURES) & P.NEEDS_ROW_TABLE) != 0
+    left, right = field(p, f.WINDOW_LEFT), field(p, f.WINDOW_RIGHT)
+    tables = (field(p, f.FEATURES) & f.NEEDS_ROW_TABLE) != 0
     row = first_row
     for panel in range((count + PANEL - 1) // PANEL):
-        table = ws + field(p, P.WS_ROWS) + panel * TABLE_BYTES
-        bounds = ws + field(p, P.WS_PANELS) + panel * PANEL_BYTES
-        min_first, max_first, min_last, max_last = P.UNBOUNDED, -P.UNBOUNDED, P.UNBOUNDED, -P.UNBOUNDED
+        table = ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES
+        bounds = ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
+        min_first, max_first, min_last, max_last = f.UNBOUNDED, -f.UNBOUNDED, f.UNBOUNDED, -f.UNBOUNDED
         for lane in range(PANEL):
             if panel * PANEL + lane >= count:
                 store_i32(table + ROW_LAST * FIELD_BYTES + 4 * lane, NO_ROW)
@@ -228,11 +232,11 @@ def add_gathered(
     dtype: int,
 ) -> None:
     """S += a bias or mask, read row by row and transposed; `valid` keys exist, the rest up to num_keys is padding."""
-    stage = ws + field(p, P.WS_STAGE)
+    stage = ws + field(p, f.WS_STAGE)
     for lane in range(num_rows):
         source = load_i64(table_field + 8 * lane) + first_key * key_stride
         gather_row(source, key_stride, valid, dtype, stage + 4 * BLOCK_N * lane)
-    extra = ws + field(p, P.WS_EXTRA)
+    extra = ws + field(p, f.WS_EXTRA)
     transpose_panel(stage, 4 * BLOCK_N, (num_keys + LANES - 1) // LANES * LANES, extra, 1.0)
     add_panel(s, num_keys, extra, (num_rows + LANES - 1) // LANES)
 
@@ -241,17 +245,19 @@ def add_gathered(
 def change_scores(
     p: int, ws: int, s: int, num_keys: int, valid: int, first_key: int, table: int, num_rows: int, cap_slope: int
 ) -> None:
-    """Softcap, ALiBi, bias, mask and the band, in the contract's order, on a panel of `num_keys` keys from `first_key` on."""
-    features = field(p, P.FEATURES)
+    """Softcap, ALiBi, bias, mask and the band, in the contract's order, on a panel of `num_keys` keys from
+    `first_key` on.
+    """
+    features = field(p, f.FEATURES)
     vectors = (num_rows + LANES - 1) // LANES
-    if features & P.HAS_SOFTCAP:
-        apply_softcap(s, num_keys, vectors, scalar_bits(field(p, P.SOFTCAP)), cap_slope)
-    if features & P.HAS_ALIBI:
+    if features & f.HAS_SOFTCAP:
+        apply_softcap(s, num_keys, vectors, scalar_bits(field(p, f.SOFTCAP)), cap_slope)
+    if features & f.HAS_ALIBI:
         add_alibi(s, num_keys, first_key, table, vectors)
-    if features & P.HAS_BIAS:
+    if features & f.HAS_BIAS:
         rows = table + ROW_BIAS * FIELD_BYTES
-        add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, P.BIAS_KEY), field(p, P.BIAS_DTYPE))
-    if features & P.HAS_MASK:
+        add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, f.BIAS_KEY), field(p, f.BIAS_DTYPE))
+    if features & f.HAS_MASK:
         rows = table + ROW_MASK * FIELD_BYTES
-        add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, P.MASK_KEY), BOOL_CODE)
+        add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, f.MASK_KEY), BOOL_CODE)
     mask_band(s, num_keys, first_key, table, vectors)

@@ -1,7 +1,8 @@
 """Kernels for few query rows: vectors run along the head dim and K and V are read once, straight from where they are.
 
-Decoding is bound by memory, so what matters is that loads are in flight at all times: while scores are computed from K the same rows of
-V are prefetched, and while V is weighed the next rows of K are. That alone is 2.9x over waiting for each in turn.
+Decoding is bound by memory, so what matters is that loads are in flight at all times: while scores are computed from
+K the same rows of V are prefetched, and while V is weighed the next rows of K are. That alone is 2.9x over waiting
+for each in turn.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def stream_scores(
     ahead: Value,
     ahead_stride: Value,
 ) -> None:
-    """s[num_keys][num_rows of panel] = k[num_keys][dim] . q[num_rows][dim]; dim is a multiple of lanes, rows at `ahead` are prefetched."""
+    """s[num_keys][num_rows of panel] = k[num_keys][dim] . q[num_rows][dim]; dim is a multiple of lanes, rows at
+    `ahead` are prefetched.
+    """
     b = e.b
 
     def block(code: int, row: Value, rows: int, key: Value, keys: int) -> None:
@@ -105,7 +108,9 @@ def stream_values(
     ahead: Value,
     ahead_stride: Value,
 ) -> None:
-    """acc[num_rows][dim] = alpha * acc + p[num_keys][num_rows of panel]^T v[num_keys][dim]; dim is a multiple of lanes."""
+    """acc[num_rows][dim] = alpha * acc + p[num_keys][num_rows of panel]^T v[num_keys][dim]; dim is a multiple of
+    lanes.
+    """
     b = e.b
 
     def block(code: int, row: Value, rows: int, strip: Value, vectors: int) -> None:

@@ -1,7 +1,7 @@
 """Running a program on several threads: torch's own OpenMP team where there is one, else a pool of Python threads.
 
-Sharing torch's team means one pool that follows `torch.set_num_threads`, and no threads that fight over cores. Every thread runs the
-same function on the same parameter block; work is handed out by counters inside it.
+Sharing torch's team means one pool that follows `torch.set_num_threads`, and no threads that fight over cores. Every
+thread runs the same function on the same parameter block; work is handed out by counters inside it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def num_threads() -> int:
 
 
 def run(address: int, block: bytearray, threads: int) -> None:
-    """Call the function at an address with the parameter block on a number of threads; the GIL is released meanwhile."""
+    """Call the function at an address with the parameter block on some threads; the GIL is released meanwhile."""
     data = ctypes.addressof(ctypes.c_char.from_buffer(block))
     if threads == 1:
         _function(address)(data)

@@ -1,0 +1,258 @@
+"""The CPU backend's emitters: right on this machine, and the right instructions for machines that are not here."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from llvmlite import binding, ir
+
+from tilewise.backends.cpu import isa
+from tilewise.backends.cpu.compiler import Part, build_module, compile_object, driver, kernel, optimise, part_of
+from tilewise.backends.cpu.emit import BF16, FP16, Emitter, Value
+from tilewise.backends.cpu.features import drop, philox
+from tilewise.backends.cpu.intrinsics import load_f32, store_f32
+from tilewise.backends.cpu.isa import Isa
+from tilewise.backends.cpu.microkernels import accumulate_keys, scores, softmax, weigh_values
+from tilewise.backends.cpu.packing import transpose_panel
+from tilewise.numerics import philox_4x32
+
+LANES = isa.host().lanes
+
+
+def loaded(parts: list[Part], table: Isa | None = None) -> tuple[Callable[..., Any], Any]:
+    """The first part as a C function of addresses, and the engine that owns it."""
+    from tilewise.backends.cpu.compiler import target_machine
+
+    machine = target_machine()
+    module = build_module(parts, table or isa.host(), frozenset({parts[0].symbol}))
+    engine = binding.create_mcjit_compiler(optimise(module, machine), machine)
+    engine.finalize_object()
+    kinds = [ctypes.c_float if str(kind) == "float" else ctypes.c_int64 for kind in parts[0].kind.args]
+    return ctypes.CFUNCTYPE(None, *kinds)(engine.get_function_address(parts[0].symbol)), engine
+
+
+def elementwise(emit: Callable[[Emitter, Value], Value], values: np.ndarray, table: Isa | None = None) -> np.ndarray:
+    """`emit` applied to fp32 numbers on this machine, with the instruction shapes of any table."""
+
+    def body(e: Emitter, source: Value, target: Value, count: Value) -> None:
+        e.loop(count, e.lanes, (), lambda i: e.store(e.at(target, i), emit(e, e.load(e.at(source, i)))))
+
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
+    function, engine = loaded([Part("tilewise_test", kind, body, is_driver=False)], table)
+    padded = np.zeros(-(-len(values) // 16) * 16, np.float32)
+    padded[: len(values)] = values
+    result = np.empty_like(padded)
+    function(padded.ctypes.data, result.ctypes.data, len(padded))
+    del engine
+    return result[: len(values)]
+
+
+@pytest.mark.parametrize("table", [isa.host(), isa.GENERIC], ids=["host", "generic"])
+def test_exp2_is_exact_to_two_ulp_and_zero_for_minus_infinity(table: Isa) -> None:
+    x = np.concatenate([np.linspace(-125, 20, 200_001), [-math.inf, 0.0, 1.0, -1.0]]).astype(np.float32)
+    exact = np.exp2(x.astype(np.float64))
+    got = elementwise(lambda e, v: e.exp2(v), x, table)
+    assert got[-4] == 0.0
+    assert np.array_equal(got[-3:], [1.0, 2.0, 0.5])
+    finite = exact > 0
+    assert np.max(np.abs(got[finite] - exact[finite]) / exact[finite]) < 2.5e-7
+
+
+def test_tanh_is_exact_to_two_ulp() -> None:
+    x = np.concatenate([np.linspace(-12, 12, 200_001), np.logspace(-30, 0, 1000), [math.inf, -math.inf]]).astype(
+        np.float32
+    )
+    exact = np.tanh(x.astype(np.float64))
+    got = elementwise(lambda e, v: e.tanh(v), x)
+    error = np.abs(got - exact) / np.maximum(np.abs(exact), 1e-37)
+    assert np.max(error) < 2.5e-7
+    assert got[-2] == 1.0
+    assert got[-1] == -1.0
+
+
+@pytest.mark.parametrize("table", [isa.host(), isa.GENERIC], ids=["host", "generic"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_halves_round_like_torch_and_come_back(dtype: int, table: Isa) -> None:
+    import torch
+
+    name = torch.bfloat16 if dtype == BF16 else torch.float16
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(name)
+    halfway = torch.nextafter(every.float(), torch.tensor(math.inf)).nan_to_num(0.0, 0.0, 0.0) * (1 + 2.0**-9)
+    source = torch.cat([every.float(), halfway, torch.tensor([1e-8, 65519.9, 65520.0, 1e30, math.nan, -0.0])])
+    source = torch.cat([source, torch.zeros(-len(source) % 16)])
+
+    def body(e: Emitter, read: Value, write: Value, back: Value, count: Value) -> None:
+        def step(i: Value) -> None:
+            place = e.b.add(write, e.b.mul(i, e.i64(2)))
+            e.store_from_f32(place, e.load(e.at(read, i)), dtype)
+            e.store(e.at(back, i), e.load_as_f32(place, dtype))
+
+        e.loop(count, e.lanes, (), step)
+
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 4)
+    function, engine = loaded([Part("tilewise_test", kind, body, is_driver=False)], table)
+    rounded, back = torch.empty(len(source), dtype=name), torch.empty(len(source))
+    function(source.data_ptr(), rounded.data_ptr(), back.data_ptr(), len(source))
+    del engine
+    expected = source.to(name)
+    assert torch.equal(rounded.isnan(), expected.isnan())
+    assert torch.equal(rounded.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(back.nan_to_num(7.0), expected.float().nan_to_num(7.0))
+
+
+def test_philox_words_are_the_contract_s() -> None:
+    counter = [np.arange(LANES, dtype=np.uint32) * 7919, np.arange(LANES, dtype=np.uint32), 3, 2**32 - 1]
+    seed = 0x1234_5678_9ABC_DEF0
+
+    def body(e: Emitter, draws: Value, out: Value) -> None:
+        rows = e.load(e.b.add(draws, e.i64(4 * LANES)), e.int_vector)
+        words = [e.load(draws, e.int_vector), rows, e.i32s(3), e.i32s(-1)]
+        made = philox(e, words, e.i32s(seed & 0xFFFFFFFF), e.i32s(seed >> 32))
+        for i, word in enumerate(made):
+            e.store(e.at(out, i * LANES), word)
+
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 2)
+    function, engine = loaded([Part("tilewise_test", kind, body, is_driver=False)])
+    given, got = np.concatenate(counter[:2]), np.empty((4, LANES), np.uint32)
+    function(given.ctypes.data, got.ctypes.data)
+    del engine
+    columns = tuple(np.broadcast_to(np.asarray(c, np.uint32), LANES) for c in counter)
+    expected = philox_4x32(columns, (seed & 0xFFFFFFFF, seed >> 32))  # type: ignore[arg-type]
+    assert np.array_equal(got, np.stack(expected))
+
+
+def test_transpose_exchanges_rows_and_columns() -> None:
+    table = isa.host()
+    source = np.arange(table.panel * 2 * LANES, dtype=np.float32).reshape(table.panel, 2 * LANES)
+    target = np.empty((2 * LANES, table.panel), np.float32)
+    function, engine = loaded([part_of(transpose_panel)])
+    function(source.ctypes.data, source.strides[0], 2 * LANES, target.ctypes.data, 3.0)
+    del engine
+    assert np.array_equal(target, 3 * source.T)
+
+
+def test_language_speaks_python() -> None:
+    def collatz(p: int, start: int, out: int) -> None:
+        steps, n, largest = 0, start, 0.0
+        while n != 1:
+            n = n // 2 if n % 2 == 0 else 3 * n + 1
+            steps += 1
+            largest = max(largest, n)
+        for i in range(2, 10, 3):
+            if i == 5:
+                continue
+            if i > 7 or not (steps > 0 and i < 100):
+                break
+            steps += 100 * i
+        store_f32(out, largest + load_f32(p))
+        store_f32(out + 4, -steps)
+
+    collatz.__globals__.update(store_f32=store_f32, load_f32=load_f32)
+    parts = [part_of(driver(collatz)), part_of(store_f32), part_of(load_f32)]
+    function, engine = loaded(parts)
+    given, out = np.array([0.5], np.float32), np.empty(2, np.float32)
+    function(given.ctypes.data, 27, out.ctypes.data)
+    del engine
+    assert out.tolist() == [9232.5, -(111 + 200)]
+
+
+def test_driver_that_calls_the_unknown_is_refused() -> None:
+    def lost(p: int) -> None:
+        print(p)  # noqa: T201
+
+    with pytest.raises(NameError, match="neither a driver nor a kernel"):
+        compile_object(driver(lost))
+
+
+def test_compiled_code_is_not_called_from_python() -> None:
+    with pytest.raises(TypeError, match="launch"):
+        scores(0, 0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "expected"),
+    [
+        ("aarch64", {}, isa.NEON),
+        ("arm64", {"neon": True}, isa.NEON),
+        ("x86_64", {"avx512f": True, "avx512dq": True, "avx512vl": True}, isa.AVX512),
+        ("x86_64", {"avx512f": True, "avx2": True, "fma": True, "f16c": True}, isa.AVX2),
+        ("x86_64", {"sse4.2": True}, isa.GENERIC),
+        ("riscv64", {}, isa.GENERIC),
+    ],
+)
+def test_instruction_set_is_chosen_by_features(machine: str, features: dict[str, bool], expected: Isa) -> None:
+    assert isa.choose(machine, features) is expected
+
+
+@pytest.mark.parametrize("table", [isa.NEON, isa.AVX2, isa.AVX512, isa.GENERIC], ids=lambda t: t.name)
+def test_tables_are_consistent(table: Isa) -> None:
+    assert table.panel % table.value_rows == 0
+    assert table.block_n % table.key_step == 0
+    assert table.block_n % table.lanes == 0
+    assert table.key_step % 4 == 0
+    registers = 32 if table.name in ("neon", "avx512") else 16
+    assert table.score_keys * table.query_vectors < registers
+    assert table.value_rows * table.value_vectors < registers
+
+
+def assembly(named: Any, table: Isa, triple: str, cpu: str) -> str:
+    """A kernel's code for another processor."""
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
+    part = part_of(named)
+    return str(machine.emit_assembly(optimise(build_module([part], table, frozenset({part.symbol})), machine)))
+
+
+def innermost(code: str, fma: str) -> str:
+    """The loop with most multiply-adds, up to its jump back."""
+    block = max(re.split(r"\n\.LBB", code), key=lambda part: len(re.findall(fma, part)))
+    return block[: block.rindex(".LBB" + block.split(":")[0])]
+
+
+NEON_TARGET = (isa.NEON, "aarch64-unknown-linux-gnu", "neoverse-n1", r"fmla\s", r"\bsp\b")
+AVX2_TARGET = (isa.AVX2, "x86_64-unknown-linux-gnu", "haswell", r"vfmadd", r"\(%rsp\)")
+AVX512_TARGET = (isa.AVX512, "x86_64-unknown-linux-gnu", "skylake-avx512", r"vfmadd", r"\(%rsp\)")
+
+
+@pytest.mark.parametrize("target", [NEON_TARGET, AVX2_TARGET, AVX512_TARGET], ids=lambda t: t[0].name)
+@pytest.mark.parametrize("name", ["scores", "weigh_values", "accumulate_keys"])
+def test_inner_loops_multiply_and_do_not_spill(name: str, target: tuple[Isa, str, str, str, str]) -> None:
+    table, triple, cpu, fma, stack = target
+    named = {"scores": scores, "weigh_values": weigh_values, "accumulate_keys": accumulate_keys}[name]
+    block = innermost(assembly(named, table, triple, cpu), fma)
+    rounds = {
+        "scores": table.score_keys * table.query_vectors * table.dim_step,
+        "weigh_values": table.value_rows * table.value_vectors * table.value_unroll,
+        "accumulate_keys": table.value_rows * table.value_vectors * (table.lanes if table.by_lane else 4),
+    }
+    assert len(re.findall(fma, block)) == rounds[name]
+    assert not re.search(stack, block), "accumulators left the registers"
+    if table.by_lane:
+        assert re.search(r"fmla\s+v\d+\.4s, v\d+\.4s, v\d+\.s\[\d\]", block), "no multiply by element"
+
+
+def test_widest_registers_are_used() -> None:
+    assert "%zmm" in innermost(assembly(scores, *AVX512_TARGET[:3]), "vfmadd")
+    assert "%ymm" in innermost(assembly(scores, *AVX2_TARGET[:3]), "vfmadd")
+    assert "vscalefps" in assembly(softmax, *AVX512_TARGET[:3])
+
+
+@pytest.mark.parametrize("target", [NEON_TARGET, AVX2_TARGET], ids=lambda t: t[0].name)
+def test_other_kernels_compile_elsewhere(target: tuple[Isa, str, str, str, str]) -> None:
+    for named in (softmax, drop, transpose_panel):
+        assert len(assembly(named, *target[:3])) > 500
+
+
+def test_kernel_result_types_are_part_of_the_program() -> None:
+    @kernel("ff", "f")
+    def add(e: Emitter, a: Value, b: Value) -> Value:
+        return e.b.fadd(a, b)
+
+    assert str(part_of(add).kind) == "float (float, float)"

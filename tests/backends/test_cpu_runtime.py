@@ -1,0 +1,241 @@
+"""The CPU backend as a citizen of its process: threads, forks, the cache, memory, and the same bits whatever the threads do."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import settings
+from tilewise.backends.cpu import cache, threads
+from tilewise.backends.cpu.cache import cache_state, warmup
+
+
+@pytest.fixture
+def thread_count() -> object:
+    before = torch.get_num_threads()
+    yield before
+    torch.set_num_threads(before)
+
+
+def inputs(
+    seqlen: int = 300, heads: int = 4, kv_heads: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    make = torch.Generator().manual_seed(seed)
+    shapes = ((1, heads, seqlen, 64), (1, kv_heads, seqlen, 64), (1, kv_heads, seqlen, 64))
+    return [torch.randn(shape, generator=make).to(dtype).requires_grad_() for shape in shapes]
+
+
+def results(**flags: object) -> list[torch.Tensor]:
+    q, k, v = inputs()
+    bias = torch.randn(1, 4, 300, 300, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    sinks = torch.zeros(4, requires_grad=True)
+    out, lse = tw.attention(q, k, v, bias=bias, sinks=sinks, backend="cpu", return_lse=True, **flags)  # type: ignore[arg-type]
+    grads = torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v, bias, sinks))
+    return [out, lse, *grads]
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"causal": True, "dropout": 0.2, "seed": 3}, {"window": (40, 9), "softcap": 4.0}], ids=str
+)
+def test_bits_do_not_depend_on_threads(flags: dict[str, object], thread_count: int) -> None:
+    expected = None
+    for count in (1, 2, 3, 16):
+        torch.set_num_threads(count)
+        got = results(**flags)
+        expected = expected or got
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), count
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_decode_bits_do_not_depend_on_threads(kv_heads: int, thread_count: int) -> None:
+    q, k, v = torch.randn(2, 8, 1, 64), torch.randn(2, kv_heads, 5000, 64), torch.randn(2, kv_heads, 5000, 64)
+    outs = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        outs.append(tw.attention(q, k, v, backend="cpu"))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_concurrent_callers_agree() -> None:
+    expected = results(causal=True)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for got in pool.map(lambda _: results(causal=True), range(12)):
+            assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_gil_is_released() -> None:
+    q, k, v = (x.detach() for x in inputs(6000))
+    tw.attention(q, k, v, backend="cpu")
+    ticks, stop = [0], threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks[0] += 1
+            time.sleep(0.001)
+
+    worker = threading.Thread(target=tick)
+    worker.start()
+    before = ticks[0]
+    tw.attention(q, k, v, backend="cpu")
+    seen = ticks[0] - before
+    stop.set()
+    worker.join()
+    assert seen >= 3
+
+
+def _child(queue: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
+    queue.put((threads.num_threads(), tw.attention(*inputs(), causal=True, backend="cpu").detach().numpy()))
+
+
+def test_forked_child_works_alone_and_does_not_hang() -> None:
+    expected = tw.attention(*inputs(), causal=True, backend="cpu")
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    with warnings.catch_warnings():
+        # Python 3.12 warns about fork() in a process with threads, which is what is tested.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = context.Process(target=_child, args=(queue,))
+        child.start()
+    count, out = queue.get(timeout=60)
+    child.join(60)
+    assert count == 1
+    assert torch.equal(torch.from_numpy(out), expected.detach())
+
+
+def test_pool_takes_over_without_openmp(monkeypatch: pytest.MonkeyPatch, thread_count: int) -> None:
+    expected = results(causal=True)
+    monkeypatch.setattr(threads, "_openmp_parallel", lambda: None)
+    torch.set_num_threads(3)
+    assert all(torch.equal(a, b) for a, b in zip(expected, results(causal=True), strict=True))
+
+
+def test_openmp_runtime_is_torch_s() -> None:
+    library = threads.openmp_library()
+    if "OpenMP" in torch.__config__.parallel_info():
+        assert library is not None
+        assert library.exists()
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter with tilewise on its path."""
+    source = Path(tw.__file__).parents[1]
+    variables = os.environ | {"PYTHONPATH": str(source)} | environment
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=variables,
+        check=False,
+    )
+
+
+CALL = """
+import torch, warnings
+warnings.simplefilter("always")
+import tilewise as tw
+q = torch.ones(1, 1, 40, 8)
+for _ in range(2):
+    out = tw.attention(q, q, q, backend="cpu")
+print("sum", out.sum().item())
+"""
+
+
+def test_cache_is_filled_and_read(tmp_path: Path) -> None:
+    first = run_python(CALL, TILEWISE_CACHE_DIR=str(tmp_path / "new" / "dir"))
+    assert first.stdout.strip() == "sum 320.0", first.stderr
+    kept = list((tmp_path / "new" / "dir").iterdir())
+    assert [file.name.split("-")[0] for file in kept] == ["forward"]
+    watch = CALL + "import sys; print('tilewise.backends.cpu.compiler' in sys.modules)"
+    second = run_python(watch, TILEWISE_CACHE_DIR=str(tmp_path / "new" / "dir"))
+    assert second.stdout.split() == ["sum", "320.0", "False"], second.stderr
+
+
+@pytest.mark.slow
+def test_damaged_cache_file_is_compiled_again(tmp_path: Path) -> None:
+    run_python(CALL, TILEWISE_CACHE_DIR=str(tmp_path))
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    again = run_python(CALL, TILEWISE_CACHE_DIR=str(tmp_path))
+    assert again.stdout.strip() == "sum 320.0", again.stderr
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.slow
+def test_unwritable_cache_warns_once_and_works(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    done = run_python(CALL, TILEWISE_CACHE_DIR=str(blocked))
+    assert done.stdout.strip() == "sum 320.0", done.stderr
+    assert done.stderr.count("TILEWISE_CACHE_DIR") == 1
+
+
+def test_cache_state_and_warmup_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(cache, "program", lambda name: (tmp_path / cache.file_name(name)).write_bytes(b"12345"))
+    with settings.overridden(cache_dir=tmp_path):
+        assert cache_state() == (tmp_path, True, 0, 0)
+        state = warmup(lambda name, done, total: told.append((name, done, total)))
+    assert state.entries == len(cache.PROGRAMS) == len(told)
+    assert state.size == 5 * state.entries
+    assert told[0] == ("forward", 0, len(cache.PROGRAMS))
+
+
+def test_importing_the_backend_loads_no_compiler() -> None:
+    code = "import sys, tilewise; from tilewise.backends.cpu import BACKEND; print('llvmlite' in sys.modules, 'numba' in sys.modules)"
+    assert run_python(code).stdout.split() == ["False", "False"]
+
+
+def test_memory_is_linear() -> None:
+    q, k, v = (torch.randn(1, 1, 32768, 16) for _ in range(3))
+    tw.attention(q[:, :, :600], k[:, :, :600], v[:, :, :600], backend="cpu")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tw.attention(q, k, v, causal=True, window=(256, 0), backend="cpu")
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 64 * 1024, "KiB beyond the inputs"
+
+
+def test_interrupt_arrives() -> None:
+    code = """
+    import os, signal, threading, time, torch, tilewise as tw
+    q = torch.randn(1, 2, 2048, 64)
+    tw.attention(q, q, q, backend="cpu")
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        start = time.monotonic()
+        while time.monotonic() - start < 30:
+            tw.attention(q, q, q, backend="cpu")
+    except KeyboardInterrupt:
+        print("interrupted", tw.attention(q[:, :, :8], q[:, :, :8], q[:, :, :8], backend="cpu").shape[2])
+    """
+    assert run_python(code).stdout.split() == ["interrupted", "8"]
+    assert signal.getsignal(signal.SIGINT) is not None
+
+
+def test_refusals_say_why() -> None:
+    from tilewise.device import named
+
+    backend = tw.backends  # the public list names it
+    assert any(status.name == "cpu" for status in backend())
+    from tilewise.backends.cpu import BACKEND
+    from tilewise.problem import AttentionProblem
+
+    double = AttentionProblem("dense", torch.float64, 1, 4, 4, 4, 4, 1, 1, 8, 8, 1.0)
+    assert "float64" in (BACKEND.supports(double, named("cpu")) or "")
+    assert "cuda" in (BACKEND.supports(double, named("h100")) or "")
