@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 sys.path.insert(0, str(ROOT / "bench"))
 
+# ruff: noqa: E402
 import torch
 
 from hopper_cases import CASES, Case, groups
@@ -157,7 +159,7 @@ def problem_of(case: Case, *, needs_grad: bool) -> AttentionProblem:
 
 def operands_of(case: Case, inputs: dict[str, torch.Tensor]) -> Operands:
     """The case's tensors as a backend gets them."""
-    cu = [None, None]
+    cu: list[Any] = [None, None]
     if case.kind == "varlen":
         cu = [torch.tensor(case.starts(n), dtype=torch.int32, device=DEVICE) for n in (case.lengths_q, case.lengths_k)]
     return Operands(
@@ -168,20 +170,23 @@ def operands_of(case: Case, inputs: dict[str, torch.Tensor]) -> Operands:
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
     """Uninitialised floating-point memory is full of NaN."""
-    plain = torch.empty, torch.Tensor.new_empty, torch.empty_like
+    makers = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
+    plain = [getattr(owner, name) for owner, name in makers]
 
-    def fill(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def made(*args: Any, **kwargs: Any) -> torch.Tensor:
             t = make(*args, **kwargs)
             return t.fill_(torch.nan) if t.is_floating_point() else t
 
         return made
 
-    torch.empty, torch.Tensor.new_empty, torch.empty_like = map(fill, plain)  # type: ignore[assignment,method-assign]
+    for (owner, name), make in zip(makers, plain, strict=True):
+        setattr(owner, name, filled(make))
     try:
         yield
     finally:
-        torch.empty, torch.Tensor.new_empty, torch.empty_like = plain  # type: ignore[method-assign]
+        for (owner, name), make in zip(makers, plain, strict=True):
+            setattr(owner, name, make)
 
 
 def distance(name: str, got: torch.Tensor, ref: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> str | None:
@@ -246,7 +251,7 @@ def check_backward(case: Case) -> list[str]:
         refs, plains = (autograd(case, part, dlse, dtype) for dtype in (torch.float64, case.dtype))
         cuts = {"dq": part.rows, "dk": part.keys, "dv": part.keys, "dsinks": lambda t: t}
         for name, ref, plain in zip(names, refs, plains, strict=True):
-            if found := distance(name, cuts[name](getattr(got, name)), ref, plain, case.dtype):
+            if found := distance(name, cuts[name](getattr(got, name)), ref, plain, case.dtype):  # type: ignore[no-untyped-call]
                 wrong.append(found)
     return wrong
 
@@ -309,7 +314,7 @@ def verdict(running: Running, hung: bool) -> dict[str, Any]:
 
 def check_all(names: list[str], jobs: int, deadline: float, folder: Path) -> list[dict[str, Any]]:
     """Run every group, at most `jobs` at a time."""
-    waiting, active, results = list(names), [], []
+    waiting, active, results = list(names), list[Running](), list[dict[str, Any]]()
     while waiting or active:
         while waiting and len(active) < jobs and time.monotonic() < deadline:
             active.append(start_group(waiting.pop(0), folder))
@@ -375,14 +380,14 @@ def cell_candidates(case: Case, direction: str) -> dict[str, Callable[[], Any]]:
     if direction == "forward":
         calls: dict[str, Callable[[], Any]] = {"ours": lambda: BACKEND.forward(problem, operands)}
         for name, kernel in PEERS.items():
-            calls[name] = lambda kernel=kernel: sdpa(kernel, q, k, v, case.causal)
+            calls[name] = functools.partial(sdpa, kernel, q, k, v, case.causal)
         return calls
     out, lse = BACKEND.forward(problem, operands)
     calls = {"ours": lambda: BACKEND.backward(problem, operands, out, lse, dout, None, Wanted())}
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     for name, kernel in PEERS.items():
-        peer = sdpa(kernel, *leaves, case.causal)
-        calls[name] = lambda peer=peer: torch.autograd.grad(peer, leaves, dout, retain_graph=True)
+        peer = sdpa(kernel, leaves[0], leaves[1], leaves[2], case.causal)
+        calls[name] = functools.partial(torch.autograd.grad, peer, leaves, dout, retain_graph=True)
     return calls
 
 
@@ -464,11 +469,11 @@ def extras() -> dict[str, Any]:
     dense = Case("dense", batch=4, num_heads=16, num_kv_heads=16, seqlen_q=4096, seqlen_k=4096, causal=True)
     packed = dense.replace(kind="varlen", lengths_q=(4096,) * 4, lengths_k=(4096,) * 4)
     grouped = dense.replace(num_kv_heads=4)
-    calls = {}
+    calls: dict[str, Callable[[], Any]] = {}
     for name, case in (("dense", dense), ("packed", packed), ("grouped", grouped)):
         inputs = make_inputs(case)
         args = problem_of(case, needs_grad=False), operands_of(case, inputs)
-        calls[name] = lambda args=args: BACKEND.forward(*args)
+        calls[name] = functools.partial(BACKEND.forward, *args)
     for name, ms in medians(calls).items():
         found[f"TFLOP/s D=128 causal N=4096 {name}"] = round(tflops(dense, "forward", ms), 1)
     return found

@@ -89,7 +89,9 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
     if problem.dtype not in DTYPES:
         yield f"dtype {problem.dtype} is not float16 or bfloat16"
     if problem.kind == "paged":
-        yield "paged keys are gathered by the Triton kernels"
+        yield "paged keys are not read by TMA"
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k):
+        yield "there is nothing to compute (no sequence, no query or no key)"
     for name in ("alibi", "bias", "mask", "dropout"):
         if name in problem.features:
             yield f"{name} is not compiled into these kernels"

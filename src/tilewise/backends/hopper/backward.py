@@ -1,7 +1,7 @@
 """The main backward kernel: dK and dV of 128 keys at a time and, fused, what these keys add to dQ.
 
 Grid: fused, one CTA per SM, persistent, key tiles from the counter; alone, one CTA per key tile. Roles:
-  producer   one warp: K and V of the tile, then a ring of (Q, dO, row statistics) tiles, for every query head of the group
+  producer   one warp: K and V of the tile, then a ring of (Q, dO, row statistics) tiles of all the group's query heads
   consumers  two warpgroups of 64 keys. Per query tile
                S^T = K Q^T, dP^T = V dO^T           from shared memory
                P^T = exp2(S^T - lse), dS^T = P^T (dP^T - delta)
@@ -16,7 +16,7 @@ backward_rows.py: rows past the end, and rows without keys, have lse = +inf and 
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
-# ruff: noqa: N803, N806, RET505
+# ruff: noqa: N803, N806
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -130,8 +130,8 @@ def producer(q_desc, dout_desc, k_desc, v_desc, stats_desc, counter_ptr, cu_seql
             begin = gl.where(g == 0, lo + 1, lo)
             for m_block in range(begin, hi):
                 at = load_queries(
-                    q_desc, dout_desc, stats_desc, pipe, at, q_span, kv_head * group + g, item * group + g, m_block, num_m,
-                    C)  # fmt: skip
+                    q_desc, dout_desc, stats_desc, pipe, at, q_span, kv_head * group + g, item * group + g, m_block,
+                    num_m, C)  # fmt: skip
         if C.PERSISTENT:
             tile = next_tile(counter_ptr, sizes)
             tile = skip_empty(tile, counter_ptr, cu_seqlens[1], sizes, 128, False, C)
@@ -166,17 +166,17 @@ def mask_transposed(p, m_block, first_key, seqlen_q, seqlen_k, sizes, C: gl.cons
 def add_query_gradient(
     ds_slot, dsa, q, dk, dv_issued, pa, dq_desc, dq_row, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr
 ):
-    """dQ = dS K by both warpgroups, [64 queries, 64 columns] each, added to the accumulator; dK += dS^T Q under it.
+    """Issue dQ = dS K, 64 queries x 64 columns a warpgroup, and dK += dS^T Q under it; add dQ to the accumulator.
 
-    At D=128 the warpgroups take halves of the columns, at D=64 halves of the 128 queries. Two dS buffers are enough: the
-    next write to one comes after the next barrier, which the other warpgroup reaches only with its dQ product finished.
+    At D=128 the warpgroups take halves of the columns, at D=64 halves of the 128 queries. Two dS buffers are enough:
+    the next write to one comes after the next barrier, which the other warpgroup reaches with its dQ product finished.
     """
     D: gl.constexpr = C.D
     FIRST_QUERY: gl.constexpr = WARPGROUP * 64 if C.D == 64 else 0
     FIRST_COLUMN: gl.constexpr = 0 if C.D == 64 else WARPGROUP * 64
     fence_async_shared()  # orders the stores of dS before the products that read it
-    # The last dQ tile has left shared memory; waited for here because Triton puts a barrier behind it, which the products
-    # below need anyway (1-3 %).
+    # The last dQ tile has left shared memory; waited for here because Triton puts a barrier behind it, which the
+    # products below need anyway (1-3 %).
     tma.store_wait(0)
     barrier_sync(8, 256)
     ds0 = pipe.ds_smem.index(ds_slot).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
@@ -283,7 +283,7 @@ def store_key_gradients(
 def consumer(
     dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, scale, sizes, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 64 of the tile's keys, over all query tiles of all query heads of the group."""
+    """Sum dK and dV of 64 of the tile's keys, over all query tiles of all query heads of the group."""
     D: gl.constexpr = C.D
     at = start(C.NUM_STAGES)
     key_turn = start(1)

@@ -1,12 +1,12 @@
 """Before and after the main backward kernel, in plain Triton: row statistics and zeros, then dQ out of its accumulator.
 
-The accumulator holds, for every query tile of BLOCK_M rows, two 64 x 64 blocks in the order in which the wgmma registers
-of a warpgroup leave (see backward.add_query_gradient): the column halves at D=128, the row halves at D=64.
+The accumulator holds, for every query tile of BLOCK_M rows, two 64 x 64 blocks in the order in which the wgmma
+registers of a warpgroup leave (backward.add_query_gradient): column halves at D=128, row halves at D=64.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
-# ruff: noqa: N803, N806, RET505
+# ruff: noqa: N803, RET505
 
 import triton
 import triton.language as tl
@@ -44,15 +44,15 @@ def load_rows(ptr, strides, batch_idx, head, rows, inside, HEAD_DIM: tl.constexp
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_seqlens"],
 )
 def prepare_rows_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, dq_acc_ptr, cu_seqlens, out_strides, dout_strides, num_heads, seqlen_q,
-    total_q, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, dq_acc_ptr, cu_seqlens, out_strides, dout_strides, num_heads,
+    seqlen_q, total_q, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """[lse * log2(e) | delta - dlse] of one query tile, packed for a single TMA load; the tile of the accumulator zeroed.
+    """[lse * log2(e) | delta - dlse] of one query tile, packed for one TMA load; its tile of the accumulator zeroed.
 
     dlse enters here: dS = P (dP - delta + dlse).
     """
-    m_block = tl.program_id(0)
-    item = tl.program_id(1)
+    item = tl.program_id(0)
+    m_block = tl.program_id(1)
     batch_idx = (item // num_heads).to(tl.int64)
     head = (item % num_heads).to(tl.int64)
     first, length = row_span(cu_seqlens, batch_idx, seqlen_q, PACKED)
@@ -68,7 +68,7 @@ def prepare_rows_kernel(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + at, mask=inside, other=0.0)
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    tile = (item * tl.num_programs(0) + m_block).to(tl.int64)
+    tile = (item * tl.num_programs(1) + m_block).to(tl.int64)
     stats = stats_ptr + tile * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     tl.store(stats, lse * LOG2E)
     tl.store(stats + BLOCK_M, delta)
@@ -81,17 +81,17 @@ def prepare_rows_kernel(
     do_not_specialize=["scale", "dq_strides", "num_heads", "seqlen_q"], do_not_specialize_on_alignment=["cu_seqlens"]
 )
 def finish_queries_kernel(
-    dq_acc_ptr, dq_ptr, cu_seqlens, scale, dq_strides, num_heads, seqlen_q, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
+    dq_acc_ptr, dq_ptr, cu_seqlens, scale, dq_strides, num_heads, seqlen_q,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One 64 x 64 block of dQ: scaled, rounded, in rows again."""
-    block = tl.program_id(0)
+    item = tl.program_id(0)
+    block = tl.program_id(1)
     half = block % 2
-    item = tl.program_id(1)
     batch_idx = (item // num_heads).to(tl.int64)
     head = (item % num_heads).to(tl.int64)
     first, length = row_span(cu_seqlens, batch_idx, seqlen_q, PACKED)
-    at = (item * tl.num_programs(0) + block).to(tl.int64) * 4096
+    at = (item * tl.num_programs(1) + block).to(tl.int64) * 4096
     x = tl.load(dq_acc_ptr + at + tl.arange(0, 4096)) * scale
     x = tl.reshape(tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5)), [64, 64])
     rows = block // 2 * BLOCK_M + (half * 64 if BLOCK_D == 64 else 0) + tl.arange(0, 64)

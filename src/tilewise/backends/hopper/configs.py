@@ -88,8 +88,8 @@ class ForwardConfig(ForwardTile):
 class BackwardConfig:
     """Everything the main backward kernels are compiled for.
 
-    FUSED: dQ is added to an fp32 accumulator by TMA; else a kernel of its own computes it, in a fixed order. PERSISTENT:
-    as many CTAs as SMs, tiles from the counter. EVEN_K: every key tile is whole.
+    FUSED: dQ is added to an fp32 accumulator by TMA; else a kernel of its own computes it, in a fixed order.
+    PERSISTENT: as many CTAs as SMs, tiles from the counter. EVEN_K: every key tile is whole.
     """
 
     D: int = 128

@@ -78,13 +78,9 @@ def _forward_launcher(
 
 def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
-    q, sinks = operands.q, operands.sinks
+    q, sinks = operands.q, None if operands.sinks is None else operands.sinks.contiguous()
     out = empty_rows(problem, q, problem.num_heads, problem.seqlen_q, problem.head_dim_v)
     lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
-        return out, lse
-    if operands.k.numel() == 0:
-        return out.zero_(), _lse_without_keys(lse, sinks)
     plan = forward_plan(problem, devices.of(q.device))
     config = plan.config
     with on_device_of(q):
@@ -117,12 +113,6 @@ def _descriptors(config: ForwardConfig, q: Tensor, k: Tensor, v: Tensor, out: Te
     )
     first = [describe(tensor, rows, columns) for tensor, rows, columns, _ in tiles]
     return first + [describe(tensor, rows, rest) if rest else None for tensor, rows, _, rest in tiles]
-
-
-def _lse_without_keys(lse: Tensor, sinks: Tensor | None) -> Tensor:
-    if sinks is None:
-        return lse.fill_(float("-inf"))
-    return lse.copy_(sinks.view(-1, 1).expand_as(lse))
 
 
 def empty_rows(problem: AttentionProblem, like: Tensor, heads: int, seqlen: int, head_dim: int) -> Tensor:

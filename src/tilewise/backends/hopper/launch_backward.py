@@ -1,4 +1,4 @@
-"""From canonical operands to the backward kernels: prepare rows, the main kernel, finish dQ (or compute it in order)."""
+"""From canonical operands to the backward kernels: prepare rows, main kernel, finish dQ (or compute it in order)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.hopper.backward import backward_kernel
-from tilewise.backends.hopper.backward_rows import UNIT, finish_queries_kernel, prepare_rows_kernel
+from tilewise.backends.hopper.backward_rows import finish_queries_kernel, prepare_rows_kernel
 from tilewise.backends.hopper.configs import BACKWARD_BLOCK_N, BackwardConfig, backward_config
 from tilewise.backends.hopper.launch import clear_tail, empty_rows, on_device_of
 from tilewise.backends.hopper.launching import Launcher, counter_for, describe, describe_flat, tma_ready
@@ -25,7 +25,8 @@ __all__ = ["run_backward"]
 
 # Heads walked together under a causal mask: what their key tiles (query tiles, for dQ alone) share, in this much of L2.
 L2_BYTES = 32 << 20
-BYTES_PER_STRIDE_UNIT = 16
+# The kernels of backward_rows take strides in units of 16 bytes, 8 elements.
+STRIDE_UNIT = 8
 
 
 class BackwardPlan(NamedTuple):
@@ -71,9 +72,9 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, heads: int, num_bl
 
 
 @functools.cache
-def _launcher(kernel: str, *key: object) -> Launcher:
+def _launcher(kernel: Any, *key: object) -> Launcher:
     del key  # what the kernel is compiled for
-    return Launcher(globals()[kernel])
+    return Launcher(kernel)
 
 
 class Call(NamedTuple):
@@ -110,18 +111,15 @@ def run_backward(
     wanted: Wanted,
 ) -> Gradients:
     """The wanted gradients of canonical operands."""
-    if operands.q.numel() == 0 or operands.k.numel() == 0:
-        return _zero_gradients(operands, wanted)
     plan = backward_plan(problem, devices.of(operands.q.device))
     ready = operands._replace(q=tma_ready(operands.q), k=tma_ready(operands.k), v=tma_ready(operands.v))
     call = Call(problem, plan, ready, tma_ready(out), tma_ready(dout))
     with on_device_of(operands.q):
-        stats = operands.q.new_empty(
-            problem.batch * problem.num_heads * plan.num_m * 2 * plan.config.BLOCK_M, dtype=torch.float32
-        )
+        num_rows = problem.batch * problem.num_heads * plan.num_m * plan.config.BLOCK_M
+        stats = operands.q.new_empty(2 * num_rows, dtype=torch.float32)
         dq_acc = None
         if plan.config.FUSED:
-            dq_acc = stats.new_empty((stats.numel() // 2 * plan.config.D // 32, 32))
+            dq_acc = stats.new_empty((num_rows * plan.config.D // 32, 32))
         _prepare(call, lse, dlse, stats, dq_acc)
         dk, dv = _key_gradients(call, stats, dq_acc)
         dq = _query_gradient(call, stats, dq_acc) if wanted.dq else None
@@ -131,9 +129,9 @@ def run_backward(
 
 def _prepare(call: Call, lse: Tensor, dlse: Tensor | None, stats: Tensor, dq_acc: Tensor | None) -> None:
     problem, config = call.problem, call.plan.config
-    launcher = _launcher("prepare_rows_kernel", *call.key, problem.head_dim, dlse is None)
+    launcher = _launcher(prepare_rows_kernel, *call.key, problem.head_dim, dlse is None)
     launcher(
-        (call.plan.num_m, problem.batch * problem.num_heads, 1),
+        (problem.batch * problem.num_heads, call.plan.num_m, 1),
         call.out,
         call.dout,
         lse.contiguous(),
@@ -160,7 +158,7 @@ def _key_gradients(call: Call, stats: Tensor, dq_acc: Tensor | None) -> tuple[Te
     if call.is_packed:
         for gradient in (dk, dv):
             clear_tail(gradient, None, call.operands.cu_seqlens_k, 0.0)
-    _launcher("backward_kernel", *call.key)(
+    _launcher(backward_kernel, *call.key)(
         plan.key_grid,
         *(describe(t, config.BLOCK_M, config.D) for t in (q, call.dout)),
         *(describe(t, 64, config.D) for t in (k, v)),
@@ -186,8 +184,8 @@ def _query_gradient(call: Call, stats: Tensor, dq_acc: Tensor | None) -> Tensor:
     if dq_acc is None:
         _query_gradient_in_order(call, stats, dq)
         return dq
-    _launcher("finish_queries_kernel", *call.key, problem.head_dim)(
-        (2 * plan.num_m, problem.batch * problem.num_heads, 1),
+    _launcher(finish_queries_kernel, *call.key, problem.head_dim)(
+        (problem.batch * problem.num_heads, 2 * plan.num_m, 1),
         dq_acc,
         dq,
         call.operands.cu_seqlens_q,
@@ -206,7 +204,7 @@ def _query_gradient(call: Call, stats: Tensor, dq_acc: Tensor | None) -> Tensor:
 def _query_gradient_in_order(call: Call, stats: Tensor, dq: Tensor) -> None:
     problem, plan, config = call.problem, call.plan, call.plan.config
     q, k, v = call.operands[:3]
-    _launcher("query_gradient_kernel", *call.key)(
+    _launcher(query_gradient_kernel, *call.key)(
         (plan.query_sizes.num_tiles, 1, 1),
         *(describe(t, 64, config.D) for t in (q, call.dout)),
         *(describe(t, 128, config.D) for t in (k, v)),
@@ -222,7 +220,7 @@ def _query_gradient_in_order(call: Call, stats: Tensor, dq: Tensor) -> None:
 
 
 def _sink_gradient(call: Call, stats: Tensor) -> Tensor | None:
-    """dsinks = sum over rows of exp(sink - lse) * (dlse - delta), from the packed statistics."""
+    """Sum over rows of exp(sink - lse) * (dlse - delta), from the packed statistics."""
     sinks = call.operands.sinks
     if sinks is None:
         return None
@@ -235,11 +233,4 @@ def _stride_units(rows: Tensor) -> tuple[int, int, int]:
     """Strides of (batch, head, row) in units of 16 bytes; those of dimensions of size 1 do not matter."""
     strides: Any = rows.stride()
     batch, head, row = (0, strides[1], strides[0]) if rows.dim() == 3 else strides[:3]
-    return batch // UNIT, head // UNIT, row // UNIT
-
-
-def _zero_gradients(operands: Operands, wanted: Wanted) -> Gradients:
-    q, k, v, sinks = operands.q, operands.k, operands.v, operands.sinks
-    pairs = ((q, wanted.dq), (k, wanted.dk), (v, wanted.dv))
-    dq, dk, dv = (torch.zeros_like(t) if want else None for t, want in pairs)
-    return Gradients(dq, dk, dv, None, torch.zeros_like(sinks) if wanted.dsinks and sinks is not None else None)
+    return batch // STRIDE_UNIT, head // STRIDE_UNIT, row // STRIDE_UNIT

@@ -6,7 +6,7 @@ products instead of the fused kernel's 5), but every row of dQ is summed by one 
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
-# ruff: noqa: N803, N806, RET505
+# ruff: noqa: N803, N806
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -101,7 +101,7 @@ def step(
 def consumer(
     dq_desc, stats_ptr, cu_seqlens, scale_log2, scale, sizes, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """dQ of 64 queries."""
+    """Sum dQ of 64 queries."""
     D: gl.constexpr = C.D
     block, item = place_of(gl.program_id(0), sizes, C.HAS_RIGHT)
     row = block * 128 + WARPGROUP * 64
@@ -119,18 +119,21 @@ def consumer(
     pipe.query_ring.wait(start(1).lane(WARPGROUP, 2))
     at = start(2)
     if C.HAS_RIGHT or C.HAS_LEFT or not C.EVEN_K:
-        for i in range(0, begin):
+        for i in range(begin):
             dq, at = step(
-                last - i, row, q, dout, lse, delta, dq, at, scale_log2, seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+                last - i, row, q, dout, lse, delta, dq, at, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
+                True, C)  # fmt: skip
     else:
         begin = 0
     for i in range(begin, end):
         dq, at = step(
-            last - i, row, q, dout, lse, delta, dq, at, scale_log2, seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip
+            last - i, row, q, dout, lse, delta, dq, at, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
+            False, C)  # fmt: skip
     if C.HAS_LEFT:
         for i in range(end, count):
             dq, at = step(
-                last - i, row, q, dout, lse, delta, dq, at, scale_log2, seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+                last - i, row, q, dout, lse, delta, dq, at, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
+                True, C)  # fmt: skip
     q.store((dq * scale).to(pipe.q_smem.dtype))
     fence_async_shared()  # orders the store above before TMA reads it
     batch_idx = item // sizes.num_heads
@@ -148,7 +151,7 @@ def query_gradient_kernel(
     q_desc, dout_desc, k_desc, v_desc, dq_desc, stats_ptr, cu_seqlens_q, cu_seqlens_k, scale_log2, scale, sizes,
     C: gl.constexpr,
 ):  # fmt: skip
-    """dQ of one (block of 128 queries, head); items are (batch, head) pairs."""
+    """Write dQ of one (block of 128 queries, head); items are (batch, head) pairs."""
     DTYPE: gl.constexpr = q_desc.dtype
     D: gl.constexpr = C.D
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
