@@ -107,23 +107,23 @@ def test_halves_round_like_torch_and_come_back(dtype: int, table: Isa) -> None:
 
 
 def test_philox_words_are_the_contract_s() -> None:
-    counter = [np.arange(LANES, dtype=np.uint32) * 7919, np.arange(LANES, dtype=np.uint32), 3, 2**32 - 1]
+    draws, rows = np.arange(LANES, dtype=np.uint32) * 7919, np.arange(LANES, dtype=np.uint32)
+    head, batch = np.full(LANES, 3, np.uint32), np.full(LANES, 2**32 - 1, np.uint32)
     seed = 0x1234_5678_9ABC_DEF0
 
-    def body(e: Emitter, draws: Value, out: Value) -> None:
-        rows = e.load(e.b.add(draws, e.i64(4 * LANES)), e.int_vector)
-        words = [e.load(draws, e.int_vector), rows, e.i32s(3), e.i32s(-1)]
+    def body(e: Emitter, source: Value, out: Value) -> None:
+        second = e.load(e.b.add(source, e.i64(4 * LANES)), e.int_vector)
+        words = [e.load(source, e.int_vector), second, e.i32s(3), e.i32s(-1)]
         made = philox(e, words, e.i32s(seed & 0xFFFFFFFF), e.i32s(seed >> 32))
         for i, word in enumerate(made):
             e.store(e.at(out, i * LANES), word)
 
     kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 2)
     function, engine = loaded([Part("tilewise_test", kind, body, is_driver=False)])
-    given, got = np.concatenate(counter[:2]), np.empty((4, LANES), np.uint32)
+    given, got = np.concatenate([draws, rows]), np.empty((4, LANES), np.uint32)
     function(given.ctypes.data, got.ctypes.data)
     del engine
-    columns = tuple(np.broadcast_to(np.asarray(c, np.uint32), LANES) for c in counter)
-    expected = philox_4x32(columns, (seed & 0xFFFFFFFF, seed >> 32))  # type: ignore[arg-type]
+    expected = philox_4x32((draws, rows, head, batch), (seed & 0xFFFFFFFF, seed >> 32))
     assert np.array_equal(got, np.stack(expected))
 
 

@@ -28,6 +28,7 @@ from tilewise.backends.cpu.packing import (
     add_row,
     fill,
     pack_rows,
+    pack_values,
     row_dots,
     store_row,
     transpose_panel,
@@ -58,53 +59,68 @@ __all__ = ["backward"]
 SCORE_KEYS = host().score_keys
 VALUE_ROWS = host().value_rows
 INFINITY = float("inf")
+FP32_CODE = 0
 SCORE_BYTES = 4 * BLOCK_N * PANEL
 # Schedule entries: (first batch, end batch, first row, end row, first key, end key), int64 each.
 ENTRY_BYTES = 48
 
 
 @driver
-def pack_block(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
-    """Q and dout of a block, as fp32 rows and as transposed panels; lse in log2 units and delta = rowsum(dout * out)
-    - dlse.
+def pack_panel(p: int, ws: int, tensor: int, source: int, num_rows: int, dim: int, width: int, panel: int) -> None:
+    """Rows of q or dout: staged as fp32, then transposed for scores (at `tensor`'s buffer) and in columns for products.
+
+    Columns of value_step keep the product's rows on different cache sets: at head_dim 128 rows 512 bytes apart would
+    share eight of them.
     """
-    width, width_v, dtype, start = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), field(p, f.DTYPE), q_start(p, batch)
-    q_rows, dout_rows = ws + field(p, f.WS_Q_ROWS), ws + field(p, f.WS_DOUT_ROWS)
-    row = start + first_row
-    q = field(p, f.Q) + batch * field(p, f.Q_BATCH) + head * field(p, f.Q_HEAD) + row * field(p, f.Q_ROW)
-    dout = field(p, f.DOUT) + batch * field(p, f.DOUT_BATCH) + head * field(p, f.DOUT_HEAD) + row * field(p, f.DOUT_ROW)
-    pack_rows(q, field(p, f.Q_ROW), count, dtype, field(p, f.HEAD_DIM), q_rows, 4 * width, width)
-    pack_rows(dout, field(p, f.DOUT_ROW), count, dtype, field(p, f.HEAD_DIM_V), dout_rows, 4 * width_v, width_v)
-    panels = (count + PANEL - 1) // PANEL
-    fill(q_rows + 4 * count * width, (panels * PANEL - count) * width, 0.0)
-    fill(dout_rows + 4 * count * width_v, (panels * PANEL - count) * width_v, 0.0)
-    for panel in range(panels):
-        at, at_v = 4 * panel * PANEL * width, 4 * panel * PANEL * width_v
-        transpose_panel(q_rows + at, 4 * width, width, ws + field(p, f.WS_Q) + at, scalar_bits(field(p, f.Q_SCALE)))
-        transpose_panel(dout_rows + at_v, 4 * width_v, width_v, ws + field(p, f.WS_DOUT) + at_v, 1.0)
-    pack_row_statistics(p, ws, batch, head, first_row, count)
+    stage, is_q = ws + field(p, f.WS_STAGE), tensor == f.Q
+    pack_rows(source, field(p, tensor + 3), num_rows, field(p, f.DTYPE), dim, stage, 4 * width, width)
+    fill(stage + 4 * num_rows * width, (PANEL - num_rows) * width, 0.0)
+    scale = scalar_bits(field(p, f.Q_SCALE)) if is_q else 1.0
+    transposed = ws + (field(p, f.WS_Q) if is_q else field(p, f.WS_DOUT)) + 4 * panel * PANEL * width
+    transpose_panel(stage, 4 * width, width, transposed, scale)
+    columns = ws + (field(p, f.WS_Q_ROWS) if is_q else field(p, f.WS_DOUT_ROWS)) + 4 * panel * PANEL * VALUE_STEP
+    column_bytes = 4 * field(p, f.BLOCK_M) * VALUE_STEP
+    pack_values(stage, 4 * width, PANEL, FP32_CODE, width, columns, column_bytes, width)
 
 
 @driver
-def pack_row_statistics(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
-    """Lse and delta of a block's rows; a row without keys, or beyond the last one, has lse +inf, so its P is 0."""
-    width_v, row, stage = field(p, f.DIM_V_WIDE), q_start(p, batch) + first_row, ws + field(p, f.WS_STAGE)
+def pack_block(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
+    """Pack q and dout of a block, and the statistics of its rows."""
+    row = q_start(p, batch) + first_row
+    q = field(p, f.Q) + batch * field(p, f.Q_BATCH) + head * field(p, f.Q_HEAD) + row * field(p, f.Q_ROW)
+    dout = field(p, f.DOUT) + batch * field(p, f.DOUT_BATCH) + head * field(p, f.DOUT_HEAD) + row * field(p, f.DOUT_ROW)
     out = field(p, f.OUT) + batch * field(p, f.OUT_BATCH) + head * field(p, f.OUT_HEAD) + row * field(p, f.OUT_ROW)
-    at = batch * field(p, f.LSE_BATCH) + head * field(p, f.LSE_HEAD) + 4 * row
-    for r in range((count + PANEL - 1) // PANEL * PANEL):
+    statistics = batch * field(p, f.LSE_BATCH) + head * field(p, f.LSE_HEAD) + 4 * row
+    for panel in range((count + PANEL - 1) // PANEL):
+        first, rows = panel * PANEL, min(PANEL, count - panel * PANEL)
+        q_source, dout_source = q + first * field(p, f.Q_ROW), dout + first * field(p, f.DOUT_ROW)
+        pack_panel(p, ws, f.Q, q_source, rows, field(p, f.HEAD_DIM), field(p, f.DIM_WIDE), panel)
+        pack_panel(p, ws, f.DOUT, dout_source, rows, field(p, f.HEAD_DIM_V), field(p, f.DIM_V_WIDE), panel)
+        pack_statistics(p, ws, out + first * field(p, f.OUT_ROW), statistics + 4 * first, rows, panel)
+
+
+@driver
+def pack_statistics(p: int, ws: int, out: int, at: int, num_rows: int, panel: int) -> None:
+    """Lse in log2 units, and delta = rowsum(dout * out) - dlse, of a panel whose dout is staged.
+
+    A row without keys, or beyond the last one, has lse +inf, so its P is 0.
+    """
+    width_v, row = field(p, f.DIM_V_WIDE), ws + field(p, f.WS_EXTRA)
+    for r in range(PANEL):
         lse, delta = INFINITY, 0.0
-        if r < count:
+        if r < num_rows:
             lse = load_f32(field(p, f.LSE) + at + 4 * r) * scalar_bits(field(p, f.LSE_TO_LOG2))
             if lse == MINUS_INF:
                 lse = INFINITY
-            pack_rows(out + r * field(p, f.OUT_ROW), 0, 1, field(p, f.DTYPE), field(p, f.HEAD_DIM_V), stage, 0, width_v)
-            delta = row_dots(stage, ws + field(p, f.WS_DOUT_ROWS) + 4 * r * width_v, width_v)
+            source = out + r * field(p, f.OUT_ROW)
+            pack_rows(source, 0, 1, field(p, f.DTYPE), field(p, f.HEAD_DIM_V), row, 0, width_v)
+            delta = row_dots(row, ws + field(p, f.WS_STAGE) + 4 * r * width_v, width_v)
             if field(p, f.DLSE) != 0:
                 delta -= load_f32(field(p, f.DLSE) + at + 4 * r)
             if field(p, f.DELTA) != 0:
                 store_f32(field(p, f.DELTA) + at + 4 * r, delta)
-        store_f32(ws + field(p, f.WS_LSE) + 4 * r, lse)
-        store_f32(ws + field(p, f.WS_DELTA) + 4 * r, delta)
+        store_f32(ws + field(p, f.WS_LSE) + 4 * (panel * PANEL + r), lse)
+        store_f32(ws + field(p, f.WS_DELTA) + 4 * (panel * PANEL + r), delta)
 
 
 @driver
@@ -165,8 +181,9 @@ def add_bias_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, fi
 
 @driver
 def accumulate_tile(p: int, ws: int, panels: int, size: int, weights: int, x: int, width: int, acc: int) -> None:
-    """acc[size keys][width] += weights . x over the panels that see each group of keys."""
+    """acc[size keys][width] += weights . x over the panels that see each group of keys; x is in columns."""
     for d in range(0, width, VALUE_STEP):
+        column = x + 4 * d * field(p, f.BLOCK_M)
         for j in range(0, size, VALUE_ROWS):
             first, count = 0, 0
             for panel in range(panels):
@@ -175,37 +192,22 @@ def accumulate_tile(p: int, ws: int, panels: int, size: int, weights: int, x: in
                     first = panel if count == 0 else first
                     count += 1
             if count > 0:
-                source = x + 4 * (first * PANEL * width + d)
-                place = acc + 4 * (j * width + d)
-                accumulate_keys(
-                    weights + first * SCORE_BYTES + 4 * j * PANEL,
-                    SCORE_BYTES,
-                    count,
-                    source,
-                    4 * width,
-                    place,
-                    4 * width,
-                )
+                seen = weights + first * SCORE_BYTES + 4 * j * PANEL
+                source, place = column + 4 * first * PANEL * VALUE_STEP, acc + 4 * (j * width + d)
+                accumulate_keys(seen, SCORE_BYTES, count, source, 4 * VALUE_STEP, place, 4 * width)
 
 
 @driver
 def accumulate_dq(p: int, ws: int, panel: int, num_rows: int, begin: int, end: int) -> None:
-    """dq[num_rows] += dS K for one panel and the keys it sees."""
-    width = field(p, f.DIM_WIDE)
+    """dq[num_rows] += dS K for one panel and the keys it sees; K is in columns."""
+    width, ones = field(p, f.DIM_WIDE), ws + field(p, f.WS_ONES)
     ds = ws + field(p, f.WS_DSCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
-    k = ws + field(p, f.WS_K) + 4 * begin * width
+    k = ws + field(p, f.WS_K_COLUMNS) + 4 * begin * VALUE_STEP
     dq = ws + field(p, f.WS_DQ) + 4 * panel * PANEL * width
     for i in range(0, num_rows, VALUE_ROWS):
         for d in range(0, width, VALUE_STEP):
-            weigh_values(
-                ds + 4 * i,
-                k + 4 * d,
-                4 * width,
-                end - begin,
-                dq + 4 * (i * width + d),
-                4 * width,
-                ws + field(p, f.WS_ONES),
-            )
+            place = dq + 4 * (i * width + d)
+            weigh_values(ds + 4 * i, k + 4 * d * BLOCK_N, 4 * VALUE_STEP, end - begin, place, 4 * width, ones)
 
 
 @driver
@@ -214,6 +216,10 @@ def tile_gradient(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int
     width, width_v, work = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), field(p, f.WORK)
     pack_tile(p, f.K, field(p, f.HEAD_DIM), width, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_K))
     pack_tile(p, f.V, field(p, f.HEAD_DIM_V), width_v, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_V))
+    if work & f.MAKES_DQ:
+        padded, columns = (size + KEY_STEP - 1) // KEY_STEP * KEY_STEP, ws + field(p, f.WS_K_COLUMNS)
+        column_bytes = 4 * BLOCK_N * VALUE_STEP
+        pack_values(ws + field(p, f.WS_K), 4 * width, padded, FP32_CODE, width, columns, column_bytes, width)
     panels = (count + PANEL - 1) // PANEL
     for panel in range(panels):
         bounds = ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
