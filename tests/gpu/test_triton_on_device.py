@@ -1,8 +1,12 @@
-"""What only a real GPU can show of the Triton backend; the conformance suite runs there with `--backend triton --device cuda`."""
+"""What only a real GPU can show of the Triton backend.
+
+The conformance suite runs there with `pytest tests/backends/test_conformance.py --backend triton --device cuda`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -29,20 +33,21 @@ def randn(*shape: int, grad: bool = False) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=BF16).requires_grad_(grad)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, **flags: object) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, **flags: Any) -> Tensor:
     out = tw.attention(q, k, v, backend="triton", **flags)
     assert isinstance(out, Tensor)
     return out
 
 
-def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **flags: object) -> tuple[Tensor, ...]:
+def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **flags: Any) -> tuple[Tensor, ...]:
     out = attend(q, k, v, **flags)
     return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     scores = (q.float() @ k.float().transpose(-1, -2)) * q.shape[-1] ** -0.5
-    return scores.masked_fill(~keep, float("-inf")).softmax(-1) @ v.float()
+    out: Tensor = scores.masked_fill(~keep, float("-inf")).softmax(-1) @ v.float()
+    return out
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -60,10 +65,10 @@ def test_offsets_beyond_two_to_the_31(layout: str) -> None:
 
     i = torch.arange(tail, device="cuda")
     keep = (i[None, :] <= i[:, None]) & (i[None, :] >= i[:, None] - window)
-    small = [last(t) for t in (q, k, v)]
-    want = plain(*small, keep)
+    small = last(q), last(k), last(v)
+    want = plain(small[0], small[1], small[2], keep)
     want_grads = torch.autograd.grad(want, small, last(dout).detach())
-    # The first `window` rows of the slice see keys before it, and its first keys are seen by nobody else: compare the rest.
+    # The first `window` rows of the slice see keys before it, so neither they nor their keys can be compared.
     inner = slice(window, None)
     for got, ref in zip((out, dq, dk, dv), (want.detach(), *want_grads), strict=True):
         torch.testing.assert_close(last(got).detach()[inner], ref[inner], atol=2e-2, rtol=2e-2)
@@ -85,16 +90,16 @@ def test_decode_gives_the_same_bits_every_time() -> None:
 
 
 def test_concurrent_streams_do_not_disturb_each_other() -> None:
-    inputs = [tuple(randn(2, 4, 1000 + 17 * i, 64, grad=True) for _ in range(3)) for i in range(4)]
-    douts = [torch.randn_like(q) for q, _, _ in inputs]
-    alone = [gradients(*qkv, dout, causal=True) for qkv, dout in zip(inputs, douts, strict=True)]
+    lengths = [1000 + 17 * i for i in range(4)]
+    inputs = [[randn(2, 4, n, 64, grad=i < 3) for i in range(4)] for n in lengths]
+    alone = [gradients(*tensors, causal=True) for tensors in inputs]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in inputs]
     for _ in range(10):
         together = []
-        for stream, qkv, dout in zip(streams, inputs, douts, strict=True):
+        for stream, tensors in zip(streams, inputs, strict=True):
             with torch.cuda.stream(stream):
-                together.append(gradients(*qkv, dout, causal=True))
+                together.append(gradients(*tensors, causal=True))
         torch.cuda.synchronize()
         for one, other in zip(alone, together, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

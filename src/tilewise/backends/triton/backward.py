@@ -129,33 +129,67 @@ def score_gradient(p, dp, capped, delta_rows, keep, scalars, T: tl.constexpr):
 
 
 @triton.jit
+def group_steps(begin, stop, BLOCK_M: tl.constexpr, T: tl.constexpr):
+    """(lower, upper) of the loop over all query tiles of all heads of a group; see `group_step`."""
+    if T.GROUP_SIZE == 1:
+        return begin, stop
+    return begin * 0, (stop - begin + BLOCK_M - 1) // BLOCK_M * T.GROUP_SIZE
+
+
+@triton.jit
+def group_step(step, begin, upper, kv_head, BLOCK_M: tl.constexpr, T: tl.constexpr):
+    """(head, position) of a step: the steps of one head are positions, those of a group count tiles, head by head."""
+    if T.GROUP_SIZE == 1:
+        return kv_head, step
+    per_head = upper // T.GROUP_SIZE
+    return kv_head * T.GROUP_SIZE + step // per_head, begin + step % per_head * BLOCK_M
+
+
+@triton.jit
+def load_stats(
+    lse_unit, delta, first, batch_idx, head, q_start, seqlen_q,
+    EDGE: tl.constexpr, BLOCK_M: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """(lse, delta) of a tile of queries; +inf makes P of rows past the end 0."""
+    m_row = first + tl.arange(0, BLOCK_M)
+    lse_at = head_base(lse_unit, batch_idx, head, q_start, T.PACKED_Q) + m_row * lse_unit.stride_row
+    delta_at = head_base(delta, batch_idx, head, q_start, T.PACKED_Q) + m_row * delta.stride_row
+    if EDGE:
+        ok = m_row < seqlen_q
+        return tl.load(lse_at, mask=ok, other=float("inf")), tl.load(delta_at, mask=ok, other=0.0)
+    return tl.load(lse_at), tl.load(delta_at)
+
+
+@triton.jit
 def key_gradient_loop(
-    dk, dv, k_tile, v_tile, q_source, dout_source, lse_rows, delta_rows, alibi_slopes, bias, mask, seed_ptr, place,
-    scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end, end,
+    dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, alibi_slopes, bias, mask,
+    seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end, end,
     EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Add to dK and dV what the queries begin..gap_begin and gap_end..end of one head contribute. Works on transposed
-    scores (keys are rows).
+    """Add to dK and dV what the queries begin..gap_begin and gap_end..end of a group's heads contribute.
+
+    Works on transposed scores (keys are rows). One loop over heads and tiles: nested ones made ptxas serialise wgmma.
     """
-    n_first, head, batch_idx, stride_stat = place
+    n_first, kv_head, batch_idx, q_start = place
     n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
+    lower, upper = group_steps(begin, gap_begin + tl.maximum(end - gap_end, 0), BLOCK_M, T)
     # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one
     # (C7515).
-    stop = gap_begin + tl.maximum(end - gap_end, 0)
-    if begin < stop:
-        tl.assume(begin < stop)
-        for position in tl.range(begin, stop, BLOCK_M):
+    if lower < upper:
+        tl.assume(lower < upper)
+        for step in tl.range(lower, upper, BLOCK_M if T.GROUP_SIZE == 1 else 1):
+            head, position = group_step(step, begin, upper, kv_head, BLOCK_M, T)
             first = around_gap(position, gap_begin, gap_end, EDGE)
             m_row = first + tl.arange(0, BLOCK_M)
+            q_row, q_col = box_origin(q_desc, q_box, batch_idx, head, q_start, T.PACKED_Q)
+            dout_row, dout_col = box_origin(dout_desc, dout_box, batch_idx, head, q_start, T.PACKED_Q)
+            q_source = (q, head_base(q, batch_idx, head, q_start, T.PACKED_Q), q_desc, q_row, q_col)
+            dout_source = (dout, head_base(dout, batch_idx, head, q_start, T.PACKED_Q), dout_desc, dout_row, dout_col)
             q_tile = load_queries(q_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
             dout_tile = load_queries(dout_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
-            if EDGE:
-                # +inf makes P of rows past the end 0.
-                lse_tile = tl.load(lse_rows + m_row * stride_stat, mask=m_row < seqlen_q, other=float("inf"))
-                delta_tile = tl.load(delta_rows + m_row * stride_stat, mask=m_row < seqlen_q, other=0.0)
-            else:
-                lse_tile = tl.load(lse_rows + m_row * stride_stat)
-                delta_tile = tl.load(delta_rows + m_row * stride_stat)
+            lse_tile, delta_tile = load_stats(
+                lse_unit, delta, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T
+            )
             terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
             dots = dot(k_tile, tl.trans(q_tile), T)
             if EARLY_DP:
@@ -236,27 +270,17 @@ def key_gradient_kernel(
     dk_acc = zeros(BLOCK_N, T.BLOCK_D)
     dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
     begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
-    for member in range(T.GROUP_SIZE):
-        head = kv_head * T.GROUP_SIZE + member
-        q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
-        dout_base = head_base(dout, batch_idx, head, q_start, T.PACKED_Q)
-        q_row, q_col = box_origin(q_desc, q_box, batch_idx, head, q_start, T.PACKED_Q)
-        dout_row, dout_col = box_origin(dout_desc, dout_box, batch_idx, head, q_start, T.PACKED_Q)
-        q_source = (q, q_base, q_desc, q_row, q_col)
-        dout_source = (dout, dout_base, dout_desc, dout_row, dout_col)
-        lse_rows = head_base(lse_unit, batch_idx, head, q_start, T.PACKED_Q)
-        delta_rows = head_base(delta, batch_idx, head, q_start, T.PACKED_Q)
-        place = (n_first, head, batch_idx, lse_unit.stride_row)
-        dk_acc, dv_acc = key_gradient_loop(
-            dk_acc, dv_acc, k_tile, v_tile, q_source, dout_source, lse_rows, delta_rows, alibi_slopes, bias, mask,
-            seed_ptr, place, scalars, band, seqlen_q, seqlen_k, full_begin, full_end, full_end, full_end, False,
-            BLOCK_M, BLOCK_N, EARLY_DP, T
-        )  # fmt: skip
-        dk_acc, dv_acc = key_gradient_loop(
-            dk_acc, dv_acc, k_tile, v_tile, q_source, dout_source, lse_rows, delta_rows, alibi_slopes, bias, mask,
-            seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, full_begin, full_end, end, True, BLOCK_M,
-            BLOCK_N, EARLY_DP, T
-        )  # fmt: skip
+    place = (n_first, kv_head, batch_idx, q_start)
+    dk_acc, dv_acc = key_gradient_loop(
+        dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, alibi_slopes,
+        bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, full_begin, full_end, full_end, full_end, False,
+        BLOCK_M, BLOCK_N, EARLY_DP, T
+    )  # fmt: skip
+    dk_acc, dv_acc = key_gradient_loop(
+        dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, alibi_slopes,
+        bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, full_begin, full_end, end, True,
+        BLOCK_M, BLOCK_N, EARLY_DP, T
+    )  # fmt: skip
     dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
     dv_base = head_base(dv, batch_idx, kv_head, k_start, T.PACKED_K)
     store_rows(dk_acc * scalars.scale, dk_base, dk.stride_row, n_first, seqlen_k, T.HEAD_DIM)

@@ -242,14 +242,15 @@ def key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N:
     end = seqlen_k
     full_end = seqlen_k
     if T.HAS_LEFT:
-        begin = tl.maximum(m_first + diagonal - band.left, 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(m_first + diagonal - band.left, 0)
         full_begin = (tl.maximum(m_last + diagonal - band.left, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     if T.HAS_RIGHT:
         end = tl.maximum(tl.minimum(seqlen_k, m_last + diagonal + band.right + 1), 0)
         full_end = tl.maximum(tl.minimum(seqlen_k, m_first + diagonal + band.right + 1), 0)
+    end = tl.where(begin < end, end, 0)
     full_begin = tl.minimum(full_begin, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
-    full_end = tl.maximum(full_end // BLOCK_N * BLOCK_N, full_begin)
-    return begin, full_begin, full_end, end
+    full_end = tl.maximum(tl.minimum(full_end, end) // BLOCK_N * BLOCK_N, full_begin)
+    return begin // BLOCK_N * BLOCK_N, full_begin, full_end, end
 
 
 @triton.jit
@@ -265,14 +266,15 @@ def query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_
     end = seqlen_q
     full_end = seqlen_q
     if T.HAS_RIGHT:
-        begin = tl.maximum(n_first - diagonal - band.right, 0) // BLOCK_M * BLOCK_M
+        begin = tl.maximum(n_first - diagonal - band.right, 0)
         full_begin = (tl.maximum(n_last - diagonal - band.right, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     if T.HAS_LEFT:
         end = tl.maximum(tl.minimum(seqlen_q, n_last - diagonal + band.left + 1), 0)
         full_end = tl.maximum(tl.minimum(seqlen_q, n_first - diagonal + band.left + 1), 0)
+    end = tl.where(begin < end, end, 0)
     full_begin = tl.minimum(full_begin, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
-    full_end = tl.maximum(full_end // BLOCK_M * BLOCK_M, full_begin)
-    return begin, full_begin, full_end, end
+    full_end = tl.maximum(tl.minimum(full_end, end) // BLOCK_M * BLOCK_M, full_begin)
+    return begin // BLOCK_M * BLOCK_M, full_begin, full_end, end
 
 
 @triton.jit

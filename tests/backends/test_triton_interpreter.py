@@ -1,0 +1,139 @@
+"""The Triton kernels on a CPU, in Triton's interpreter: the device's tile ranges, and the conformance suite cut small.
+
+Triton decides when a kernel is defined whether it is interpreted, so these tests run in a process of their own.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, valid-type, name-defined"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise.masks import Band, TileGrid, TileKind
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+primitives = pytest.importorskip("tilewise.backends.triton.primitives")
+key_range, query_range = primitives.key_range, primitives.query_range
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+HERE = Path(__file__)
+# The interpreter computes with NumPy, which warns where a GPU gives inf or where a scalar has one dimension.
+IGNORED = (
+    "ignore:Conversion of an array with ndim:DeprecationWarning",
+    "ignore:overflow encountered:RuntimeWarning",
+    "ignore:invalid value encountered:RuntimeWarning",
+    "ignore:divide by zero encountered:RuntimeWarning",
+)
+# Every fourth test of the small suite here, all of it with `-m slow`.
+SAMPLE = "fp32-q3 or varlen_padding or paged_prefill_page_3 or paged_decode_page_16 or dropout or sinks or window"
+
+
+def interpret(*arguments: str) -> None:
+    """Run pytest in a new process with the interpreter on, and fail with its report."""
+    warnings = [part for ignored in IGNORED for part in ("-W", ignored)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *warnings, *arguments]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
+def test_tile_ranges_in_the_interpreter() -> None:
+    interpret(str(HERE), "-k", "mirror")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
+def test_a_sample_of_the_conformance_suite() -> None:
+    suite = str(HERE.with_name("test_conformance.py"))
+    interpret(suite, "--backend", "triton", "--size", "small", "-m", "not slow", "-k", SAMPLE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
+def test_the_conformance_suite() -> None:
+    suite = str(HERE.with_name("test_conformance.py"))
+    interpret(suite, "--backend", "triton", "--size", "small", "-m", "not slow")
+
+
+LENGTHS = (1, 5, 16, 37)
+WINDOWS = (None, 0, 3, 20)
+BANDS = [Band(q, k, left, right) for q, k, left, right in itertools.product(LENGTHS, LENGTHS, WINDOWS, (*WINDOWS, -2))]
+GRID = TileGrid(16, 8)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "band"])
+def ranges_kernel(
+    found, seqlen_q, seqlen_k, band,
+    OF_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Write down the tile range of every block."""
+    block = tl.program_id(0)
+    if OF_KEYS:
+        begin, full_begin, full_end, end = key_range(block * BLOCK_M, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    else:
+        begin, full_begin, full_end, end = query_range(block * BLOCK_N, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    tl.store(found + block * 4, begin)
+    tl.store(found + block * 4 + 1, full_begin)
+    tl.store(found + block * 4 + 2, full_end)
+    tl.store(found + block * 4 + 3, end)
+
+
+def device_ranges(band: Band, *, of_keys: bool) -> list[list[int]]:
+    """(begin, full_begin, full_end, end) of every block, computed by the device code."""
+
+    from tilewise.backends.triton.traits import Band as DeviceBand
+    from tilewise.backends.triton.traits import Traits
+
+    facts = dict.fromkeys(Traits.__dataclass_fields__, False) | {"PRECISION": "ieee"}
+    facts |= {"HAS_LEFT": band.left is not None, "HAS_RIGHT": band.right is not None}
+    blocks = -(-band.seqlen_q // GRID.block_m) if of_keys else -(-band.seqlen_k // GRID.block_n)
+    found = torch.zeros(blocks, 4, dtype=torch.int32)
+    ranges_kernel[(blocks,)](
+        found, band.seqlen_q, band.seqlen_k, DeviceBand(band.left or 0, band.right or 0),
+        OF_KEYS=of_keys, BLOCK_M=GRID.block_m, BLOCK_N=GRID.block_n, T=Traits(**facts),
+    )  # fmt: skip
+    rows: list[list[int]] = found.tolist()
+    return rows
+
+
+def blocks_between(begin: int, end: int, block: int) -> set[int]:
+    return set(range(begin // block, -(-end // block))) if begin < end else set()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
+def test_key_ranges_mirror_masks() -> None:
+    for band in BANDS:
+        for m_block, (begin, full_begin, full_end, end) in enumerate(device_ranges(band, of_keys=True)):
+            tiles = {tile.n_block: tile.kind for tile in band.key_tiles(m_block, GRID)}
+            full = blocks_between(full_begin, full_end, GRID.block_n)
+            edge = blocks_between(begin, min(full_begin, end), GRID.block_n)
+            edge |= blocks_between(full_end, end, GRID.block_n)
+            assert full == {n for n, kind in tiles.items() if kind is TileKind.FULL}, (band, m_block)
+            assert edge == {n for n, kind in tiles.items() if kind is TileKind.PARTIAL}, (band, m_block)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
+def test_query_ranges_mirror_masks() -> None:
+    for band in BANDS:
+        for n_block, (begin, full_begin, full_end, end) in enumerate(device_ranges(band, of_keys=False)):
+            visited = {tile.m_block for tile in band.query_tiles(n_block, GRID)}
+            full = blocks_between(full_begin, full_end, GRID.block_m)
+            edge = blocks_between(begin, min(full_begin, end), GRID.block_m)
+            edge |= blocks_between(full_end, end, GRID.block_m)
+            assert full | edge == visited, (band, n_block)
+            assert not full & edge
+            # Whole tiles are read without a row mask and scored without a band mask; ragged keys do not matter.
+            n_stop = min((n_block + 1) * GRID.block_n, band.seqlen_k)
+            for m_block in full:
+                rows = range(m_block * GRID.block_m, (m_block + 1) * GRID.block_m)
+                assert all(band.sees(m, n) for m in rows for n in range(n_block * GRID.block_n, n_stop))
