@@ -7,6 +7,9 @@ timed. Then every cell (pass, head_dim, causal, length) is timed round-robin in 
 within a cell mean something. bf16, 16384 tokens, heads * head_dim = 2048.
 """
 
+# mypy: ignore-errors
+# ruff: noqa
+
 from __future__ import annotations
 
 import argparse
@@ -24,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import device as devices
-from tilewise.backends.triton import configs, launch
+from tilewise.backends.triton import arguments, configs, launch, planning
 from tilewise.backends.triton.configs import Config, Pass
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
@@ -35,41 +38,148 @@ C = Config
 
 def forward_candidates(dim: int) -> list[Config]:
     if dim == 64:
-        shapes = [(128, 64, 4, 3), (128, 128, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (256, 64, 8, 2), (256, 64, 8, 3)]
+        shapes = [
+            (128, 64, 4, 3),
+            (128, 128, 4, 2),
+            (128, 64, 8, 3),
+            (128, 128, 8, 2),
+            (128, 128, 8, 3),
+            (64, 64, 4, 3),
+            (64, 128, 4, 2),
+            (256, 64, 8, 2),
+            (256, 64, 8, 3),
+        ]
     elif dim == 128:
-        shapes = [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (64, 128, 4, 2), (128, 32, 8, 4), (256, 64, 8, 2)]
+        shapes = [
+            (128, 128, 8, 2),
+            (128, 64, 8, 2),
+            (128, 64, 8, 3),
+            (128, 64, 8, 4),
+            (64, 64, 4, 2),
+            (64, 64, 4, 3),
+            (128, 64, 4, 2),
+            (64, 128, 4, 2),
+            (128, 32, 8, 4),
+            (256, 64, 8, 2),
+        ]
     else:
-        shapes = [(128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 1)]
+        shapes = [
+            (128, 64, 8, 2),
+            (128, 32, 8, 3),
+            (128, 32, 8, 2),
+            (64, 32, 4, 2),
+            (64, 64, 4, 2),
+            (64, 32, 4, 3),
+            (128, 64, 8, 1),
+        ]
     return [C(*s, descriptors=d) for s in shapes for d in (False, True)]
 
 
 def dkdv_candidates(dim: int) -> list[Config]:
     if dim == 64:
-        shapes = [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 4, 2), (64, 128, 4, 2), (32, 128, 4, 3)]
+        shapes = [
+            (64, 128, 8, 2),
+            (64, 128, 8, 3),
+            (64, 64, 4, 2),
+            (64, 64, 4, 3),
+            (128, 128, 8, 2),
+            (128, 64, 4, 2),
+            (64, 128, 4, 2),
+            (32, 128, 4, 3),
+        ]
     elif dim == 128:
-        shapes = [(64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (32, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 3), (128, 64, 8, 2), (16, 128, 8, 3)]
+        shapes = [
+            (64, 128, 8, 2),
+            (64, 128, 8, 3),
+            (32, 128, 8, 2),
+            (32, 128, 8, 3),
+            (64, 64, 4, 2),
+            (32, 64, 4, 3),
+            (128, 64, 8, 2),
+            (16, 128, 8, 3),
+        ]
     else:
-        shapes = [(32, 64, 8, 2), (32, 64, 8, 1), (64, 64, 8, 1), (16, 64, 8, 2), (16, 64, 4, 2), (32, 128, 8, 1), (16, 128, 8, 2), (64, 64, 8, 2)]
+        shapes = [
+            (32, 64, 8, 2),
+            (32, 64, 8, 1),
+            (64, 64, 8, 1),
+            (16, 64, 8, 2),
+            (16, 64, 4, 2),
+            (32, 128, 8, 1),
+            (16, 128, 8, 2),
+            (64, 64, 8, 2),
+        ]
     early = [C(*s, descriptors=d) for s in shapes for d in (False, True)]
-    return early + [C(*s, descriptors=d, early_dp=False) for s in shapes[:3] + [s for s in shapes[3:] if s[0] == 128] for d in (False, True)]
+    return early + [
+        C(*s, descriptors=d, early_dp=False)
+        for s in shapes[:3] + [s for s in shapes[3:] if s[0] == 128]
+        for d in (False, True)
+    ]
 
 
 def dq_candidates(dim: int) -> list[Config]:
     if dim == 64:
-        shapes = [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 2), (64, 128, 4, 2), (128, 32, 4, 3)]
+        shapes = [
+            (128, 64, 4, 3),
+            (128, 64, 8, 3),
+            (128, 128, 8, 2),
+            (64, 64, 4, 3),
+            (128, 64, 4, 2),
+            (64, 128, 4, 2),
+            (128, 32, 4, 3),
+        ]
     elif dim == 128:
-        shapes = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3), (128, 32, 4, 2), (64, 32, 4, 3)]
+        shapes = [
+            (128, 64, 8, 2),
+            (128, 64, 8, 3),
+            (128, 128, 8, 2),
+            (64, 64, 4, 2),
+            (128, 32, 8, 3),
+            (128, 32, 4, 2),
+            (64, 32, 4, 3),
+        ]
     else:
-        shapes = [(128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 1), (128, 64, 8, 1), (64, 64, 8, 1), (64, 64, 4, 1), (128, 32, 8, 1)]
+        shapes = [
+            (128, 32, 8, 2),
+            (64, 32, 8, 2),
+            (64, 32, 4, 2),
+            (64, 32, 8, 1),
+            (128, 64, 8, 1),
+            (64, 64, 8, 1),
+            (64, 64, 4, 1),
+            (128, 32, 8, 1),
+        ]
     return [C(*s, descriptors=d) for s in shapes for d in (False, True)]
 
 
-CANDIDATES: dict[Pass, Callable[[int], list[Config]]] = {"forward": forward_candidates, "dkdv": dkdv_candidates, "dq": dq_candidates}
-DECODE = [C(16, n, w, s) for n, w, s in ((32, 4, 3), (32, 4, 5), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3), (64, 2, 3), (32, 2, 4))]
+CANDIDATES: dict[Pass, Callable[[int], list[Config]]] = {
+    "forward": forward_candidates,
+    "dkdv": dkdv_candidates,
+    "dq": dq_candidates,
+}
+DECODE = [
+    C(16, n, w, s)
+    for n, w, s in (
+        (32, 4, 3),
+        (32, 4, 5),
+        (64, 4, 2),
+        (64, 4, 3),
+        (64, 4, 4),
+        (64, 8, 3),
+        (128, 4, 2),
+        (128, 4, 3),
+        (128, 8, 2),
+        (128, 8, 3),
+        (64, 2, 3),
+        (32, 2, 4),
+    )
+]
 DECODE_CASES = ((1, 8192), (1, 131072), (16, 8192), (64, 8192), (16, 65536))
 
 
-def problem_of(batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int, dim: int, causal: bool) -> AttentionProblem:
+def problem_of(
+    batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int, dim: int, causal: bool
+) -> AttentionProblem:
     return AttentionProblem(
         kind="dense", dtype=torch.bfloat16, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, total_q=batch * seqlen_q, total_k=batch * seqlen_k,
         num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim, scale=dim**-0.5, causal=causal, needs_grad=True,
@@ -82,9 +192,13 @@ class Inputs:
     def __init__(self, problem: AttentionProblem, backward: bool) -> None:
         self.problem = p = problem
         make = lambda h, s: torch.randn(p.batch, h, s, p.head_dim, device="cuda", dtype=p.dtype)  # noqa: E731
-        self.q, self.k, self.v = make(p.num_heads, p.seqlen_q), make(p.num_kv_heads, p.seqlen_k), make(p.num_kv_heads, p.seqlen_k)
+        self.q, self.k, self.v = (
+            make(p.num_heads, p.seqlen_q),
+            make(p.num_kv_heads, p.seqlen_k),
+            make(p.num_kv_heads, p.seqlen_k),
+        )
         self.operands = Operands(self.q, self.k, self.v)
-        self.plan = launch.plan_for(p, devices.of(self.q.device), False)
+        self.plan = planning.plan_for(p, devices.of(self.q.device), False)
         self.out, self.lse = torch.empty_like(self.q), torch.empty(p.lse_shape, device="cuda")
         if backward:
             self.out, self.lse = launch.run_forward(p, self.operands)
@@ -92,15 +206,15 @@ class Inputs:
             self.dq, self.dk, self.dv = (torch.empty_like(t) for t in (self.q, self.k, self.v))
             self.lse_unit, self.delta = torch.empty_like(self.lse), torch.empty_like(self.lse)
             self.stats().start()
-            rows = launch._dense_rows
-            self.shared = launch._score_arguments(self.plan, self.operands) | {
+            rows = arguments.dense_rows
+            self.shared = arguments.score_arguments(self.plan, self.operands) | {
                 "dout": rows(self.dout), "lse_unit": rows(self.lse_unit), "delta": rows(self.delta)}  # fmt: skip
 
     def stats(self) -> launch.Launch:
-        return launch._stats_launch(self.plan, self.out, self.dout, self.lse, None, self.lse_unit, self.delta)
+        return launch.stats_launch(self.plan, self.out, self.dout, self.lse, None, self.lse_unit, self.delta)
 
     def launch(self, direction: Pass, config: Config) -> launch.Launch:
-        rows = launch._dense_rows
+        rows = arguments.dense_rows
         with configs.overridden({direction: config}):
             if direction == "forward":
                 return launch.forward_launches(self.plan, self.operands, self.out, self.lse)[0]
@@ -159,7 +273,13 @@ def check_all(jobs: list[tuple[Pass, int, bool, Config]], workers: int) -> dict[
             try:
                 results[job] = future.result()
             except Exception as error:  # a crashed worker breaks the pool: report its jobs, keep the rest
-                results[job] = {"pass": job[0], "dim": job[1], "causal": job[2], "config": repr(job[3]), "error": f"crashed: {error}"}
+                results[job] = {
+                    "pass": job[0],
+                    "dim": job[1],
+                    "causal": job[2],
+                    "config": repr(job[3]),
+                    "error": f"crashed: {error}",
+                }
     return results
 
 
@@ -196,7 +316,11 @@ def flops(p: AttentionProblem, direction: str) -> float:
 
 
 def short(config: Config) -> str:
-    extra = ("T" if config.descriptors else "") + ("" if config.early_dp else "L") + (f"h{config.heads_per_wave}" if config.heads_per_wave else "")
+    extra = (
+        ("T" if config.descriptors else "")
+        + ("" if config.early_dp else "L")
+        + (f"h{config.heads_per_wave}" if config.heads_per_wave else "")
+    )
     return f"{config.block_m}x{config.block_n}w{config.num_warps}s{config.num_stages}{extra}"
 
 
@@ -215,11 +339,20 @@ def tune_cell(direction: Pass, p: AttentionProblem, good: list[Config], records:
     ranked = sorted(taken, key=taken.__getitem__)
     rate = lambda ms: flops(p, direction) / ms * 1e-9  # noqa: E731
     records.append({"cell": cell_name(direction, p), "tflops": {name: round(rate(taken[name]), 1) for name in ranked}})
-    print(f"{cell_name(direction, p):28s}", "  ".join(f"{name} {rate(taken[name]):.0f}" for name in ranked[:6]), flush=True)
+    print(
+        f"{cell_name(direction, p):28s}",
+        "  ".join(f"{name} {rate(taken[name]):.0f}" for name in ranked[:6]),
+        flush=True,
+    )
     best = by_name[ranked[0]]
-    waves = [C(best.block_m, best.block_n, best.num_warps, best.num_stages, best.descriptors, best.early_dp, h) for h in (None, 1, 2, 4, 8, 16, 64)]
+    waves = [
+        C(best.block_m, best.block_n, best.num_warps, best.num_stages, best.descriptors, best.early_dp, h)
+        for h in (None, 1, 2, 4, 8, 16, 64)
+    ]
     taken = round_robin({short(c): (lambda item=inputs.launch(direction, c): start(item)) for c in waves})
-    records.append({"cell": cell_name(direction, p) + " heads", "tflops": {name: round(rate(ms), 1) for name, ms in taken.items()}})
+    records.append(
+        {"cell": cell_name(direction, p) + " heads", "tflops": {name: round(rate(ms), 1) for name, ms in taken.items()}}
+    )
     print(" " * 28, "  ".join(f"{name} {rate(ms):.0f}" for name, ms in taken.items()), flush=True)
     return best
 
@@ -242,7 +375,10 @@ def peer_runs(p: AttentionProblem, inputs: Inputs, backward: bool, flex: Any) ->
         return attend
 
     peers: dict[str, Callable[[], Any]] = {}
-    attempts: dict[str, Callable[[], Tensor]] = {"fa2": sdpa(SDPBackend.FLASH_ATTENTION), "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION)}
+    attempts: dict[str, Callable[[], Tensor]] = {
+        "fa2": sdpa(SDPBackend.FLASH_ATTENTION),
+        "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+    }
     if flex is not None:
         attempts["flex"] = lambda: flex(q, k, v)
     for name, attend in attempts.items():
@@ -266,7 +402,9 @@ def compiled_flex(p: AttentionProblem) -> Any:
     return lambda q, k, v: call(q, k, v, block_mask=block)
 
 
-def compare_cell(p: AttentionProblem, chosen: dict[Pass, Config], with_flex: bool, records: list[dict[str, Any]]) -> None:
+def compare_cell(
+    p: AttentionProblem, chosen: dict[Pass, Config], with_flex: bool, records: list[dict[str, Any]]
+) -> None:
     """The whole forward and backward with the chosen configurations against the peers."""
     flex = compiled_flex(p) if with_flex else None
     for backward in (False, True):
@@ -284,8 +422,17 @@ def compare_cell(p: AttentionProblem, chosen: dict[Pass, Config], with_flex: boo
         ours_backward = [inputs.stats(), inputs.launch("dkdv", chosen["dkdv"]), inputs.launch("dq", chosen["dq"])]
         taken = round_robin({"tilewise": ours} | peer_runs(p, inputs, backward, flex))
         rates = {name: flops(p, direction) / ms * 1e-9 for name, ms in taken.items()}
-        records.append({"cell": cell_name(direction, p) + " peers", "tflops": {name: round(rate, 1) for name, rate in rates.items()}})
-        print(f"{cell_name(direction, p):28s}", "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items()), flush=True)
+        records.append(
+            {
+                "cell": cell_name(direction, p) + " peers",
+                "tflops": {name: round(rate, 1) for name, rate in rates.items()},
+            }
+        )
+        print(
+            f"{cell_name(direction, p):28s}",
+            "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items()),
+            flush=True,
+        )
 
 
 def graph_of(run: Callable[[], Any]) -> Callable[[], None]:
@@ -342,7 +489,10 @@ def report_decode(cell: str, read: int, taken: dict[str, float], records: list[d
 
 def host_overhead(records: list[dict[str, Any]]) -> None:
     """Microseconds of host time a call takes: many tiny calls queued without waiting."""
-    for name, p in (("forward", problem_of(1, 4, 4, 128, 128, 64, True)), ("decode", problem_of(1, 32, 8, 1, 8192, 128, False))):
+    for name, p in (
+        ("forward", problem_of(1, 4, 4, 128, 128, 64, True)),
+        ("decode", problem_of(1, 32, 8, 1, 8192, 128, False)),
+    ):
         inputs = Inputs(p, False)
         for _ in range(20):
             launch.run_forward(p, inputs.operands)
@@ -365,23 +515,41 @@ def main() -> None:
     parser.add_argument("--flex-lengths", default="4096,16384")
     parser.add_argument("--workers", type=int, default=14)
     options = parser.parse_args()
-    only, dims, lengths = options.only.split(","), [int(d) for d in options.dims.split(",")], [int(n) for n in options.lengths.split(",")]
+    only, dims, lengths = (
+        options.only.split(","),
+        [int(d) for d in options.dims.split(",")],
+        [int(n) for n in options.lengths.split(",")],
+    )
     passes: list[Pass] = [name for name in CANDIDATES if name in only]
     began = time.time()
-    jobs = [(name, dim, causal, c) for name in passes for dim in dims for causal in (False, True) for c in CANDIDATES[name](dim)]
+    jobs = [
+        (name, dim, causal, c)
+        for name in passes
+        for dim in dims
+        for causal in (False, True)
+        for c in CANDIDATES[name](dim)
+    ]
     checked = check_all(jobs, options.workers) if jobs else {}
     records: list[dict[str, Any]] = list(checked.values())
     bad = [r for r in records if r["error"]]
-    print(f"{len(jobs)} candidates compiled and checked in {time.time() - began:.0f} s, {len(bad)} left out", flush=True)
+    print(
+        f"{len(jobs)} candidates compiled and checked in {time.time() - began:.0f} s, {len(bad)} left out", flush=True
+    )
     for r in bad:
         print("  left out:", r["pass"], r["dim"], r["causal"], r["config"], r["error"], flush=True)
     for dim in dims:
         for causal in (False, True):
             for length in lengths:
                 p = problem_of(TOKENS // length, WIDTH // dim, WIDTH // dim, length, length, dim, causal)
-                chosen: dict[Pass, Config] = {name: configs.choose(name, devices.of(torch.device("cuda")), 2, dim, False) for name in CANDIDATES}
+                chosen: dict[Pass, Config] = {
+                    name: configs.choose(name, devices.of(torch.device("cuda")), 2, dim, False) for name in CANDIDATES
+                }
                 for name in passes:
-                    good = [job[3] for job, record in checked.items() if job[:3] == (name, dim, causal) and not record["error"]]
+                    good = [
+                        job[3]
+                        for job, record in checked.items()
+                        if job[:3] == (name, dim, causal) and not record["error"]
+                    ]
                     chosen[name] = tune_cell(name, p, good, records) or chosen[name]
                 if "peers" in only:
                     compare_cell(p, chosen, str(length) in options.flex_lengths.split(",") and dim <= 128, records)
@@ -395,7 +563,11 @@ def main() -> None:
 
 
 def save(path: str, records: list[dict[str, Any]]) -> None:
-    versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": __import__("triton").__version__}
+    versions = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": __import__("triton").__version__,
+    }
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"versions": versions, "records": records}, file, indent=1)
 

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def device_ranges(band: Band, *, of_keys: bool) -> list[list[int]]:
     from tilewise.backends.triton.traits import Band as DeviceBand
     from tilewise.backends.triton.traits import Traits
 
-    facts = dict.fromkeys(Traits.__dataclass_fields__, False) | {"PRECISION": "ieee"}
+    facts: dict[str, Any] = dict.fromkeys(Traits.__dataclass_fields__, False) | {"PRECISION": "ieee"}
     facts |= {"HAS_LEFT": band.left is not None, "HAS_RIGHT": band.right is not None}
     blocks = -(-band.seqlen_q // GRID.block_m) if of_keys else -(-band.seqlen_k // GRID.block_n)
     found = torch.zeros(blocks, 4, dtype=torch.int32)

@@ -1,0 +1,76 @@
+"""What every call with a problem shares: compile-time traits, run-time numbers, splits. Made once, cached."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import triton
+
+from tilewise.backends.triton import configs
+from tilewise.backends.triton.configs import Config, Pass
+from tilewise.backends.triton.traits import Band, ScoreScalars, Sizes, Traits, is_rich, traits_of
+from tilewise.device import DeviceSpec
+from tilewise.numerics import dropout_threshold
+from tilewise.problem import AttentionProblem
+
+__all__ = ["Plan", "plan_for"]
+
+# Query rows (tokens times heads of a group) that decode takes in one tile, and the keys below which splitting is not
+# worth a second kernel.
+MAX_DECODE_ROWS = 64
+MIN_DECODE_KEYS = 256
+
+
+class Plan(NamedTuple):
+    """What every call with a problem shares."""
+
+    problem: AttentionProblem
+    device: DeviceSpec
+    traits: Traits
+    sizes: Sizes
+    band: Band
+    scalars: ScoreScalars
+    num_splits: int
+
+    def config(self, direction: Pass) -> Config:
+        """The tile of one pass."""
+        width = max(self.traits.BLOCK_D, self.traits.BLOCK_DV)
+        return configs.choose(direction, self.device, self.problem.dtype.itemsize, width, is_rich(self.problem))
+
+    def sizes_streaming(self, config: Config, bytes_per_head: int, group_size: int) -> Sizes:
+        """Sizes with the number of heads that run side by side."""
+        heads = config.heads_per_wave or configs.heads_per_wave(self.device, bytes_per_head, group_size)
+        return self.sizes._replace(heads_per_wave=heads)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_for(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precision: str = "ieee") -> Plan:
+    """Everything about a call that needs no tensor."""
+    left, right = problem.band
+    traits = traits_of(problem, packed_q=packed_q, precision=precision, interpreted=interpreted())
+    sizes = Sizes(
+        batch=problem.batch,
+        num_heads=problem.num_heads,
+        seqlen_q=problem.seqlen_q if packed_q or problem.kind == "dense" else 1,
+        seqlen_k=problem.seqlen_k,
+        total_q=problem.total_q if problem.kind != "dense" else problem.batch * problem.seqlen_q,
+        total_k=problem.total_k,
+        heads_per_wave=1,
+    )
+    scalars = ScoreScalars(
+        scale=float(problem.scale),
+        softcap=float(problem.softcap or 0.0),
+        keep_scale=1.0 / (1.0 - problem.dropout) if problem.dropout < 1.0 else 0.0,
+        drop_below=dropout_threshold(problem.dropout),
+    )
+    plan = Plan(problem, device, traits, sizes, Band(left or 0, right or 0), scalars, 0)
+    if sizes.seqlen_q * problem.group_size > MAX_DECODE_ROWS or problem.seqlen_k < MIN_DECODE_KEYS:
+        return plan
+    tiles = triton.cdiv(problem.seqlen_k, plan.config("decode").block_n)
+    return plan._replace(num_splits=configs.num_splits(device, problem.batch * problem.num_kv_heads, tiles))
