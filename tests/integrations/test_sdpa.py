@@ -72,7 +72,7 @@ def test_every_combination_equals_torch(lead: tuple[int, ...]) -> None:
     cases = [case for case in arguments() if case["lead"] == lead]
     assert len(cases) > 100
     for index, case in enumerate(cases):
-        mine, torchs = both(case, grad=index % 3 == 0)
+        mine, torchs = both(case, grad=index % 7 == 0)
         for a, b in zip(mine, torchs, strict=True):
             torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, msg=str(case))
 

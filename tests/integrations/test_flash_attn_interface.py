@@ -1,0 +1,228 @@
+"""flash-attn 3's extras: chunks, used lengths, qv, FP8, packed caches, combine. FA2's tests cover what they share."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.integrations import flash_attn as fa2
+from tilewise.integrations import flash_attn_interface as fa3
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 31 * sum(shape)))
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def pair(result: Any) -> tuple[Tensor, Tensor]:
+    out, lse = result
+    return out, lse
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, atol=3e-6, rtol=3e-6)
+
+
+def same_chunk(seqlen_q: int, seqlen_k: int, chunk: int) -> Tensor:
+    own = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    return own.div(chunk, rounding_mode="floor") == torch.arange(seqlen_k)[None, :] // chunk
+
+
+FLAGS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"causal": True, "window_size": (2, 0)},
+    {"window_size": (1, 1), "softcap": 2.0},
+]
+
+
+def ours(flags: dict[str, Any]) -> dict[str, Any]:
+    """The same flags in tilewise's words."""
+    return {"causal": flags.get("causal", False), "window": flags.get("window_size"), "softcap": flags.get("softcap")}
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("lengths", [(12, 12), (3, 11), (9, 4), (1, 9), (7, 7)], ids=str)
+def test_attention_chunk(lengths: tuple[int, int], flags: dict[str, Any]) -> None:
+    q, k, v = randn(2, lengths[0], 4, 8).requires_grad_(), randn(2, lengths[1], 2, 8), randn(2, lengths[1], 2, 6)
+    out, lse = pair(fa3.flash_attn_func(q, k, v, attention_chunk=4, return_attn_probs=True, **flags))
+    mask = same_chunk(*lengths, 4)
+    expected = tw.attention(q, k, v, mask=mask, layout="bshd", return_lse=True, **ours(flags))
+    close(out, expected[0])
+    close(lse, expected[1])
+    close(*(torch.autograd.grad(o.square().sum(), q)[0] for o in (out, expected[0])))
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_varlen_with_used_lengths_and_chunks(chunk: int, flags: dict[str, Any]) -> None:
+    cu_q, cu_k, used_q, used_k = int32(0, 4, 5, 11), int32(0, 6, 6, 13), int32(3, 1, 6), int32(5, 0, 4)
+    q, k, v = randn(12, 4, 8), randn(14, 2, 8, seed=1), randn(14, 2, 8, seed=2)
+    spoiled_k, spoiled_v = k.clone(), v.clone()
+    for b in range(3):
+        spoiled_k[cu_k[b] + used_k[b] : cu_k[b + 1]] = spoiled_v[cu_k[b] + used_k[b] : cu_k[b + 1]] = torch.nan
+    result = fa3.flash_attn_varlen_func(
+        q,
+        spoiled_k,
+        spoiled_v,
+        cu_q,
+        cu_k,
+        6,
+        7,
+        used_q,
+        used_k,
+        attention_chunk=chunk,
+        return_attn_probs=True,
+        **flags,
+    )
+    out, lse = pair(result)
+    seen = torch.zeros(12, dtype=torch.bool)
+    for b in range(3):
+        rows, keys = slice(cu_q[b], cu_q[b] + used_q[b]), slice(cu_k[b], cu_k[b] + used_k[b])
+        seen[rows] = True
+        mask = same_chunk(int(used_q[b]), int(used_k[b]), chunk) if chunk else None
+        one = [t[None] for t in (q[rows], k[keys], v[keys])]
+        expected = tw.attention(*one, mask=mask, layout="bshd", return_lse=True, **ours(flags))
+        close(out[rows], expected[0][0])
+        close(lse[:, rows], expected[1][0])
+    assert (out[~seen] == 0).all()
+    assert (lse[:, ~seen] == -torch.inf).all()
+
+
+def test_equals_fa2_where_they_share() -> None:
+    q, k, v = randn(2, 5, 4, 8), randn(2, 7, 2, 8), randn(2, 7, 2, 8, seed=1)
+    flags: dict[str, Any] = {"causal": True, "window_size": (3, 0), "softcap": 1.5}
+    tuning: dict[str, Any] = {"num_splits": 3, "pack_gqa": True, "sm_margin": 8}
+    mine, theirs = fa3.flash_attn_func(q, k, v, 0.3, **flags, **tuning), fa2.flash_attn_func(q, k, v, 0.0, 0.3, **flags)
+    assert torch.equal(mine, theirs)  # type: ignore[arg-type]
+    qkv = randn(2, 5, 3, 4, 8)
+    packed = fa3.flash_attn_qkvpacked_func(qkv, causal=True)
+    assert torch.equal(packed, fa2.flash_attn_qkvpacked_func(qkv, causal=True))  # type: ignore[arg-type]
+    stacked = fa3.flash_attn_qkvpacked_func(qkv.flatten(2, 3), causal=True, num_heads_q=4)
+    assert torch.equal(stacked, packed)  # type: ignore[arg-type]
+
+
+def test_qv_adds_to_the_scores() -> None:
+    q, qv, k, v = randn(2, 3, 4, 8), randn(2, 3, 4, 16), randn(2, 5, 2, 8), randn(2, 5, 2, 16)
+    out = fa3.flash_attn_func(q, k, v, qv=qv, causal=True)
+    k_all, v_all = k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)
+    extra = torch.einsum("bihd,bjhd->bhij", qv, v_all) / 24**0.5
+    expected = tw.attention(q, k_all, v_all, bias=extra, scale=24**-0.5, causal=True, layout="bshd")
+    close(out, expected)  # type: ignore[arg-type]
+    latent_v, latent_qv = randn(1, 5, 1, 512), randn(1, 3, 4, 512)
+    with pytest.raises(tw.Unsupported, match="576, above 512"):
+        fa3.flash_attn_func(randn(1, 3, 4, 64), randn(1, 5, 1, 64), latent_v, qv=latent_qv)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fp8_is_widened_with_its_descales(packed: bool) -> None:
+    q, k, v = (randn(2, 6, h, 16, seed=h).to(torch.float8_e4m3fn) for h in (4, 2, 2))
+    descales = {f"{n}_descale": randn(2, 2, seed=i).abs() + 0.5 for i, n in enumerate("qkv")}
+    if packed:
+        cu = int32(0, 6, 12)
+        flat_q, flat_k, flat_v = (t.flatten(0, 1) for t in (q, k, v))
+        out = fa3.flash_attn_varlen_func(flat_q, flat_k, flat_v, cu, cu, 6, 6, causal=True, **descales)  # type: ignore[arg-type]
+    else:
+        out = fa3.flash_attn_func(q, k, v, causal=True, **descales)  # type: ignore[arg-type]
+    assert isinstance(out, Tensor)
+    assert out.dtype is torch.bfloat16
+    wide = [
+        t.float() * d.repeat_interleave(t.shape[2] // 2, 1)[:, None, :, None]
+        for t, d in zip((q, k, v), descales.values(), strict=True)
+    ]
+    expected = tw.attention(*wide, causal=True, layout="bshd")
+    # bf16 keeps 8 bits: q * descale is rounded once, out twice.
+    torch.testing.assert_close(out.float().view_as(expected), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_descales_of_other_dtypes_are_ignored_as_in_fa3() -> None:
+    q = randn(1, 3, 2, 8)
+    assert torch.equal(fa3.flash_attn_func(q, q, q, q_descale=torch.full((1, 2), 7.0)), fa3.flash_attn_func(q, q, q))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize("store", ["whole", "leftpad", "paged"])
+def test_kvcache_with_packed_queries_and_new_keys(store: str, chunk: int) -> None:
+    cu_q, cu_new, before = int32(0, 2, 3), int32(0, 3, 4), int32(5, 2)
+    q, k_new, v_new = randn(4, 4, 8), randn(4, 2, 8, seed=1), randn(4, 2, 8, seed=2)
+    k_cache, v_cache = randn(2, 12, 2, 8, seed=3), randn(2, 12, 2, 8, seed=4)
+    extra: dict[str, Any] = {"cache_leftpad": int32(1, 2)} if store == "leftpad" else {}
+    skip = [1, 2] if store == "leftpad" else [0, 0]
+    if store == "paged":
+        k_cache, v_cache = k_cache.reshape(6, 4, 2, 8), v_cache.reshape(6, 4, 2, 8)
+        extra["page_table"] = torch.tensor([[4, 0, 5], [2, 1, 3]], dtype=torch.int32)
+
+    def cached(cache: Tensor, b: int) -> Tensor:
+        return cache[extra["page_table"][b].long()].flatten(0, 1) if store == "paged" else cache[b]
+
+    result = fa3.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k_new, v_new, cache_seqlens=before, cu_seqlens_q=cu_q, cu_seqlens_k_new=cu_new,
+        max_seqlen_q=2, causal=True, attention_chunk=chunk, return_softmax_lse=True, **extra,
+    )  # fmt: skip
+    assert isinstance(result, tuple)
+    out, lse, *accumulators = result
+    assert [a.numel() for a in accumulators] == [0, 0]
+    for b in range(2):
+        rows, new = slice(cu_q[b], cu_q[b + 1]), slice(cu_new[b], cu_new[b + 1])
+        end = int(before[b] + cu_new.diff()[b])
+        assert torch.equal(cached(k_cache, b)[before[b] : end], k_new[new])
+        keys, values = cached(k_cache, b)[skip[b] : end], cached(v_cache, b)[skip[b] : end]
+        mask = same_chunk(int(cu_q.diff()[b]), len(keys), chunk) if chunk else None
+        one = [t[None] for t in (q[rows], keys, values)]
+        expected = tw.attention(*one, causal=True, mask=mask, layout="bshd", return_lse=True)
+        close(out[rows], expected[0][0])
+        close(lse[:, rows], expected[1][0])
+
+
+def test_kvcache_rotary_offsets() -> None:
+    cos, sin = torch.rand(32, 4), torch.rand(32, 4)
+    q, k_new, cache = randn(2, 1, 2, 8), randn(2, 1, 2, 8, seed=1), randn(2, 6, 2, 8, seed=2)
+    a, b = cache.clone(), cache.clone()
+    shifted = fa3.flash_attn_with_kvcache(
+        q, a, a.clone(), k_new, k_new, rotary_cos=cos, rotary_sin=sin, cache_seqlens=3, rotary_seqlens=int32(9, 20)
+    )
+    turn = fa2.layers.rotary.apply_rotary_emb
+    q_turned, k_turned = (turn(t, cos, sin, True, seqlen_offsets=int32(9, 20)) for t in (q, k_new))
+    plain = fa3.flash_attn_with_kvcache(q_turned, b, b.clone(), k_turned, k_new, cache_seqlens=3)
+    close(shifted, plain)  # type: ignore[arg-type]
+    close(a, b)
+
+
+def test_kvcache_refuses_what_would_copy_the_cache() -> None:
+    q, cache = randn(1, 1, 2, 8), randn(1, 4, 2, 8)
+    with pytest.raises(tw.Unsupported, match="concatenate k and v once"):
+        fa3.flash_attn_with_kvcache(q, cache, cache, qv=q, cache_seqlens=2)
+    fp8 = torch.float8_e4m3fn
+    with pytest.raises(tw.Unsupported, match="bf16"):
+        fa3.flash_attn_with_kvcache(q.to(fp8), cache.to(fp8), cache.to(fp8), cache_seqlens=2)
+
+
+def test_combine_puts_splits_together() -> None:
+    q, k, v = randn(2, 3, 4, 8), randn(2, 10, 4, 8), randn(2, 10, 4, 6)
+    parts = [
+        tw.attention(q, k[:, i:j], v[:, i:j], layout="bshd", return_lse=True) for i, j in ((0, 3), (3, 3), (3, 10))
+    ]
+    outs, lses = torch.stack([o for o, _ in parts]), torch.stack([lse.transpose(1, 2) for _, lse in parts])
+    out, lse = fa3.flash_attn_combine(outs, lses)
+    whole, whole_lse = tw.attention(q, k, v, layout="bshd", return_lse=True)
+    close(out, whole)
+    close(lse, whole_lse.transpose(1, 2))
+    into = torch.empty(2, 3, 4, 6, dtype=torch.bfloat16)
+    result, _ = fa3.flash_attn_combine(outs, lses, into, torch.bfloat16)
+    assert result is into
+    assert torch.equal(into, whole.bfloat16())
+    with pytest.raises(tw.InvalidProblem, match="lse_partial"):
+        fa3.flash_attn_combine(outs, lses.transpose(2, 3))
+
+
+def test_scheduler_metadata_is_harmless() -> None:
+    lengths = int32(3)
+    metadata = fa3.get_scheduler_metadata(1, 1, 4, 2, 2, 8, lengths)
+    q, cache = randn(1, 1, 2, 8), randn(1, 4, 2, 8)
+    with_it = fa3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, scheduler_metadata=metadata)
+    assert torch.equal(with_it, fa3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths))  # type: ignore[arg-type]

@@ -1,0 +1,286 @@
+"""The drop-ins under what PyTorch does to models: compile, export, torch.func, checkpoints, autocast, DDP, graphs."""
+
+import copy
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import tilewise as tw
+from tilewise.integrations import flash_attn, flash_attn_interface, sdpa
+from tilewise.nn import CausalSelfAttention, MultiheadAttention
+
+LENGTHS = (5, 7, 8, 11, 13, 16, 17, 19, 23, 24, 29, 31, 32, 33, 40, 47, 48, 63, 64, 65, 100)
+
+
+def randn(*shape: int, seed: int = 0, grad: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).requires_grad_(grad)
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def packed(q: Tensor) -> Any:
+    flat, cu = q.flatten(0, 1), torch.arange(3, dtype=torch.int32) * q.shape[1]
+    return flash_attn.flash_attn_varlen_func(flat, flat, flat, cu, cu, q.shape[1], q.shape[1], causal=True)
+
+
+# One call a drop-in; q is (batch, seqlen, heads, dim).
+CALLS: dict[str, Callable[[Tensor], Any]] = {
+    "sdpa": lambda q: sdpa.scaled_dot_product_attention(*(q.transpose(1, 2),) * 3, is_causal=True),
+    "flash_attn_func": lambda q: flash_attn.flash_attn_func(q, q, q, causal=True, window_size=(9, 0), softcap=3.0),
+    "flash_attn_qkvpacked": lambda q: flash_attn.flash_attn_qkvpacked_func(torch.stack((q, q, q), 2), causal=True),
+    "flash_attn_varlen": packed,
+    "fa3": lambda q: flash_attn_interface.flash_attn_func(q, q, q, causal=True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compile_fullgraph_with_backward_over_20_lengths_without_recompiling(name: str) -> None:
+    torch._dynamo.reset()
+    call = CALLS[name]
+    compiled = torch.compile(lambda q: call(q).square().sum(), fullgraph=True, dynamic=True, backend="aot_eager")
+
+    def compare(seqlen: int) -> None:
+        q = randn(2, seqlen, 4, 8, seed=seqlen, grad=True)
+        mine, eager = compiled(q), call(q).square().sum()
+        torch.testing.assert_close(mine, eager)
+        a, b = (torch.autograd.grad(loss, q)[0] for loss in (mine, eager))
+        torch.testing.assert_close(a, b)
+
+    compare(LENGTHS[0])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seqlen in LENGTHS[1:]:
+            compare(seqlen)
+
+
+def test_compile_of_the_cache() -> None:
+    torch._dynamo.reset()
+    step = torch.compile(flash_attn.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    q, new, cache = randn(2, 1, 4, 8), randn(2, 1, 2, 8, seed=1), randn(2, 12, 2, 8, seed=2)
+    eager = cache.clone()
+    for i in range(3):
+        lengths = int32(5 + i, 2 + i)
+        mine = step(q, cache, cache, new, new, cache_seqlens=lengths, causal=True)
+        assert torch.equal(mine, flash_attn.flash_attn_with_kvcache(q, eager, eager, new, new, cache_seqlens=lengths))  # type: ignore[arg-type]
+        assert torch.equal(cache, eager)
+
+
+@pytest.mark.parametrize(
+    "module", [MultiheadAttention(16, 4, batch_first=True), CausalSelfAttention(16, 4)], ids=["mha", "causal"]
+)
+def test_modules_compile_and_export(module: torch.nn.Module) -> None:
+    torch._dynamo.reset()
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x: Tensor) -> Any:
+            return (
+                self.inner(x, x, x, need_weights=False)[0]
+                if isinstance(self.inner, MultiheadAttention)
+                else self.inner(x)
+            )
+
+    model, x = Wrapped(), randn(2, 9, 16)
+    expected = model(x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected)
+    seqlen = torch.export.Dim("seqlen", min=2, max=64)
+    exported = torch.export.export(model, (x,), dynamic_shapes=({1: seqlen},))
+    longer = randn(2, 21, 16, seed=1)
+    torch.testing.assert_close(exported.module()(longer), model(longer))
+
+
+def one_by_one(function: Callable[..., Tensor], *batches: Tensor) -> Tensor:
+    return torch.stack([function(*example) for example in zip(*batches, strict=True)])
+
+
+BIAS, SLOPES = randn(4, 5, 5), randn(4).abs()
+VMAPPED: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "dense": (lambda q, k: tw.attention(q, k, k, causal=True), (randn(3, 2, 4, 5, 8), randn(3, 2, 2, 7, 8))),
+    "shared keys and bias": (
+        lambda q: tw.attention(q, q[:1].expand_as(q), q, bias=BIAS, alibi_slopes=SLOPES),
+        (randn(3, 2, 4, 5, 8),),
+    ),
+    "bias and slopes of each": (
+        lambda q, b, s: tw.attention(q, q, q, bias=b, alibi_slopes=s),
+        (randn(3, 2, 4, 5, 8), randn(3, 2, 1, 5, 5), randn(3, 4).abs()),
+    ),
+    "mask of each": (lambda q, m: tw.attention(q, q, q, mask=m), (randn(3, 2, 4, 5, 8), randn(3, 1, 4, 5, 5) > -1)),
+    "sinks of each": (lambda q, s: tw.attention(q, q, q, sinks=s), (randn(3, 2, 4, 5, 8), randn(3, 4))),
+    "dropout": (lambda q: tw.attention(q, q, q, dropout=0.4, seed=7), (randn(3, 2, 4, 5, 8),)),
+    "bshd": (lambda q: tw.attention(q, q, q, layout="bshd"), (randn(3, 2, 5, 4, 8),)),
+    "varlen": (lambda q: tw.attention_varlen(q, q, q, int32(0, 2, 5), int32(0, 2, 5)), (randn(3, 5, 4, 8),)),
+    "paged": (
+        lambda q, p: tw.attention_paged(q, p, p, int32(1, 0, 2, 2).view(2, 2), int32(3, 1)),
+        (randn(3, 2, 4, 8), randn(3, 3, 2, 2, 8)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VMAPPED)
+def test_vmap_equals_a_loop_also_for_gradients(name: str) -> None:
+    function, batches = VMAPPED[name]
+    assert torch.equal(torch.vmap(function)(*batches), one_by_one(function, *batches))
+    floats = tuple(
+        i for i, b in enumerate(batches) if b.is_floating_point() and not (name.startswith("bias and") and i == 2)
+    )
+    gradients = torch.func.grad(lambda *a: function(*a).square().sum(), argnums=floats)
+    for mine, loop in zip(
+        torch.vmap(gradients)(*batches),
+        zip(*[gradients(*e) for e in zip(*batches, strict=True)], strict=True),
+        strict=True,
+    ):
+        assert torch.equal(mine, torch.stack(loop))
+
+
+def test_vmap_over_another_dimension_and_shared_bias_gradient() -> None:
+    q = randn(2, 4, 3, 5, 8)
+    mine = torch.vmap(lambda q: tw.attention(q, q, q), in_dims=2, out_dims=1)(q)
+    assert torch.equal(mine.movedim(1, 0), one_by_one(lambda q: tw.attention(q, q, q), q.movedim(2, 0)))
+    bias, x = randn(4, 5, 5, seed=3), randn(2, 4, 5, 8, seed=4)
+    weights = torch.tensor([1.0, 2.0, 3.0])
+    gradient = torch.func.grad(lambda b, w: (tw.attention(x, x, x, bias=b) * w).square().sum())
+    per_weight = torch.vmap(gradient, in_dims=(None, 0))(bias, weights)
+    torch.testing.assert_close(per_weight, torch.stack([gradient(bias, w) for w in weights]))
+
+
+def test_torch_func_transforms() -> None:
+    q = randn(1, 2, 4, 8)
+    jacobian = torch.func.jacrev(lambda q: tw.attention(q, q, q)[0, 0, 1])(q)
+    rows = [torch.func.grad(lambda q, i=i: tw.attention(q, q, q)[0, 0, 1, i])(q) for i in range(8)]
+    torch.testing.assert_close(jacobian, torch.stack(rows))
+    with pytest.raises(tw.Unsupported, match="second derivatives"):
+        torch.func.grad(lambda q: torch.func.grad(lambda q: tw.attention(q, q, q).sum())(q).sum())(q)
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(lambda q: tw.attention(q, q, q, dropout=0.5))(randn(2, 1, 2, 4, 8))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_repeats_the_dropout(reentrant: bool) -> None:
+    q = randn(2, 16, 4, 8, grad=True)
+
+    def block(q: Tensor) -> Tensor:
+        out = flash_attn.flash_attn_func(q * 2, q, q, 0.3, causal=True)
+        assert isinstance(out, Tensor)
+        return out
+
+    results = []
+    for run in (block, lambda q: checkpoint(block, q, use_reentrant=reentrant)):
+        torch.manual_seed(5)
+        out = run(q)
+        results.append((out, torch.autograd.grad(out.square().sum(), q)[0] if not reentrant else backward(out, q)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def backward(out: Tensor, leaf: Tensor) -> Tensor:
+    """Reentrant checkpointing knows `.backward()` only."""
+    leaf.grad = None
+    out.square().sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad.clone()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_autocast_and_meta(name: str) -> None:
+    q = randn(2, 9, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert CALLS[name](q).dtype is torch.bfloat16
+    if name != "flash_attn_varlen":
+        on_meta = CALLS[name](q.to("meta"))
+        assert (on_meta.shape, on_meta.dtype) == (CALLS[name](q).shape, q.dtype)
+
+
+def test_plans_and_errors_copy_and_pickle() -> None:
+    q = randn(1, 2, 16, 8)
+    plan = tw.explain(q, q, q, causal=True)
+    for clone in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert clone == plan
+        assert str(clone) == str(plan)
+    with pytest.raises(tw.TilewiseError) as caught:
+        sdpa.scaled_dot_product_attention(q, q, q, torch.ones(16, 16), is_causal=True)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_distributed_data_parallel_on_one_process(tmp_path: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        layer = CausalSelfAttention(16, 4, num_kv_heads=2)
+        parallel = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(layer))
+        x = randn(2, 9, 16)
+        for model in (layer, parallel):
+            model(x).square().sum().backward()
+        for a, b in zip(layer.parameters(), parallel.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+    finally:
+        dist.destroy_process_group()
+
+
+def seconds_of(function: Callable[..., Any], q: Tensor, calls: int = 300, **flags: Any) -> float:
+    def once() -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            function(q, q, q, **flags)
+        return (time.perf_counter() - start) / calls
+
+    return min(once() for _ in range(7))
+
+
+ADAPTERS: list[tuple[Any, Callable[..., Any], str]] = [
+    (sdpa, sdpa.scaled_dot_product_attention, "is_causal"),
+    (flash_attn.flash_attn_interface, flash_attn.flash_attn_func, "causal"),
+    (flash_attn_interface, flash_attn_interface.flash_attn_func, "causal"),
+]
+
+
+@pytest.mark.parametrize(("module", "adapter", "flag"), ADAPTERS, ids=["sdpa", "flash_attn", "flash_attn_interface"])
+def test_adapters_add_microseconds(
+    monkeypatch: pytest.MonkeyPatch, module: Any, adapter: Callable[..., Any], flag: str
+) -> None:
+    """Everything but the attention itself, which is replaced by nothing; 5 us is promised for a quiet machine."""
+    q = randn(1, 2, 4, 8)
+
+    def nothing(q: Tensor, k: Tensor, v: Tensor, **flags: Any) -> Any:
+        return (q, q) if flags.get("return_lse") else q
+
+    monkeypatch.setattr(module, "attention", nothing)
+    assert seconds_of(adapter, q, **{flag: True}) - seconds_of(nothing, q, causal=True) < 20e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graphs_replay_decoding_with_a_growing_cache() -> None:
+    q, new = (randn(2, 1, h, 64, seed=h).half().cuda() for h in (8, 2))
+    cache, lengths = torch.zeros(2, 128, 2, 64, dtype=torch.float16, device="cuda"), int32(0, 0).cuda()
+
+    def step(cache: Tensor) -> Any:
+        return flash_attn.flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=lengths, causal=True)
+
+    warm = cache.clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(warm)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(cache)
+    eager = torch.zeros_like(cache)
+    for position in range(3):
+        lengths.fill_(position)
+        q.normal_()
+        new.normal_()
+        graph.replay()
+        torch.testing.assert_close(out, step(eager))
+        assert torch.equal(cache, eager)
