@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import math
 import random
 import re
@@ -26,7 +27,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise import device
+from tilewise import device, masks
 from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
 
@@ -577,6 +578,47 @@ FORWARD = {
     "packed causal": Case(64, lengths=PACKED, causal=True, padding=5, sinks=True),
     "packed window": Case(256, lengths=PACKED, window=(20, 30)),
 }
+
+
+BANDS = [(None, None), (None, 0), (0, 0), (5, None), (70, 0), (3, 40), (None, 33), (200, 200)]
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_tile_ranges_agree_with_masks(band: tuple[int | None, int | None], emulated: Callable[[str], Any]) -> None:
+    """Every tile that somebody sees is visited, and a tile that runs without a mask is seen by everybody."""
+    schedule, configs = emulated("schedule"), emulated("configs")
+    left, right = band
+    for seqlen_q, seqlen_k in itertools.product((1, 63, 130, 400), (1, 64, 129, 300, 513)):
+        shown = masks.Band(seqlen_q, seqlen_k, left, right)
+        sizes = schedule.Sizes(*[0] * 9, window_left=left or 0, window_right=right or 0)
+        flags = {"HAS_LEFT": left is not None, "HAS_RIGHT": right is not None, "IS_CAUSAL": right == 0}
+        forward = configs.ForwardConfig(NUM_WARPGROUPS=2, BLOCK_N=64, **flags)
+        for block in range(-(-seqlen_q // 128)):
+            last, count = (int(x) for x in schedule.key_tiles(block, seqlen_q, seqlen_k, sizes, forward))
+            seen = {t.n_block for t in shown.key_tiles(block, masks.TileGrid(128, 64))}
+            assert seen <= set(range(last + 1 - count, last + 1))
+            for half in (0, 1):
+                row = block * 128 + half * 64
+                steps = schedule.whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, forward)
+                for i in range(*map(int, steps)):
+                    common = shown.keys_common(row, row + 64)
+                    first = (last - i) * 64
+                    assert row >= seqlen_q or (common.start <= first and first + 64 <= common.stop)
+        check_query_tiles(
+            shown, sizes, configs.BackwardConfig(BLOCK_M=64, EVEN_K=seqlen_k % 128 == 0, **flags), schedule
+        )
+
+
+def check_query_tiles(shown: masks.Band, sizes: Any, config: Any, schedule: Any) -> None:
+    """The same for the query tiles of every key tile."""
+    lengths = shown.seqlen_q, shown.seqlen_k
+    grid = masks.TileGrid(config.BLOCK_M, 128)
+    for n_block in range(-(-shown.seqlen_k // 128)):
+        lo, hi = (int(x) for x in schedule.query_tiles(n_block * 128, *lengths, sizes, config))
+        assert {t.m_block for t in shown.query_tiles(n_block, grid)} <= set(range(lo, hi))
+        begin, end = schedule.whole_query_tiles(n_block * 128, lo, hi, *lengths, sizes, config)
+        for m_block in range(int(begin), int(end)):
+            assert shown.tile_kind(m_block, n_block, grid) is masks.TileKind.FULL
 
 
 @pytest.mark.parametrize("late_loads", LOADS)

@@ -1,0 +1,75 @@
+"""What the Hopper backend refuses, and that asking costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tilewise import device
+from tilewise.backends.hopper import BACKEND
+from tilewise.problem import AttentionProblem
+
+PLAIN = AttentionProblem(
+    kind="dense", dtype=torch.bfloat16, batch=2, seqlen_q=300, seqlen_k=400, total_q=600, total_k=800, num_heads=8,
+    num_kv_heads=2, head_dim=128, head_dim_v=128, scale=0.1,
+)  # fmt: skip
+TAKEN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fp16": {"dtype": torch.float16},
+    "causal": {"causal": True},
+    "window": {"window_left": 3, "window_right": 5},
+    "softcap forward": {"softcap": 30.0},
+    "sinks": {"has_sinks": True, "needs_grad": True},
+    "packed": {"kind": "varlen", "needs_grad": True},
+    "deterministic": {"deterministic": True, "needs_grad": True},
+    "wide heads forward": {"head_dim": 256, "head_dim_v": 256},
+    "unequal forward": {"head_dim": 192, "head_dim_v": 128},
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fp32": ({"dtype": torch.float32}, "float32"),
+    "paged": ({"kind": "paged", "page_size": 16}, "paged"),
+    "alibi": ({"has_alibi": True}, "alibi"),
+    "bias": ({"bias_shape": (1, 1, 300, 400), "bias_dtype": torch.bfloat16}, "bias"),
+    "mask": ({"mask_shape": (1, 1, 300, 400)}, "mask"),
+    "dropout": ({"dropout": 0.1}, "dropout"),
+    "odd head": ({"head_dim": 63, "head_dim_v": 63}, "head_dim 63"),
+    "narrow head": ({"head_dim": 32, "head_dim_v": 32}, "head_dim 32"),
+    "wide head": ({"head_dim": 264, "head_dim_v": 264}, "head_dim 264"),
+    "odd values": ({"head_dim_v": 100}, "head_dim_v 100"),
+    "negative scale": ({"scale": -1.0}, "scale"),
+    "no keys": ({"seqlen_k": 0, "total_k": 0}, "nothing to compute"),
+    "softcap backward": ({"softcap": 30.0, "needs_grad": True}, "softcap"),
+    "wide backward": ({"head_dim": 192, "head_dim_v": 192, "needs_grad": True}, "head_dim up to 128"),
+    "unequal backward": ({"head_dim": 128, "head_dim_v": 64, "needs_grad": True}, "head_dim_v"),
+}
+
+
+@pytest.mark.parametrize("changes", TAKEN.values(), ids=TAKEN.keys())
+def test_takes(changes: dict[str, Any]) -> None:
+    assert BACKEND.supports(replace(PLAIN, **changes), device.named("h200")) is None
+
+
+@pytest.mark.parametrize(("changes", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_refuses_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+    assert reason in (BACKEND.supports(replace(PLAIN, **changes), device.named("h200")) or "")
+
+
+@pytest.mark.parametrize("name", ["a100", "b200", "cpu"])
+def test_refuses_other_devices(name: str) -> None:
+    assert "wgmma" in (BACKEND.supports(PLAIN, device.named(name)) or "")
+
+
+def test_asking_loads_no_compiler() -> None:
+    code = (
+        "import sys, torch; from tilewise.backends.hopper import BACKEND; before = set(sys.modules);"
+        "from tilewise import device; from tilewise.problem import AttentionProblem as P;"
+        "p = P('dense', torch.bfloat16, 1, 64, 64, 64, 64, 1, 1, 64, 64, 1.0); d = device.named('h100');"
+        "assert BACKEND.supports(p, d) is None; print(BACKEND.tile_shape(p, d).block_m, 'triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["192", "False"]
