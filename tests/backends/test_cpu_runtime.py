@@ -120,6 +120,23 @@ def test_forked_child_works_alone_and_does_not_hang() -> None:
     assert torch.equal(torch.from_numpy(out), expected.detach())
 
 
+def test_worker_that_uses_it_first_does_not_hang() -> None:
+    code = """
+    import multiprocessing, torch, tilewise as tw
+    x = torch.randn(1, 4, 600, 64)
+    torch.randn(2000, 2000) @ torch.randn(2000, 2000)
+    def work(queue):
+        tw.attention(x, x, x, backend="cpu")
+        queue.put("done")
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=work, args=(queue,))
+    child.start()
+    print(queue.get(timeout=60))
+    """
+    assert run_python(code).stdout.split() == ["done"]
+
+
 def test_pool_takes_over_without_openmp(monkeypatch: pytest.MonkeyPatch, thread_count: int) -> None:
     expected = results(causal=True)
     monkeypatch.setattr(threads, "_openmp_parallel", lambda: None)

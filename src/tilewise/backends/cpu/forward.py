@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.compiler import driver
-from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, drop
+from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, drop, mask_band
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
 from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.merging import MINUS_INF, finish_rows, merge_chunks
@@ -76,48 +76,61 @@ def acc_state(p: int, ws: int) -> int:
 
 
 @driver
+def mask_keys(s: int, begin: int, end: int, first_key: int, table: int, tile_max: int, vectors: int) -> None:
+    """Mask keys [begin, end) of a panel that starts at `first_key`, and let what is left take part in the maximum."""
+    if begin < end:
+        place = s + 4 * begin * PANEL
+        mask_band(place, end - begin, first_key + begin, table, vectors)
+        row_max(place, end - begin, tile_max, vectors)
+
+
+@driver
+def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, size: int, k: int) -> None:
+    """Scores of a panel with `size` keys from `first_key` on, and their maxima; only keys at an edge are masked."""
+    s, tile_max = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_MAX)
+    width, vectors = field(p, f.DIM_PADDED), (num_rows + LANES - 1) // LANES
+    table, bounds = ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES, ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
+    q = ws + field(p, f.WS_Q) + 4 * panel * PANEL * field(p, f.DIM_LANES)
+    # Keys in [inner, outer) are seen by every row.
+    inner = (max(0, load_i64(bounds + MAX_FIRST) - first_key) + SCORE_KEYS - 1) // SCORE_KEYS * SCORE_KEYS
+    outer = max(0, min(size, load_i64(bounds + MIN_LAST) + 1 - first_key)) // SCORE_KEYS * SCORE_KEYS
+    changed = (field(p, f.FEATURES) & f.CHANGES_SCORES) != 0
+    if inner >= outer or changed:
+        inner, outer = size, size
+    fill(tile_max, PANEL, MINUS_INF)
+    for j in range(0, size, SCORE_KEYS):
+        # The maximum of keys that are not final yet goes where nobody looks.
+        top = tile_max if inner <= j < outer else ws + field(p, f.WS_ALPHA)
+        scores(k + 4 * j * width, 4 * width, width, q, s + 4 * j * PANEL, top)
+    if changed:
+        valid = min(size, load_i64(bounds + MAX_LAST) + 1 - first_key)
+        change_scores(p, ws, s, size, valid, first_key, table, num_rows, 0)
+        row_max(s, size, tile_max, vectors)
+    else:
+        mask_keys(s, 0, inner, first_key, table, tile_max, vectors)
+        mask_keys(s, outer, size, first_key, table, tile_max, vectors)
+
+
+@driver
 def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int) -> None:
     """One panel against keys [begin, end) of the tile at k0: scores, softmax, and values into the accumulator."""
-    s = ws + field(p, f.WS_SCORES)
+    s, size, first_key = ws + field(p, f.WS_SCORES), end - begin, k0 + begin
     tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
-    width, width_v, block_rows = field(p, f.DIM_PADDED), field(p, f.DIM_V_PADDED), field(p, f.BLOCK_M)
-    table = ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES
-    bounds = ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
-    q = ws + field(p, f.WS_Q) + 4 * panel * PANEL * field(p, f.DIM_LANES)
-    k = ws + field(p, f.WS_K) + 4 * begin * width
+    width_v, vectors = field(p, f.DIM_V_PADDED), (num_rows + LANES - 1) // LANES
     acc = ws + field(p, f.WS_ACC) + 4 * panel * PANEL * width_v
     running = acc_state(p, ws) + 4 * panel * PANEL
-    vectors = (num_rows + LANES - 1) // LANES
-    fill(tile_max, PANEL, MINUS_INF)
-    for j in range(0, end - begin, SCORE_KEYS):
-        scores(k + 4 * j * width, 4 * width, width, q, s + 4 * j * PANEL, tile_max)
-    edge = k0 + begin < load_i64(bounds + MAX_FIRST) or k0 + end - 1 > load_i64(bounds + MIN_LAST)
-    if edge or (field(p, f.FEATURES) & f.CHANGES_SCORES) != 0:
-        valid = min(end - begin, load_i64(bounds + MAX_LAST) + 1 - k0 - begin)
-        change_scores(p, ws, s, end - begin, valid, k0 + begin, table, num_rows, 0)
-        fill(tile_max, PANEL, MINUS_INF)
-        row_max(s, end - begin, tile_max, vectors)
-    to_log2 = scalar_bits(field(p, f.TO_LOG2))
-    softmax(s, end - begin, running, running + 4 * block_rows, tile_max, alpha, vectors, to_log2)
+    panel_scores(p, ws, panel, num_rows, first_key, size, ws + field(p, f.WS_K) + 4 * begin * field(p, f.DIM_PADDED))
+    row_sum, to_log2 = running + 4 * field(p, f.BLOCK_M), scalar_bits(field(p, f.TO_LOG2))
+    softmax(s, size, running, row_sum, tile_max, alpha, vectors, to_log2)
     if field(p, f.FEATURES) & f.HAS_DROPOUT:
+        table, low, high = ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES, field(p, f.SEED_LOW), field(p, f.SEED_HIGH)
         threshold, keep = field(p, f.DROPOUT_THRESHOLD), scalar_bits(field(p, f.KEEP_SCALE))
-        drop(
-            s,
-            end - begin,
-            k0 + begin,
-            table,
-            batch,
-            field(p, f.SEED_LOW),
-            field(p, f.SEED_HIGH),
-            threshold,
-            keep,
-            vectors,
-        )
+        drop(s, size, first_key, table, batch, low, high, threshold, keep, vectors)
     v = ws + field(p, f.WS_V) + 4 * begin * VALUE_STEP
     for i in range(0, num_rows, VALUE_ROWS):
         for d in range(0, width_v, VALUE_STEP):
             place = acc + 4 * (i * width_v + d)
-            weigh_values(s + 4 * i, v + 4 * BLOCK_N * d, 4 * VALUE_STEP, end - begin, place, 4 * width_v, alpha + 4 * i)
+            weigh_values(s + 4 * i, v + 4 * BLOCK_N * d, 4 * VALUE_STEP, size, place, 4 * width_v, alpha + 4 * i)
 
 
 @driver

@@ -22,7 +22,7 @@ from tilewise.problem import AttentionProblem
 __all__ = ["backward"]
 
 # Query rows of a block: their P and dS for a tile stay in the second-level cache.
-BLOCK_ROWS = 128
+BLOCK_ROWS = 256
 # Keys whose dk and dv one work item owns where keys are split.
 BLOCK_KEYS = 256
 EVERYTHING = 1 << 40

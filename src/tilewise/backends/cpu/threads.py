@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,13 +21,15 @@ __all__ = ["num_threads", "openmp_library", "run"]
 
 # A team of threads does not survive fork(), and waiting for it would hang: a forked child works alone.
 _PROCESS = os.getpid()
+# This module may be first imported in a worker forked from a process whose torch had a team already.
+_IS_FORKED = type(multiprocessing.current_process()).__name__ == "ForkProcess"
 # All of these export GOMP_parallel: GNU's, LLVM's and Intel's OpenMP.
 OPENMP_NAMES = ("libgomp", "libomp", "libiomp5")
 
 
 def num_threads() -> int:
     """How many threads a call may use: torch's setting, or one in a forked child."""
-    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
+    return 1 if _IS_FORKED or os.getpid() != _PROCESS else torch.get_num_threads()
 
 
 def run(address: int, block: bytearray, threads: int) -> None:
