@@ -32,15 +32,15 @@ class Expectation(NamedTuple):
 def expect(case: Case) -> Expectation:
     """What an implementation must compute for a case; remembered, because several are judged by the same cases."""
     inputs = make_inputs(case)
+    dtypes = _dtypes(case, inputs)
     with one_thread():
         reference = reference_results(case, inputs)
         plain = plain_results(case, inputs)
         terms = summed_terms(case, inputs)
-    dtypes = _dtypes(case, inputs)
-    slack = {
-        name: slack_of(reference[name], plain[name], terms[name], dtypes[name], case.accumulate_dtype)
-        for name in case.results
-    }
+        slack = {
+            name: slack_of(reference[name], plain[name], terms[name], dtypes[name], case.accumulate_dtype)
+            for name in case.results
+        }
     return Expectation(reference, slack, dtypes)
 
 
