@@ -191,6 +191,28 @@ def scale_output(acc, acc_rest, factor, C: gl.constexpr):
 
 
 @gluon.jit
+def attend_first(
+    n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C: gl.constexpr,
+):  # fmt: skip
+    """The rightmost key tile, always masked: its softmax starts the running state, nothing overlaps it."""
+    DV: gl.constexpr = C.DV
+    DV_REST: gl.constexpr = C.DV_REST
+    pipe.k_ring.wait(at)
+    scores = warpgroup_mma_wait(0, deps=[issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)])
+    pipe.k_ring.release(at)
+    scores = mask_scores(capped(scores, cap_scale, C), row, n_block, seqlen_q, seqlen_k, sizes, C)
+    row_max = gl.max(scores, axis=1)
+    p = exp2(scores * scale_log2 - (gl.where(row_max == NEG_INF, 0.0, row_max) * scale_log2)[:, None])
+    row_sum = sum_rows(p, C)
+    acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
+    acc_rest = 0
+    if DV_REST:
+        acc_rest = gl.zeros([64, DV_REST], gl.float32, accumulator_layout(DV_REST))
+    alpha = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
+    return acc, acc_rest, p, alpha, row_max, row_sum
+
+
+@gluon.jit
 def attend(
     n_block, row, q_slot, at, acc, acc_rest, p, alpha, row_max, row_sum, scale_log2, cap_scale,
     seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
@@ -285,8 +307,6 @@ def consumer(
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
-    DV: gl.constexpr = C.DV
-    DV_REST: gl.constexpr = C.DV_REST
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
     at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
@@ -302,22 +322,10 @@ def consumer(
         last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
 
-        # The rightmost tile, always masked: its softmax starts the running state.
+        # The rightmost tile; the rest of the right edge, whole tiles, the left edge.
         pipe.q_ring.wait(q_lane)
-        pipe.k_ring.wait(at)
-        scores = warpgroup_mma_wait(0, deps=[issue_scores(pipe.q_smem, q_lane.slot, pipe.k_smem, at.slot, C)])
-        pipe.k_ring.release(at)
-        scores = mask_scores(capped(scores, cap_scale, C), row, last, seqlen_q, seqlen_k, sizes, C)
-        row_max = gl.max(scores, axis=1)
-        p = exp2(scores * scale_log2 - (gl.where(row_max == NEG_INF, 0.0, row_max) * scale_log2)[:, None])
-        row_sum = sum_rows(p, C)
-        acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
-        acc_rest = 0
-        if DV_REST:
-            acc_rest = gl.zeros([64, DV_REST], gl.float32, accumulator_layout(DV_REST))
-        alpha = gl.full([64], 1.0, gl.float32, ROW_LAYOUT)
-
-        # The rest of the right edge, whole tiles, the left edge.
+        acc, acc_rest, p, alpha, row_max, row_sum = attend_first(
+            last, row, q_lane.slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C)  # fmt: skip
         begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
         if C.HAS_RIGHT:
             for i in range(1, begin):
