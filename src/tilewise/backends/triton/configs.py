@@ -52,7 +52,7 @@ _HOPPER: dict[Pass, Table] = {
     },
     "dkdv": {
         64: Config(64, 128, 8, 2),
-        128: Config(64, 128, 8, 2),
+        128: Config(32, 128, 8, 2, descriptors=True),
         256: Config(32, 64, 8, 1),
         512: Config(16, 32, 8, 1),
     },
