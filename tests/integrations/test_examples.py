@@ -1,0 +1,36 @@
+"""The training example, small: three kinds of attention, one loss curve."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def train_gpt() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
+    spec = importlib.util.spec_from_file_location("train_gpt", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up by name.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "train_gpt", module)
+        spec.loader.exec_module(module)
+    return module
+
+
+def test_the_curves_lie_on_each_other_and_go_down(train_gpt: Any, tmp_path: Path) -> None:
+    setup = train_gpt.Setup(steps=8, batch=2, seqlen=64, layers=2)
+    runs = [train_gpt.train(kind, setup, "cpu") for kind in train_gpt.KINDS]
+    eager, *others = (run.losses for run in runs)
+    assert eager[-1] < eager[0] - 0.5
+    for losses in others:
+        assert max(abs(a - b) for a, b in zip(losses, eager, strict=True)) < 1e-4
+    table = train_gpt.report(runs, setup)
+    assert all(kind in table for kind in train_gpt.KINDS)
+    pytest.importorskip("matplotlib")
+    train_gpt.draw(runs, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
