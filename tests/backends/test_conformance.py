@@ -20,7 +20,11 @@ from tilewise.testing.generation import pair_cases, single_cases, size_cases
 from tilewise.testing.results import dropout_seed
 from tilewise.testing.special import padded_cases, repeatable_cases, special_cases
 
-pytestmark = pytest.mark.usefixtures("reference_is_single_threaded")
+pytestmark = [
+    pytest.mark.usefixtures("reference_is_single_threaded"),
+    # Triton 3.6's interpreter does this to itself.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning:triton"),
+]
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
