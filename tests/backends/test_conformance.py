@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 from tilewise.numerics import dropout_keep
 from tilewise.problem import Kind, Layout
-from tilewise.testing import BackendImplementation, Case, check, check_repeatable, check_unread, make_inputs, run
+from tilewise.testing import (
+    BackendImplementation,
+    Case,
+    check,
+    check_repeatable,
+    check_unread,
+    check_untouched,
+    find_faults,
+    make_inputs,
+    run,
+)
 from tilewise.testing.generation import pair_cases, single_cases, size_cases
 from tilewise.testing.results import dropout_seed
 from tilewise.testing.special import padded_cases, repeatable_cases, special_cases
@@ -163,3 +173,22 @@ def test_nothing_outside_the_lengths_is_read(case: Case, backend: str, device: s
 @over(repeatable_cases)
 def test_runs_repeat_bit_for_bit(case: Case, backend: str, device: str) -> None:
     check_repeatable(*runnable(case, backend, device))
+
+
+@over(padded_cases)
+def test_inputs_are_left_alone(case: Case, backend: str, device: str) -> None:
+    check_untouched(*runnable(case, backend, device))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operand", ["q", "k", "v", "dout"])
+def test_offsets_past_32_bits(operand: str, backend: str, device: str) -> None:
+    """The second sequence lies 2^31 elements behind the first: 4 GiB, of which only the two are ever touched."""
+    case = Case(dtype=torch.bfloat16, causal=True, cotangents=("out",))
+    case, implementation = runnable(case, backend, device)
+    inputs = make_inputs(case, device)
+    near = getattr(inputs, operand)
+    memory = torch.empty(2**31 + near[0].numel(), dtype=near.dtype, device=device)
+    far = memory.as_strided(near.shape, (2**31, *near.stride()[1:])).copy_(near)
+    results = implementation.run(case, dataclasses.replace(inputs, **{operand: far}))
+    assert find_faults(case, results) == []

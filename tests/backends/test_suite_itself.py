@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from tilewise.problem import Kind
-from tilewise.testing import BackendImplementation, Case, Inputs, Nonconformance, check, make_inputs
+from tilewise.testing import (
+    BackendImplementation,
+    Case,
+    Inputs,
+    Nonconformance,
+    check,
+    check_repeatable,
+    check_unread,
+    check_untouched,
+    make_inputs,
+)
 from tilewise.testing.cases import GRADIENTS
 from tilewise.testing.generation import FEATURES, HEAD_DIMS, PAGE_SIZES, SEQLENS, pair_cases, single_cases, size_cases
 from tilewise.testing.oracle import plain_results, reference_results
@@ -173,3 +183,38 @@ def test_one_wrong_element_of_any_result_is_found(spoilt: str) -> None:
         check(case, _Reference(spoilt))
     assert len(caught.value.faults) == 1
     assert f"again: check({case!r}, " in str(caught.value)
+
+
+class _Vandal(BackendImplementation):
+    """Computes rightly, then writes into q."""
+
+    def run(self, case: Case, inputs: Inputs) -> Results:
+        results = super().run(case, inputs)
+        inputs.q[0] = 0.0
+        return results
+
+
+class _Nosy(BackendImplementation):
+    """Lets the padding behind the last sequence into its result."""
+
+    def run(self, case: Case, inputs: Inputs) -> Results:
+        results = super().run(case, inputs)
+        return results | {"out": results["out"] + inputs.q[-1, 0, 0]}
+
+
+class _Restless(BackendImplementation):
+    """Never gives the same result twice."""
+
+    def run(self, case: Case, inputs: Inputs) -> Results:
+        results = super().run(case, inputs)
+        return results | {"dv": results["dv"] * (1.0 + 1e-6 * torch.rand(()))}
+
+
+def test_writing_to_inputs_reading_padding_and_unrepeatable_results_are_found() -> None:
+    case = Case(kind="varlen", padding=1, deterministic=True)
+    with pytest.raises(Nonconformance, match="q: an input, was written to"):
+        check_untouched(case, _Vandal("reference"))
+    with pytest.raises(Nonconformance, match="out: padding of nan against 0 changes bits"):
+        check_unread(case, _Nosy("reference"))
+    with pytest.raises(Nonconformance, match="dv: a second run changes bits"):
+        check_repeatable(case, _Restless("reference"))

@@ -9,7 +9,15 @@ conformance suite come from `tilewise.testing.generation`.
 """
 
 from tilewise.testing.cases import Case
-from tilewise.testing.conformance import Nonconformance, check, check_repeatable, check_unread, run
+from tilewise.testing.conformance import (
+    Nonconformance,
+    check,
+    check_repeatable,
+    check_unread,
+    check_untouched,
+    find_faults,
+    run,
+)
 from tilewise.testing.implementations import BackendImplementation, Implementation, TorchSDPA
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.oracle import Expectation, expect
@@ -27,7 +35,9 @@ __all__ = [
     "check",
     "check_repeatable",
     "check_unread",
+    "check_untouched",
     "expect",
+    "find_faults",
     "installed",
     "make_inputs",
     "run",

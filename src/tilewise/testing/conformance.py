@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from tilewise.errors import TilewiseError
@@ -14,7 +16,7 @@ from tilewise.testing.results import Results
 from tilewise.testing.threads import one_thread
 from tilewise.testing.tolerances import judge
 
-__all__ = ["Nonconformance", "check", "check_repeatable", "check_unread", "run"]
+__all__ = ["Nonconformance", "check", "check_repeatable", "check_unread", "check_untouched", "find_faults", "run"]
 
 
 class Nonconformance(TilewiseError, AssertionError):
@@ -35,12 +37,17 @@ def check(case: Case, implementation: Implementation) -> Results:
     not judged.
     """
     results = run(case, implementation)
-    with one_thread():
-        faults = [fault for name in results if (fault := _fault(name, results[name], expect(case))) is not None]
-    faults += [f"{name}: missing" for name in case.results if name not in results and name != "lse"]
+    faults = find_faults(case, results)
     if faults:
         raise Nonconformance(case, implementation, faults)
     return results
+
+
+def find_faults(case: Case, results: Results) -> list[str]:
+    """Everything wrong with results that were computed from the case's inputs; empty if they conform."""
+    with one_thread():
+        faults = [fault for name in results if (fault := _fault(name, results[name], expect(case))) is not None]
+    return faults + [f"{name}: missing" for name in case.results if name not in results and name != "lse"]
 
 
 def run(case: Case, implementation: Implementation, *, padding_value: float = float("nan")) -> Results:
@@ -65,15 +72,32 @@ def check_unread(case: Case, implementation: Implementation) -> None:
         _check_equal_bits(case, implementation, other, zeros, names, f"padding of {value} against 0")
 
 
+def check_untouched(case: Case, implementation: Implementation) -> None:
+    """Raise Nonconformance if the implementation writes into its inputs."""
+    inputs, expected = (make_inputs(case, implementation.device) for _ in range(2))
+    implementation.run(case, inputs)
+    faults = [
+        f"{field.name}: an input, was written to"
+        for field in dataclasses.fields(inputs)
+        if (before := getattr(expected, field.name)) is not None and not _same_bits(getattr(inputs, field.name), before)
+    ]
+    if faults:
+        raise Nonconformance(case, implementation, faults)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.numel() == 0:
+        return True
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
 def _check_equal_bits(
     case: Case, implementation: Implementation, one: Results, two: Results, names: tuple[str, ...], what: str
 ) -> None:
     faults = []
     for name in names:
-        a, b = one[name].contiguous(), two[name].contiguous()
-        differs = a.view(torch.uint8) != b.view(torch.uint8) if a.numel() else torch.zeros(0, dtype=torch.bool)
-        if bool(differs.any()):
-            worst = float((a.double() - b.double()).abs().max())
+        if not _same_bits(one[name], two[name]):
+            worst = float((one[name].double() - two[name].double()).abs().max())
             faults.append(f"{name}: {what} changes bits, by up to {worst:.3e}")
     if faults:
         raise Nonconformance(case, implementation, faults)

@@ -187,5 +187,7 @@ def _mixtures() -> dict[str, Case]:
         "everything_paged": dataclasses.replace(
             everything, kind="paged", seqlens_q=(65, 1, 7), seqlens_k=(111, 3, 7), dropout=0.0, shared_pages=True
         ),
+        "head_dim_512": Case(head_dim=512, head_dim_v=512, causal=True, dtype=torch.bfloat16),
+        "head_dim_320": Case(head_dim=320, head_dim_v=260, seqlens_q=(33,), seqlens_k=(65,)),
         "fp32_bias_and_sinks": Case(bias="bhqk", sinks=True, dtype=torch.bfloat16, side_dtype=torch.float32),
     }
