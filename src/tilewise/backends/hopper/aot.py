@@ -16,18 +16,17 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from tilewise.backends.hopper.backward import backward_kernel
+from tilewise.backends.hopper.compilation import compile_kernel
 from tilewise.backends.hopper.configs import BackwardConfig, ForwardConfig
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.backends.hopper.schedule import Sizes
 
-__all__ = ["Resources", "compile_backward", "compile_forward", "compile_kernel", "compile_query_gradient", "resources"]
+__all__ = ["Resources", "compile_backward", "compile_forward", "compile_query_gradient", "resources"]
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -50,30 +49,6 @@ class Resources:
 def descriptor_type(dtype: str, box: list[int]) -> str:
     """The signature of a tensor descriptor argument."""
     return f"tensordesc<{dtype}[{','.join(map(str, box))}],{smem_layout(box, GLUON_DTYPES[dtype])!r}>"
-
-
-def compile_kernel(
-    kernel: Any, signature: dict[str, Any], constants: dict[str, Any], divisible: tuple[str, ...]
-) -> Any:
-    """The compiled kernel; a None in the signature is an argument that is not there."""
-    names = kernel.arg_names
-    absent = {name: None for name, kind in signature.items() if kind is None}
-    nested = {
-        (names.index(name), i): None
-        for name, kind in signature.items() if isinstance(kind, tuple) for i, k in enumerate(kind) if k is None
-    }  # fmt: skip
-    fixed = constants | absent
-    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    return triton.compile(
-        source(
-            fn=kernel,
-            signature={name: "constexpr" if name in fixed else signature[name] for name in names},
-            constexprs={(names.index(name),): value for name, value in fixed.items()} | nested,
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
-        ),
-        target=HOPPER,
-        options={"num_warps": 4},
-    )
 
 
 def compile_forward(config: ForwardConfig, dtype: str = "bf16") -> Any:
@@ -103,7 +78,7 @@ def compile_forward(config: ForwardConfig, dtype: str = "bf16") -> Any:
         "cap_scale": "fp32",
         "sizes": Sizes(*("i32",) * len(Sizes._fields)),  # type: ignore[arg-type]
     }
-    return compile_kernel(forward_kernel, signature, {"C": config}, ("lse_ptr",))
+    return compile_kernel(forward_kernel, signature, {"C": config}, ("lse_ptr",), HOPPER)
 
 
 def compile_backward(config: BackwardConfig, dtype: str = "bf16") -> Any:
@@ -128,7 +103,7 @@ def compile_backward(config: BackwardConfig, dtype: str = "bf16") -> Any:
         "scale": "fp32",
         "sizes": Sizes(*("i32",) * len(Sizes._fields)),  # type: ignore[arg-type]
     }
-    return compile_kernel(backward_kernel, signature, {"C": config}, ())
+    return compile_kernel(backward_kernel, signature, {"C": config}, (), HOPPER)
 
 
 def compile_query_gradient(config: BackwardConfig, dtype: str = "bf16") -> Any:
@@ -148,7 +123,7 @@ def compile_query_gradient(config: BackwardConfig, dtype: str = "bf16") -> Any:
         "scale": "fp32",
         "sizes": Sizes(*("i32",) * len(Sizes._fields)),  # type: ignore[arg-type]
     }
-    return compile_kernel(query_gradient_kernel, signature, {"C": config}, ())
+    return compile_kernel(query_gradient_kernel, signature, {"C": config}, (), HOPPER)
 
 
 def resources(compiled: Any) -> Resources:

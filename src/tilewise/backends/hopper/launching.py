@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tilewise.backends.hopper.compilation import compile_for
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
 
 __all__ = ["Launcher", "counter_for", "describe", "describe_flat", "tma_ready"]
@@ -26,22 +27,21 @@ COUNTERS_PER_DEVICE = 4096
 
 
 class Launcher:
-    """One kernel in one configuration: compiled by the first call, later ones skip the JIT's argument binder.
+    """One kernel in one configuration, compiled by the first call; later ones skip the JIT's argument binder.
 
-    Sound because nothing but the configuration is specialised on: integers and alignments are excluded in the kernels'
-    decorators, and the dtypes belong to the key under which a launcher is cached.
+    Sound because compilation.py specialises on nothing but the configuration, the dtypes and the absence of arguments,
+    which belong to the key under which a launcher is cached.
     """
 
-    def __init__(self, kernel: Any, num_warps: int = 4) -> None:
-        self.kernel, self.num_warps = kernel, num_warps
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
         self.compiled: Any = None
 
     def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
         """Queue the kernel on the current stream of the current device; args in the order of its parameters."""
         if self.compiled is None:
-            self.compiled = self.kernel[grid](*args, num_warps=self.num_warps)
-        else:
-            self.compiled[grid](*args)
+            self.compiled = compile_for(self.kernel, args)
+        self.compiled[grid](*args)
 
 
 def tma_ready(tensor: Tensor) -> Tensor:
