@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -451,6 +452,8 @@ def test_the_command_line_shows_a_stored_run(tmp_path: Path) -> None:
     assert (tmp_path / "bench-test-chip-1-2-threads-forward.svg").exists()
     listed = runs.invoke(app, ["bench", "--device", "cpu", "--only", "first-call", "--list"])
     assert listed.output.split() == ["first-call-cold", "first-call-cached"]
+    printed = runs.invoke(app, ["bench", "--results", str(path), "--json"])
+    assert json.loads(printed.stdout) == json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_threads_are_put_back() -> None:

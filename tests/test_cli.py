@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 import tilewise as tw
 from tilewise import device, dispatch, settings
+from tilewise.backends.cpu import cache
 from tilewise.cli import COMMANDS, build_app, contest, demo, measure
 from tilewise.cli.contest import Limits, Measurement, Round
 from tilewise.cli.measure import best_seconds, peak_extra_memory, torch_peak
@@ -47,7 +50,7 @@ def test_every_command_has_help_with_an_example(name: str) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("name", ["doctor", "demo", "explain"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_json_is_offered(name: str) -> None:
     assert "--json" in succeed(name, "--help")
 
@@ -121,6 +124,65 @@ def test_doctor_shows_cache_state_and_missing_packages(monkeypatch: pytest.Monke
     assert "kernels: 3" in text
     assert "folder: /some/[where]" in text
     assert "not installed" in text
+
+
+def test_doctor_shows_the_cpu_cache(tmp_path: Path) -> None:
+    (tmp_path / cache.file_name("forward")).write_bytes(b"12345")
+    with settings.overridden(cache_dir=tmp_path):
+        found = {backend["name"]: backend["cache"] for backend in read("doctor")["backends"]}["cpu"]
+        assert f"path: {tmp_path}" in succeed("doctor", columns=300)
+    assert found == {
+        "path": str(tmp_path),
+        "writable": True,
+        "entries": 1,
+        "entries_when_full": len(cache.PROGRAMS),
+        "size_bytes": 5,
+    }
+
+
+def test_doctor_asks_no_cache_of_a_backend_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = dispatch.load("cpu")
+    monkeypatch.setattr(backend, "unavailable", lambda: "no compiler")
+    monkeypatch.setattr(backend, "cache_state", lambda: pytest.fail("asked"))
+    found = {backend["name"]: backend for backend in read("doctor")["backends"]}["cpu"]
+    assert (found["reason"], found["cache"]) == ("no compiler", None)
+
+
+# --- warmup
+
+
+@pytest.fixture
+def stub_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Programs of five bytes in a folder of their own."""
+    monkeypatch.setattr(cache, "program", lambda name: (tmp_path / cache.file_name(name)).write_bytes(b"12345"))
+    with settings.overridden(cache_dir=tmp_path):
+        yield tmp_path
+
+
+def test_warmup_fills_the_cache_and_says_what_it_left_out(stub_compiler: Path) -> None:
+    count = len(cache.PROGRAMS)
+    assert f"cpu: {count} of {count} programs, {5 * count} B in {stub_compiler}" in succeed("warmup")
+    assert "reference: skipped, " in succeed("warmup")
+    filled = {found["name"]: found for found in read("warmup")["backends"]}
+    assert list(filled) == [status.name for status in tw.backends()]
+    assert filled["cpu"]["skipped"] is None
+    assert filled["cpu"]["cache"]["entries"] == count
+    assert filled["reference"]["cache"] is None
+
+
+@pytest.mark.usefixtures("stub_compiler")
+def test_warmup_that_keeps_too_little_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "program", lambda _name: None)
+    result = invoke("warmup", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["backends"]
+
+
+def test_warmup_skips_a_backend_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = dispatch.load("cpu")
+    monkeypatch.setattr(backend, "unavailable", lambda: "no compiler")
+    monkeypatch.setattr(backend, "warmup", lambda _progress: pytest.fail("asked"))
+    assert "cpu: skipped, no compiler" in succeed("warmup")
 
 
 # --- explain

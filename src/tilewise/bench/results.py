@@ -14,7 +14,7 @@ from tilewise.bench.cases import Bar, Case
 from tilewise.bench.timing import Summary
 from tilewise.errors import InvalidProblem
 
-__all__ = ["CaseResult", "Measured", "Results", "default_path", "read", "write"]
+__all__ = ["CaseResult", "Measured", "Results", "default_path", "document", "read", "write"]
 
 FORMAT = 1
 Status = Literal["ok", "wrong", "failed", "skipped", "missing"]
@@ -94,24 +94,28 @@ def default_path(results: Results) -> Path:
     return Path("bench", "results", f"{results.slug}-{results.date[:10]}.json")
 
 
+def document(results: Results, verdicts: Sequence[Any] = ()) -> dict[str, Any]:
+    """Ready for JSON; `verdicts` are added for readers and computed again when a file is read."""
+    return {"format": FORMAT, **dataclasses.asdict(results), "verdicts": [dataclasses.asdict(v) for v in verdicts]}
+
+
 def write(results: Results, path: Path, verdicts: Sequence[Any] = ()) -> None:
-    """As JSON; `verdicts` are added for readers of the file and computed again when it is read."""
-    document = {"format": FORMAT, **dataclasses.asdict(results), "verdicts": [dataclasses.asdict(v) for v in verdicts]}
+    """The document as a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(document(results, verdicts), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read(path: Path) -> Results:
     """The results in a file that `write` made."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if document.pop("format", None) != FORMAT:
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    if fields.pop("format", None) != FORMAT:
         raise InvalidProblem("results", f"a benchmark file of format {FORMAT}", str(path), "Run the benchmark again.")
-    document.pop("verdicts", None)
+    fields.pop("verdicts", None)
     cases = tuple(
         CaseResult(_case(entry["case"]), entry["auto"], tuple(Measured(**m) for m in entry["measured"]))
-        for entry in document.pop("cases")
+        for entry in fields.pop("cases")
     )
-    return Results(**document, cases=cases)
+    return Results(**fields, cases=cases)
 
 
 def _case(fields: dict[str, Any]) -> Case:

@@ -14,7 +14,7 @@ from tilewise.errors import TilewiseError
 __all__ = ["COMMANDS", "build_app"]
 
 # Modules of this package, in the order of the help page.
-COMMANDS = ("doctor", "demo", "explain", "bench")
+COMMANDS = ("doctor", "demo", "explain", "bench", "warmup")
 
 HELP = """Exact, IO-aware attention on CPUs and GPUs.
 

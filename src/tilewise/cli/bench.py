@@ -15,9 +15,9 @@ from tilewise.bench.command import Options, chosen_cases, execute
 from tilewise.bench.plots import write_plots
 from tilewise.bench.report import Table as TextTable
 from tilewise.bench.report import headline, notes, summary, tables
-from tilewise.bench.results import Results, default_path, read, write
+from tilewise.bench.results import Results, default_path, document, read, write
 from tilewise.bench.verdicts import judge_all
-from tilewise.cli.console import progress
+from tilewise.cli.console import JsonOption, print_json, progress
 
 __all__ = ["EXAMPLE", "command"]
 
@@ -37,11 +37,13 @@ def command(
     plots: Annotated[Path | None, typer.Option(help="Write SVG plots into this folder (needs matplotlib).")] = None,
     results: Annotated[Path | None, typer.Option(help="Report a stored run instead of running.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Name the cases and end.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Measure tilewise against its peers in one process, check every result, and say which bars are cleared."""
     options = Options(device, tuple(only or ()), quick, threads, seconds_per_case, max_seconds, commit)
     if list_cases:
-        typer.echo("\n".join(case.name for case in chosen_cases(options)))
+        names = [case.name for case in chosen_cases(options)]
+        print_json(names) if json else typer.echo("\n".join(names))
         return
     if results is not None:
         found = read(results)
@@ -51,7 +53,10 @@ def command(
         path = output or default_path(found)
         write(found, path, judge_all(found))
         typer.echo(f"written: {path}", err=True)
-    _show(found)
+    if json:
+        print_json(document(found, judge_all(found)))
+    else:
+        _show(found)
     if plots is not None:
         for drawn in write_plots(found, plots):
             typer.echo(f"written: {drawn}", err=True)

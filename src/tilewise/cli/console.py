@@ -25,8 +25,8 @@ def print_json(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def progress(total: int) -> Iterator[Step]:
-    """A bar on stderr that disappears at the end; silent where stderr is not a terminal."""
+def progress(total: int | None) -> Iterator[Step]:
+    """A bar on stderr that disappears at the end (without a total: a pulse); silent where stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

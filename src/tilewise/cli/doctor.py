@@ -23,7 +23,7 @@ __all__ = ["EXAMPLE", "command", "diagnose"]
 
 EXAMPLE = "tilewise doctor --json"
 
-PACKAGES = ("torch", "numpy", "numba", "triton")
+PACKAGES = ("torch", "numpy", "llvmlite", "triton")
 
 
 def command(*, json: JsonOption = False) -> None:
@@ -84,7 +84,7 @@ def _device(spec: DeviceSpec, where: torch.device) -> dict[str, Any]:
 
 def _backend(status: dispatch.Status) -> dict[str, Any]:
     """Name, availability, and the state of its kernel cache where the backend has one to tell of."""
-    cache_state = getattr(dispatch.load(status.name), "cache_state", None)
+    cache_state = None if status.reason else getattr(dispatch.load(status.name), "cache_state", None)
     return {
         "name": status.name,
         "available": status.reason is None,

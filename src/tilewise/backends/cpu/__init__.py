@@ -4,6 +4,9 @@ first use.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,7 +30,7 @@ class CpuBackend:
         """None if the compiler is installed."""
         from importlib.util import find_spec
 
-        return None if find_spec("llvmlite") else "llvmlite is not installed; pip install numba brings it"
+        return None if find_spec("llvmlite") else "llvmlite is not installed; pip install llvmlite"
 
     def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
         """None, or the reason against it."""
@@ -67,6 +70,25 @@ class CpuBackend:
         from tilewise.backends.cpu import launch_backward
 
         return launch_backward.backward(problem, operands, out, lse, dout, dlse, wanted)
+
+    def cache_state(self) -> Mapping[str, Any]:
+        """Where compiled programs are kept, and how many of them for this version and processor."""
+        from tilewise.backends.cpu.cache import PROGRAMS, cache_state
+
+        state = cache_state()
+        return {
+            "path": str(state.path),
+            "writable": state.writable,
+            "entries": state.entries,
+            "entries_when_full": len(PROGRAMS),
+            "size_bytes": state.size,
+        }
+
+    def warmup(self, progress: Callable[[str, int, int], None]) -> None:
+        """Compile every program into the cache; `progress(name, done, total)` is told before each one."""
+        from tilewise.backends.cpu.cache import warmup
+
+        warmup(progress)
 
 
 BACKEND = CpuBackend()
