@@ -24,6 +24,8 @@ __all__ = ["BACKEND", "TritonBackend"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
+# Shared memory of the smallest dK/dV tile (16 x 16) in fp32 with a padded head_dim of 512, as compiled.
+WIDE_SINGLE_SMEM = 132096
 
 
 class TritonBackend:
@@ -55,6 +57,11 @@ class TritonBackend:
             return f"device type {device.type!r} is not an NVIDIA GPU"
         if device.capability < (8, 0):
             return f"{device.name} has compute capability {device.capability[0]}.{device.capability[1]}, 8.0 is needed"
+        wide = max(problem.head_dim, problem.head_dim_v) > 256 and problem.dtype == torch.float32
+        if wide and problem.needs_grad and device.smem_bytes < WIDE_SINGLE_SMEM:
+            return (
+                f"fp32 gradients with head_dim over 256 need {WIDE_SINGLE_SMEM} bytes of shared memory in {device.name}"
+            )
         return None
 
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
