@@ -205,9 +205,12 @@ class _Nosy(BackendImplementation):
 class _Restless(BackendImplementation):
     """Never gives the same result twice."""
 
+    runs = 0
+
     def run(self, case: Case, inputs: Inputs) -> Results:
+        self.runs += 1
         results = super().run(case, inputs)
-        return results | {"dv": results["dv"] * (1.0 + 1e-6 * torch.rand(()))}
+        return results | {"dv": results["dv"] * (1.0 + 2.0**-20 * self.runs)}
 
 
 def test_writing_to_inputs_reading_padding_and_unrepeatable_results_are_found() -> None:
