@@ -30,7 +30,7 @@ bench: $(READY)
 # On a machine with a GPU: the python3 that is there, with its torch and Triton; nothing is installed.
 # ARGS="--only decode --output FILE" for a part of it.
 test-gpu:
-	PYTHONPATH=src python3 -m pytest -q tests/backends --device cuda --backend triton $(ARGS)
+	PYTHONPATH=src python3 -m pytest -q tests/backends/test_conformance.py tests/gpu --device cuda --backend hopper --backend triton $(ARGS)
 
 bench-gpu:
 	PYTHONPATH=src python3 -m tilewise.bench --device cuda $(ARGS)

@@ -1,7 +1,6 @@
 """What drivers do besides arithmetic on integers: scalar memory access, shared counters, and two functions.
 
-Drivers hold addresses as int64 and nothing else, which keeps Numba's share of the cold start small (no arrays, no
-reference counts).
+Drivers hold addresses as int64 and nothing else: no arrays, no reference counts.
 """
 
 from __future__ import annotations
