@@ -128,14 +128,14 @@ def batches(corpus: Tensor, setup: Setup, device: str) -> list[Tensor]:
     return list(corpus[starts + torch.arange(setup.seqlen + 1)].long().to(device))
 
 
-def train(kind: str, setup: Setup, device: str) -> Run:
+def train(kind: str, setup: Setup, corpus: Tensor, device: str) -> Run:
     """Train one model; the first, untimed pass compiles kernels and is not a step."""
     torch.manual_seed(setup.seed)
     reset_peak(device)
     before = peak(device)
     model = GPT(setup, kind).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), setup.learning_rate)
-    data = batches(text(), setup, device)
+    data = batches(corpus, setup, device)
     loss_of(model, data[0]).backward()
     optimizer.zero_grad()
     reset_peak(device)
@@ -212,10 +212,10 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write the loss curves to this file")
     given = vars(parser.parse_args())
     kinds, device, plot = given.pop("kinds"), given.pop("device"), given.pop("plot")
-    setup = Setup(**given)
+    setup, corpus = Setup(**given), text()
     # One process a run, and a fresh one: the peak of a process never goes down again.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        runs = [pool.apply(train, (kind, setup, device)) for kind in kinds]
+        runs = [pool.apply(train, (kind, setup, corpus, device)) for kind in kinds]
     sizes = f"{setup.layers} layers, {setup.heads} heads of {setup.head_dim}, {setup.seqlen} tokens"
     print(f"{sizes}, batch {setup.batch}, {device}; memory above what the process had before training")
     print(report(runs, setup))
