@@ -1,7 +1,7 @@
 """What a backend is: five questions and two computations.
 
-A backend package exposes one instance as `BACKEND`. Importing the package must be cheap: compilers (llvmlite, triton) are
-imported on the first launch, not to answer `supports`.
+A backend package exposes one instance as `BACKEND`. Importing the package must be cheap: compilers (llvmlite, triton)
+are imported on the first launch, not to answer `supports`.
 """
 
 from __future__ import annotations

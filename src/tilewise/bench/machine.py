@@ -16,7 +16,7 @@ from tilewise.version import __version__
 
 __all__ = ["commit", "machine", "versions"]
 
-PACKAGES = ("torch", "triton", "numba", "llvmlite", "numpy", "flash-attn", "flash-attn-3", "flash-attn-4")
+PACKAGES = ("torch", "triton", "llvmlite", "numpy", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 
 def machine() -> dict[str, Any]:

@@ -86,7 +86,7 @@ def headline(results: Results) -> str:
     parts = [results.device_name]
     if results.options["device"] == "cpu":
         parts.append(f"{results.options['threads']} threads of {machine['cores']} cores")
-    named = ("torch", "triton", "numba", "driver")
+    named = ("torch", "triton", "llvmlite", "driver")
     parts += [f"{name} {versions[name]}" for name in named if versions.get(name)]
     return ", ".join([*parts, f"commit {results.commit or 'unknown'}", results.date])
 
