@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tilewise.numerics import dropout_keep
@@ -132,8 +132,9 @@ def test_sizes(case: Case, backend: str, device: str) -> None:
 @given(case=random_cases())
 def test_random_problems(case: Case, backend: str, device: str) -> None:
     implementation = BackendImplementation(backend, device)
-    assume(implementation.supports(case) is None)
-    check(case, implementation)
+    # Not assume(): a backend that takes few of these (16-bit, large head_dim) would leave hypothesis unsatisfied.
+    if implementation.supports(case) is None:
+        check(case, implementation)
 
 
 @pytest.mark.parametrize("kind", ["bhsd", "bshd", "varlen"])

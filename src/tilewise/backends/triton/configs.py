@@ -54,7 +54,8 @@ _HOPPER: dict[Pass, Table] = {
         512: Config(64, 32, 8, 2),
     },
     "dkdv": {
-        64: Config(64, 128, 8, 2),
+        # full at 4096 513 (32x128: 481, 64x128: 410)
+        64: Config(64, 64, 4, 3, descriptors=True),
         # full 610 / 642 (64x128 by TMA: 572 / 607)
         128: Config(64, 64, 4, 2, descriptors=True),
         256: Config(32, 64, 8, 1),
