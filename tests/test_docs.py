@@ -1,4 +1,4 @@
-"""What the documentation shows runs: doctests, the quick start of the README, every link to a file of the repository."""
+"""What the documentation shows runs: doctests, the quick start of the README, every link to a file of this project."""
 
 import doctest
 import importlib
