@@ -20,6 +20,7 @@ from tilewise.backends.cpu.intrinsics import load_f32, store_f32
 from tilewise.backends.cpu.isa import Isa
 from tilewise.backends.cpu.microkernels import accumulate_keys, scores, softmax, weigh_values
 from tilewise.backends.cpu.packing import transpose_panel
+from tilewise.backends.cpu.streaming import stream_scores, stream_values
 from tilewise.numerics import philox_4x32
 
 LANES = isa.host().lanes
@@ -242,6 +243,19 @@ def test_widest_registers_are_used() -> None:
     assert "%zmm" in innermost(assembly(scores, *AVX512_TARGET[:3]), "vfmadd")
     assert "%ymm" in innermost(assembly(scores, *AVX2_TARGET[:3]), "vfmadd")
     assert "vscalefps" in assembly(softmax, *AVX512_TARGET[:3])
+
+
+@pytest.mark.parametrize(
+    ("target", "instruction"),
+    [(NEON_TARGET, "pldl1keep"), (AVX2_TARGET, "prefetcht0"), (AVX512_TARGET, "prefetcht1")],
+    ids=lambda t: t[0].name if isinstance(t, tuple) else t,
+)
+def test_decode_prefetches_into_the_level_of_the_table(
+    target: tuple[Isa, str, str, str, str], instruction: str
+) -> None:
+    for named in (stream_scores, stream_values):
+        code = assembly(named, *target[:3])
+        assert set(re.findall(r"prefetch\w+|pldl\w+", code)) == {instruction}
 
 
 @pytest.mark.parametrize("target", [NEON_TARGET, AVX2_TARGET], ids=lambda t: t[0].name)

@@ -110,11 +110,12 @@ class Emitter:
         return self.splat(self.load(address, F32))
 
     def prefetch(self, address: Value) -> None:
-        """Ask for a cache line, to be read soon."""
+        """Ask for a cache line, to be read soon, into the level that the instruction set's row names."""
         pointer = I8.as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-        read, keep, data = (ir.Constant(I32, n) for n in (0, 3, 1))
-        self.b.call(self.declared("llvm.prefetch.p0", kind), [self.b.inttoptr(address, pointer), read, keep, data])
+        # LLVM counts locality the other way round: 3 is the first level.
+        read, locality, data = (ir.Constant(I32, n) for n in (0, 4 - self.isa.prefetch_level, 1))
+        self.b.call(self.declared("llvm.prefetch.p0", kind), [self.b.inttoptr(address, pointer), read, locality, data])
 
     # Control
 

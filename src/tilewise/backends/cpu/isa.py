@@ -38,6 +38,8 @@ class Isa:
     has_half: bool = True
     # has vscalef and vreduce, which make 2^x two instructions shorter and right for -inf
     has_scalef: bool = False
+    # the cache that prefetches of decode go to
+    prefetch_level: int = 1
 
     @property
     def panel(self) -> int:
@@ -96,6 +98,9 @@ AVX512 = Isa(
     value_unroll=4,
     block_n=64,
     has_scalef=True,
+    # Rows of pages lie a power of two apart and share sets of the first level. In two runs bf16 pages decode 3 to 14 %
+    # faster so and fp32 dense 0 to 11 %, fp32 pages of 32/8 heads 9 % slower.
+    prefetch_level=2,
 )
 GENERIC = Isa(
     "generic",
