@@ -4,16 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-fast check format bench test-gpu bench-gpu clean
+.PHONY: demo test test-fast test-exhaustive check format bench test-gpu bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m tilewise demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 300
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 300 -m "not exhaustive" --durations 10
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 300 -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 300 -m "not slow and not exhaustive"
+
+# Compiles every shipped configuration of the GPU backends for every architecture, without a GPU.
+test-exhaustive: $(READY)
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 900 -m exhaustive
 
 check: $(READY)
 	$(BIN)/ruff check .

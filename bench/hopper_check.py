@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime as dt
 import functools
 import json
 import os
@@ -31,6 +32,7 @@ import torch
 from hopper_cases import CASES, Case, groups
 from hopper_judge import check_backward, check_forward, make_inputs, operands_of, problem_of
 from tilewise.backends.hopper import BACKEND
+from tilewise.bench import machine
 from tilewise.operands import Wanted
 
 TOKENS, WIDTH = 16384, 2048
@@ -271,6 +273,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=290.0, help="seconds for everything")
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--only", default="", help="groups whose name contains this")
+    parser.add_argument("--commit", help="the commit that is judged, where the source is not in a checkout")
     parser.add_argument("--worker", default="")
     parser.add_argument("--bench", default=None, help="JSON list of wrong kernels")
     args = parser.parse_args()
@@ -281,6 +284,16 @@ def main() -> None:
         bench(json.loads(args.bench), begin + args.budget, args.json)
     else:
         run_all(args, begin)
+
+
+def facts(commit: str | None) -> dict[str, Any]:
+    """When, where and what was judged, under the names that `tilewise bench` uses."""
+    return {
+        "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": commit or machine.commit(),
+        "machine": machine.machine(),
+        "versions": machine.versions(),
+    }
 
 
 def run_all(args: argparse.Namespace, begin: float) -> None:
@@ -297,11 +310,9 @@ def run_all(args: argparse.Namespace, begin: float) -> None:
     command = [sys.executable, "-W", "ignore", __file__, "--bench", json.dumps(wrong), "--json", str(timings)]
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run([*command, "--budget", str(left - 5)], timeout=max(left, 10), check=False)
-    import triton
-
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     speed = json.loads(timings.read_text()) if timings.exists() else []
-    Path(args.json).write_text(json.dumps({"machine": machine, "correctness": results, "tflops": speed}, indent=1))
+    found = facts(args.commit) | {"correctness": results, "tflops": speed}
+    Path(args.json).write_text(json.dumps(found, indent=1))
     print(f"total {time.monotonic() - begin:.0f} s, written to {args.json}", flush=True)
 
 

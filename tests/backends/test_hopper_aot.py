@@ -112,7 +112,7 @@ def name_of(record: Recorded) -> str:
 
 @pytest.mark.parametrize(
     "record",
-    [pytest.param(r, id=name_of(r), marks=() if r.fast else pytest.mark.slow) for r in RECORDS],
+    [pytest.param(r, id=name_of(r), marks=() if r.fast else pytest.mark.exhaustive) for r in RECORDS],
 )
 def test_machine_code(record: Recorded) -> None:
     found = aot.resources(compiled(record))

@@ -132,7 +132,7 @@ def test_decode_kernels(caught: list[Any]) -> None:
         assert built.spilled == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("device", ["h200", "a100", "l40s", "b200", "rtx5090"])
@@ -144,7 +144,7 @@ def test_every_configuration(caught: list[Any], device: str, head_dim: int, dtyp
         assert_fits(build(launch, capability), device)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["h200", "l40s"])
 def test_every_feature_at_once(caught: list[Any], device: str) -> None:
     bias, sinks = torch.zeros(1, 4, 300, 300), torch.zeros(4)
