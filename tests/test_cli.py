@@ -91,6 +91,16 @@ def test_nonsense_is_refused_by_the_parser() -> None:
     assert invoke("fly").exit_code == 2
 
 
+def test_errors_are_json_on_stdout_where_json_was_asked_for() -> None:
+    result = invoke("explain", "--json", "--device", "h300")
+    assert (result.exit_code, result.stderr) == (2, "")
+    assert json.loads(result.stdout)["error"].startswith("device: expected one of cpu, v100")
+
+
+def test_version() -> None:
+    assert succeed("--version") == f"tilewise {tw.__version__}\n"
+
+
 # --- doctor
 
 
@@ -230,6 +240,22 @@ def test_explain_takes_every_feature() -> None:
         "h100",
     ]
     assert read("explain", *flags)["features"] == ["alibi", "softcap", "bias", "mask", "sinks", "dropout"]
+
+
+@pytest.mark.parametrize("short", ["fp16", "bf16", "fp32", "fp64"])
+def test_explain_takes_short_names_of_dtypes(short: str) -> None:
+    long_name = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}[short]
+    plan = read("explain", "--device", "cpu", "--dtype", short)
+    assert plan == read("explain", "--device", "cpu", "--dtype", long_name)
+    assert plan["problem"]["dtype"] == long_name
+
+
+def test_explain_fails_where_no_backend_takes_the_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch.load("reference"), "supports", lambda *_: "not today")
+    for flags in ((), ("--json",)):
+        result = invoke("explain", "--backend", "reference", "--device", "cpu", *flags)
+        assert result.exit_code == 1
+        assert "not today" in result.stdout
 
 
 def test_explain_is_for_this_machine_by_default() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from tilewise.cli.console import print_error
 from tilewise.errors import TilewiseError
+from tilewise.version import __version__
 
 __all__ = ["COMMANDS", "build_app"]
 
@@ -30,7 +32,7 @@ class FriendlyGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except TilewiseError as error:
-            typer.echo(f"error: {error}", err=True)
+            print_error(ctx, error)
             raise typer.Exit(2) from None
 
 
@@ -38,12 +40,27 @@ def build_app() -> typer.Typer:
     """The application with every command."""
     app = typer.Typer(cls=FriendlyGroup, help=HELP, no_args_is_help=True, add_completion=False)
     # A callback keeps the commands named even if there were only one of them.
-    app.callback(epilog="Example:  tilewise demo")(lambda: None)
+    app.callback(epilog="Example:  tilewise demo")(_top_level)
     for name in COMMANDS:
         module = importlib.import_module(f"tilewise.cli.{name}")
         help_text = _reflowed(module.command.__doc__)
         app.command(name, help=help_text, epilog=f"Example:  {module.EXAMPLE}")(module.command)
     return app
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tilewise {__version__}")
+        raise typer.Exit
+
+
+def _top_level(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """What `tilewise` takes before the name of a command."""
 
 
 def _reflowed(docstring: str | None) -> str:

@@ -11,9 +11,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["JsonOption", "Step", "print_json", "progress"]
+__all__ = ["JsonOption", "Step", "print_error", "print_json", "progress"]
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+JSON_KEY = "tilewise.json"
+
+
+def _remember(context: typer.Context, json_asked: bool) -> bool:
+    """Errors leave the command, so that it is known outside how they are to be printed."""
+    context.meta[JSON_KEY] = json_asked
+    return json_asked
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.", callback=_remember)]
 
 # Called before each step of a long job with what is about to happen.
 Step = Callable[[str], None]
@@ -22,6 +31,14 @@ Step = Callable[[str], None]
 def print_json(value: Any) -> None:
     """The value on stdout, strictly as JSON."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_error(context: Any, error: Exception) -> None:
+    """On stderr as text; on stdout as {"error": ...} where the command was given --json."""
+    if context.meta.get(JSON_KEY):
+        print_json({"error": str(error)})
+    else:
+        typer.echo(f"error: {error}", err=True)
 
 
 @contextlib.contextmanager

@@ -21,12 +21,23 @@ EXAMPLE = "tilewise explain --seqlen 8192 --heads 32 --kv-heads 8 --causal --bac
 
 
 class DType(str, enum.Enum):
-    """The dtypes by the names torch gives them."""
+    """The dtypes by the names torch gives them, and by their short names."""
 
     float16 = "float16"
     bfloat16 = "bfloat16"
     float32 = "float32"
     float64 = "float64"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    fp32 = "fp32"
+    fp64 = "fp64"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """What torch calls it."""
+        long_name = self.value.replace("bf16", "bfloat16").replace("fp", "float")
+        found: torch.dtype = getattr(torch, long_name)
+        return found
 
 
 def command(
@@ -53,10 +64,13 @@ def command(
     device: Annotated[str | None, typer.Option(help=f"This machine, or: {', '.join(DEVICES)}.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show which backend would run a problem and why, its tiles, FLOPs, traffic, memory and least possible time."""
+    """Show which backend would run a problem and why, its tiles, FLOPs, traffic, memory and least possible time.
+
+    The exit status is 1 where no backend takes the problem.
+    """
     queries, keys = (seqlen if n is None else n for n in (seqlen_q, seqlen_k))
     shared = kv_heads or heads
-    like = getattr(torch, dtype.value)
+    like = dtype.torch_dtype
     plan = explain(
         _meta(batch, heads, queries, head_dim, dtype=like).requires_grad_(backward),
         _meta(batch, shared, keys, head_dim, dtype=like),
@@ -76,6 +90,8 @@ def command(
         print_json(plan.to_dict())
     else:
         typer.echo(str(plan))
+    if plan.backend is None:
+        raise typer.Exit(1)
 
 
 def _meta(*shape: int, dtype: Any) -> Tensor:
