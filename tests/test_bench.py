@@ -456,6 +456,31 @@ def test_the_command_line_shows_a_stored_run(tmp_path: Path) -> None:
     assert json.loads(printed.stdout) == json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("contents", [None, "no JSON", "[]", '{"format": 1}', '{"format": 1, "cases": [{}]}'])
+def test_a_file_without_results_is_one_line_and_status_2(contents: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    if contents is not None:
+        path.write_text(contents)
+    result = CliRunner().invoke(build_app(), ["bench", "--results", str(path)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: results: expected a benchmark file")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_output_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tilewise.cli.bench.execute", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "run.json"):
+        result = CliRunner().invoke(build_app(), ["bench", "--device", "cpu", "--output", str(path)])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith("error: output: expected a file that can be written")
+        assert len(result.stderr.splitlines()) == 1
+    results.ensure_writable(tmp_path / "new" / "run.json")
+    assert not (tmp_path / "new" / "run.json").exists()
+
+
 def test_threads_are_put_back() -> None:
     before = torch.get_num_threads()
     options = command.Options("cpu", ("overhead",), threads=before + 1, seconds_per_case=0.01)

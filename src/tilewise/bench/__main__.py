@@ -11,7 +11,7 @@ from pathlib import Path
 from tilewise.bench.command import Options, chosen_cases, execute
 from tilewise.bench.plots import write_plots
 from tilewise.bench.report import plain
-from tilewise.bench.results import default_path, read, write
+from tilewise.bench.results import default_path, ensure_writable, read, write
 from tilewise.bench.verdicts import judge_all
 from tilewise.errors import TilewiseError
 
@@ -45,6 +45,8 @@ def _run(options: Options, given: argparse.Namespace) -> None:
     if given.results:
         results = read(given.results)
     else:
+        if given.output:
+            ensure_writable(given.output)
         results = execute(options, _announcer(len(chosen_cases(options))))
         path = given.output or default_path(results)
         write(results, path, judge_all(results))

@@ -14,7 +14,7 @@ from tilewise.bench.cases import Bar, Case
 from tilewise.bench.timing import Summary
 from tilewise.errors import InvalidProblem
 
-__all__ = ["CaseResult", "Measured", "Results", "default_path", "document", "read", "write"]
+__all__ = ["CaseResult", "Measured", "Results", "default_path", "document", "ensure_writable", "read", "write"]
 
 FORMAT = 1
 Status = Literal["ok", "wrong", "failed", "skipped", "missing"]
@@ -101,15 +101,48 @@ def document(results: Results, verdicts: Sequence[Any] = ()) -> dict[str, Any]:
 
 def write(results: Results, path: Path, verdicts: Sequence[Any] = ()) -> None:
     """The document as a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document(results, verdicts), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(document(results, verdicts), indent=1, allow_nan=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def ensure_writable(path: Path) -> None:
+    """Known before an hour of measurements, not after it."""
+    is_new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a", encoding="utf-8").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> InvalidProblem:
+    got = f"{path} ({error.strerror})"
+    return InvalidProblem("output", "a file that can be written", got, "Choose another path with --output.")
 
 
 def read(path: Path) -> Results:
     """The results in a file that `write` made."""
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    if fields.pop("format", None) != FORMAT:
-        raise InvalidProblem("results", f"a benchmark file of format {FORMAT}", str(path), "Run the benchmark again.")
+    try:
+        return _results(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        reason = error.strerror
+    except ValueError:
+        reason = "not JSON"
+    except (AttributeError, KeyError, TypeError):
+        reason = "other contents"
+    expected = f"a benchmark file of format {FORMAT}"
+    raise InvalidProblem("results", expected, f"{path} ({reason})", "Run the benchmark again.")
+
+
+def _results(fields: dict[str, Any]) -> Results:
+    if fields.pop("format") != FORMAT:
+        raise KeyError("format")
     fields.pop("verdicts", None)
     cases = tuple(
         CaseResult(_case(entry["case"]), entry["auto"], tuple(Measured(**m) for m in entry["measured"]))

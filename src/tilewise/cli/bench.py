@@ -15,7 +15,7 @@ from tilewise.bench.command import Options, chosen_cases, execute
 from tilewise.bench.plots import write_plots
 from tilewise.bench.report import Table as TextTable
 from tilewise.bench.report import headline, notes, summary, tables
-from tilewise.bench.results import Results, default_path, document, read, write
+from tilewise.bench.results import Results, default_path, document, ensure_writable, read, write
 from tilewise.bench.verdicts import judge_all
 from tilewise.cli.console import JsonOption, print_json, progress
 
@@ -48,6 +48,8 @@ def command(
     if results is not None:
         found = read(results)
     else:
+        if output is not None:
+            ensure_writable(output)
         with progress(len(chosen_cases(options))) as step:
             found = execute(options, step)
         path = output or default_path(found)
