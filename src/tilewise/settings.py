@@ -1,14 +1,10 @@
 """The only reader of the environment. Every variable is optional and read once, when a setting is first needed.
 
-| variable                | default | meaning
-      |
-|-------------------------|---------|-----------------------------------------------------------------------------------------|
-| `TILEWISE_BACKEND`      | `auto`  | backend used where a call says `backend="auto"`
-      |
-| `TILEWISE_CHECK_VALUES` | `0`     | `1`: check the contents of index tensors on a GPU too (a device synchronisation a
-call) |
-| `TILEWISE_CACHE_DIR`    | (user)  | where compiled kernels are kept
-      |
+| variable                | default | meaning                                                            |
+|-------------------------|---------|--------------------------------------------------------------------|
+| `TILEWISE_BACKEND`      | `auto`  | backend used where a call says `backend="auto"`                    |
+| `TILEWISE_CHECK_VALUES` | `0`     | `1`: check index tensors on a GPU too (one synchronisation a call) |
+| `TILEWISE_CACHE_DIR`    | (user)  | where compiled kernels are kept                                    |
 """
 
 from __future__ import annotations
