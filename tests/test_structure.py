@@ -11,12 +11,14 @@ import pytest
 import tilewise
 
 PACKAGE = Path(tilewise.__file__).parent
+ROOT = Path(__file__).parent.parent
 
 # What each part may import from tilewise: data flows one way. The leaves anyone may use.
-LEAVES = {"errors", "settings", "version", "units"}
+LEAVES = {"errors", "process", "settings", "version", "units"}
 SPINE = {"problem", "operands", "masks", "numerics", "device"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
+    "process": set(),
     "settings": set(),
     "units": set(),
     "version": set(),
@@ -102,6 +104,16 @@ def test_files_and_host_functions_stay_small(module: str, path: Path) -> None:
             body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
             lines = (node.end_lineno or 0) - body[0].lineno + 1
             assert lines <= (150 if is_kernel else 50), f"{module}.{node.name} has {lines} lines"
+
+
+def test_files_beside_the_package_stay_small() -> None:
+    sizes = {
+        str(path.relative_to(ROOT)): path.read_text().count("\n")
+        for folder in ("tests", "bench", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert sizes
+    assert {name: lines for name, lines in sizes.items() if lines > 500} == {}
 
 
 def test_the_environment_is_read_in_one_place() -> None:

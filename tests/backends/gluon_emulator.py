@@ -1,0 +1,446 @@
+"""A stand-in for Gluon on the CPU: roles as threads, mbarriers, TMA, wgmma that runs as late as it may.
+
+It is adversarial where the hardware may be: shared memory starts as NaN, a product reads its operands only when
+somebody waits for it, a TMA store reads its buffer only at the wait for it, and TMA loads land at once or, in the other
+mode, late.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import re
+import threading
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HERE = threading.local()
+DEADLOCK_S = 20.0
+PACKAGE = "tilewise.backends.hopper"
+
+
+class Grid:
+    """What the threads of a launch share: the first error stops them all."""
+
+    def __init__(self, programs: int, late_loads: bool) -> None:
+        self.programs, self.late_loads, self.errors = programs, late_loads, list[BaseException]()
+        self.atomics = threading.Lock()
+
+    def wait(self, condition: threading.Condition, ready: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + DEADLOCK_S
+        while not condition.wait_for(ready, timeout=0.05):
+            if self.errors:
+                raise RuntimeError("another role failed")
+            if time.monotonic() > end:
+                raise RuntimeError(f"deadlock: {what}")
+
+    def spawn(self, calls: list[Callable[[], None]]) -> None:
+        """Run the calls side by side, each knowing its place in the launch."""
+        place = dict(vars(HERE))
+
+        def run(call: Callable[[], None]) -> None:
+            vars(HERE).update(place, products=[], stores=[])
+            try:
+                call()
+                assert not HERE.stores, "a role ended with a TMA store in flight"
+            except BaseException as error:
+                self.errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+class Device:
+    """A jitted function: called by others on the device, or launched with kernel[grid](...)."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else lambda *args: self.function(instance, *args)
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Device]:
+        def launch(*args: Any, num_warps: int = 4) -> Device:
+            del num_warps
+            for y in range(grid[1]):
+                state = Grid(grid[0], MODE.late_loads)
+                arguments = [Pointer(a) if isinstance(a, Tensor) else a for a in args]
+
+                def program(x: int, y: int = y, state: Grid = state, arguments: list[Any] = arguments) -> None:
+                    vars(HERE).update(grid=state, program=(x, y, 0), programs=grid, named=NamedBarriers())
+                    self.function(*arguments)
+
+                HERE.__dict__.clear()
+                for first in range(0, grid[0], 8):  # enough CTAs at once to hand tiles around, few enough threads
+                    state.spawn([functools.partial(program, x) for x in range(first, min(first + 8, grid[0]))])
+                    if state.errors:
+                        raise next((e for e in state.errors if "another role" not in str(e)), state.errors[0])
+            return self
+
+        return launch
+
+
+MODE = types.SimpleNamespace(late_loads=False)
+
+
+@dataclass
+class Pointer:
+    """Elements of a tensor's storage, starting at the tensor."""
+
+    tensor: Tensor
+    offset: Any = 0
+
+    @property
+    def flat(self) -> Tensor:
+        t = self.tensor
+        return t.as_strided((t.untyped_storage().nbytes() // t.element_size() - t.storage_offset(),), (1,))
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=self.tensor.dtype)
+
+    def __add__(self, steps: Any) -> Pointer:
+        return Pointer(self.tensor, self.offset + steps)
+
+
+class Memory:
+    """A view of shared memory."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data, self.dtype = data, data.dtype
+
+    def index(self, i: Any) -> Memory:
+        return Memory(self.data[int(i)])
+
+    def reshape(self, shape: list[int]) -> Memory:
+        return Memory(self.data.view(*shape))
+
+    def permute(self, order: list[int]) -> Memory:
+        return Memory(self.data.permute(*order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Memory:
+        return Memory(self.data.narrow(dim, int(start), length))
+
+    def store(self, value: Tensor) -> None:
+        self.data.copy_(value)
+
+    def load(self, layout: Any) -> Tensor:
+        del layout
+        return self.data.clone()
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory:
+        del layout
+        return Memory(self.data.view(-1).view(dtype)[: math.prod(shape)].view(shape))
+
+
+class Barrier:
+    """An mbarrier: completes a phase when all arrivals and all announced bytes are in."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = self.missing = self.bytes = self.parity = 0
+
+    def arrive(self, arrivals: int, announced: int = 0) -> None:
+        with self.changed:
+            self.missing -= arrivals
+            self.bytes += announced
+            assert self.missing >= 0, "more arrivals at an mbarrier than its count"
+            if self.missing == 0 and self.bytes == 0:
+                self.parity ^= 1
+                self.missing = self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            HERE.grid.wait(self.changed, lambda: self.parity != parity, "mbarrier")
+
+
+class NamedBarriers:
+    """bar.sync of a CTA."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.inside: dict[int, int] = {}
+        self.rounds: dict[int, int] = {}
+
+    def sync(self, index: int, threads: int) -> None:
+        with self.changed:
+            now = self.rounds.get(index, 0)
+            self.inside[index] = self.inside.get(index, 0) + 128
+            if self.inside[index] == threads:
+                self.inside[index], self.rounds[index] = 0, now + 1
+                self.changed.notify_all()
+            else:
+                HERE.grid.wait(self.changed, lambda: self.rounds.get(index, 0) > now, "named barrier")
+
+
+class Slots:
+    """An array of mbarriers, or one."""
+
+    def __init__(self, barriers: list[Barrier]) -> None:
+        self.barriers = barriers
+
+    def index(self, i: Any) -> Slots:
+        return Slots([self.barriers[int(i)]])
+
+    @property
+    def one(self) -> Barrier:
+        assert len(self.barriers) == 1
+        return self.barriers[0]
+
+
+class Product:
+    """A wgmma that has been issued: runs when waited for."""
+
+    def __init__(self, a: Any, b: Memory, acc: Any, use_acc: bool) -> None:
+        self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
+        self.result: Tensor | None = None
+
+    def run(self) -> None:
+        a = self.a.data if isinstance(self.a, Memory) else self.a
+        self.result = a.float() @ self.b.data.float()
+        if self.use_acc:
+            self.result = self.result + (self.acc.finished() if isinstance(self.acc, Product) else self.acc)
+
+    def finished(self) -> Tensor:
+        assert self.result is not None, "a product's result is read before the wait for it"
+        return self.result
+
+
+def issue(a: Any, b: Memory, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+    assert is_async
+    product = Product(a, b, acc, use_acc)
+    HERE.products.append(product)
+    return product
+
+
+def wait_products(pending: int, deps: list[Any]) -> Any:
+    if not HERE.grid.late_loads:
+        time.sleep(1e-3)  # loads land at once: give the producer time to overwrite what is still to be read
+    while len(HERE.products) > pending:
+        HERE.products.pop(0).run()
+    results = tuple(d.finished() if isinstance(d, Product) else d for d in deps)
+    return results[0] if len(results) == 1 else results
+
+
+@dataclass
+class Descriptor:
+    """A tensor map: any shape and strides, addresses modulo 2^64 bytes, as TMA computes them."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def block_type(self) -> Any:
+        return types.SimpleNamespace(nbytes=math.prod(self.block_shape) * self.base.element_size())
+
+    def addresses(self, corner: list[Any]) -> tuple[Tensor, Tensor]:
+        """(element offsets, which of them lie inside) of a box."""
+        inside = torch.ones(self.block_shape, dtype=torch.bool)
+        offsets = torch.zeros(self.block_shape, dtype=torch.int64)
+        start = 0
+        for dim, (first, size, stride, extent) in enumerate(
+            zip(map(int, corner), self.block_shape, self.strides, self.shape, strict=True)
+        ):
+            view = [-1 if d == dim else 1 for d in range(len(corner))]
+            index = torch.arange(first, first + size)
+            inside &= ((index >= 0) & (index < extent)).view(view)
+            offsets += (torch.arange(size) * stride).view(view) if size > 1 else 0
+            start += first * stride
+        return offsets + start % (2**64 // self.base.element_size()) if start else offsets, inside
+
+
+def load_box(desc: Descriptor, corner: list[Any], barrier: Slots, target: Memory) -> None:
+    grid = HERE.grid
+
+    def land() -> None:
+        offsets, inside = desc.addresses(corner)
+        values = torch.zeros(desc.block_shape, dtype=desc.dtype)
+        values[inside] = Pointer(desc.base).flat[offsets[inside]]
+        target.data.copy_(values.view(target.data.shape))
+        barrier.one.arrive(0, -desc.block_type.nbytes)
+
+    def land_late() -> None:
+        time.sleep(random.random() * 1e-3)
+        try:
+            land()
+        except AssertionError as error:
+            grid.errors.append(error)
+
+    if grid.late_loads:
+        threading.Thread(target=land_late, daemon=True).start()
+    else:
+        land()
+
+
+def store_box(desc: Descriptor, corner: list[Any], source: Memory, add: bool = False) -> None:
+    def land() -> None:
+        offsets, inside = desc.addresses(corner)
+        flat = Pointer(desc.base).flat
+        with HERE.grid.atomics:
+            old = flat[offsets[inside]] if add else 0
+            flat[offsets[inside]] = source.data.view(desc.block_shape)[inside] + old
+
+    HERE.stores.append(land)
+
+
+def store_wait(pending: int) -> None:
+    while len(HERE.stores) > pending:
+        HERE.stores.pop(0)()
+
+
+def assembly(
+    text: str, constraints: str, args: list[Any], dtype: Any = None, is_pure: bool = True, pack: int = 1
+) -> Any:
+    del constraints, dtype, is_pure, pack
+    if found := re.match(r"bar\.sync (\d+), (\d+);", text):
+        HERE.named.sync(int(found.group(1)), int(found.group(2)))
+    if text.startswith("ex2"):
+        return torch.exp2(args[0])
+    return 1.0 / args[0] if text.startswith("rcp") else args[0]
+
+
+def atomic(change: Callable[[Any, Any], Any]) -> Callable[[Pointer, Any], Tensor]:
+    def run(pointer: Pointer, operand: Any) -> Tensor:
+        with HERE.grid.atomics:
+            old = pointer.flat[int(pointer.offset)].clone()
+            pointer.flat[int(pointer.offset)] = change(old, operand)
+        return old
+
+    return run
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = 0.0) -> Tensor:
+    offsets = torch.as_tensor(pointer.offset)
+    if mask is None:
+        return pointer.flat[offsets].clone()
+    mask = torch.broadcast_to(mask, offsets.shape)
+    values = torch.full(offsets.shape, other, dtype=pointer.tensor.dtype)
+    values[mask] = pointer.flat[offsets[mask]]
+    return values
+
+
+def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    offsets = torch.as_tensor(pointer.offset)
+    value = torch.as_tensor(value).to(pointer.tensor.dtype).expand(offsets.shape)
+    keep = torch.ones_like(offsets, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, offsets.shape)
+    pointer.flat[offsets[keep]] = value[keep]
+
+
+def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+    if isinstance(layout, BarrierLayout):
+        return Slots([Barrier() for _ in range(shape[0])])
+    return Memory(torch.full(shape, math.nan if dtype.is_floating_point else -7, dtype=dtype))
+
+
+def specialize(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    assert len(warps) == len(registers) == len(roles) - 1
+    HERE.grid.spawn([functools.partial(role, *args) for role, args in roles])
+    if HERE.grid.errors:
+        raise HERE.grid.errors[0]
+
+
+class Layout:
+    """Any layout: values have no layout here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    @classmethod
+    def get_default_for(cls, *args: Any) -> Layout:
+        return cls(*args)
+
+
+class BarrierLayout(Layout): ...
+
+
+def jit(function: Any = None, **options: Any) -> Any:
+    return Device(function) if function is not None else jit
+
+
+def init_barrier(slots: Slots, count: int) -> None:
+    slots.one.count = slots.one.missing = count
+
+
+def elementwise(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+    return lambda a, b: f(torch.as_tensor(a), torch.as_tensor(b))
+
+
+LAYOUTS = [
+    f"{name}Layout" for name in ("NVMMADistributed", "DotOperand", "Slice", "NVMMAShared", "Blocked", "SwizzledShared")
+]
+LANGUAGE: dict[str, Any] = {
+    **dict.fromkeys(("tensor", "tuple", "shared_memory_descriptor", "dtype"), object),
+    **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int32", "int64", "log2")},
+    **dict.fromkeys(LAYOUTS, Layout),
+    "constexpr": lambda x: x,
+    "to_tensor": torch.as_tensor,
+    "zeros": lambda shape, dtype, _=None: torch.zeros(shape, dtype=dtype),
+    "full": lambda shape, value, dtype, _=None: torch.full(shape, value, dtype=dtype),
+    "arange": lambda begin, end, _=None: torch.arange(begin, end),
+    "where": lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
+    "maximum": elementwise(torch.maximum),
+    "minimum": elementwise(torch.minimum),
+    "max": lambda x, axis: x.amax(axis),
+    "sum": lambda x, axis: x.sum(axis),
+    "reshape": lambda x, shape: x.reshape(shape),
+    "permute": lambda x, order: x.permute(*order),
+    "convert_layout": lambda x, _: x,
+    "cast": lambda x, dtype: x.to(dtype) if isinstance(x, Tensor) else x,
+    "cdiv": lambda a, b: int((a + b - 1) / b),  # truncates, as the hardware does
+    "load": load,
+    "store": store,
+    "program_id": lambda axis: torch.tensor(HERE.program[axis]),
+    "num_programs": lambda axis: HERE.programs[axis],
+    "static_range": range,
+    "inline_asm_elementwise": assembly,
+    "atomic_add": atomic(lambda old, x: old + x),
+    "atomic_xchg": atomic(lambda _, x: x),
+    "allocate_shared_memory": allocate,
+    "warp_specialize": specialize,
+}  # fmt: skip
+HOPPER: dict[str, Any] = {
+    "mbarrier": types.SimpleNamespace(
+        MBarrierLayout=BarrierLayout,
+        init=init_barrier,
+        wait=lambda slots, parity: slots.one.wait(int(parity)),
+        arrive=lambda slots, count=1: slots.one.arrive(count),
+        expect=lambda slots, count: slots.one.arrive(1, count),
+    ),
+    "tma": types.SimpleNamespace(
+        async_copy_global_to_shared=load_box, async_copy_shared_to_global=store_box, store_wait=store_wait
+    ),
+    "fence_async_shared": lambda: None,
+    "warpgroup_mma": issue,
+    "warpgroup_mma_wait": wait_products,
+}
+MODULES: dict[str, dict[str, Any]] = {
+    "triton": {"jit": jit, "language": types.SimpleNamespace(**LANGUAGE), "cdiv": lambda a, b: -(-a // b)},
+    "triton.language": LANGUAGE,
+    "triton.language.core": {"_aggregate": lambda cls: cls},
+    "triton.experimental": {"gluon": types.SimpleNamespace(jit=jit, constexpr_function=lambda f: f)},
+    "triton.experimental.gluon": {"language": types.SimpleNamespace(**LANGUAGE)},
+    "triton.experimental.gluon.language.nvidia.hopper": HOPPER,
+    "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
+    f"{PACKAGE}.compilation": {"compile_for": lambda kernel, _: kernel},
+    f"{PACKAGE}.reduction": {"reduce_add": lambda desc, corner, source: store_box(desc, corner, source, add=True)},
+}
