@@ -110,6 +110,11 @@ MISTAKES: dict[str, tuple[Call, Arguments, str, str, str]] = {
     "window negative": (tw.attention, dense(window=(-1, 0)), "window", "an integer >= 0", "(-1, 0)"),
     "window an int": (tw.attention, dense(window=4), "window", "a pair", "4"),
     "window of three": (tw.attention, dense(window=[1, 2, 3]), "window", "a pair", "[1, 2, 3]"),
+    "window too large": (tw.attention, dense(window=(2**70, 0)), "window", "at most 31 bits", str(2**70)),
+    "window of a list": (tw.attention, dense(window=([1], 2)), "window", "a pair", "([1], 2)"),
+    "scale a list": (tw.attention, dense(scale=[1]), "scale", "finite number", "[1]"),
+    "backend a list": (tw.attention, dense(backend=["cpu"]), "backend", "'cpu'", "['cpu']"),
+    "sparse q": (tw.attention, dense(q=torch.zeros(2, 4, 5, 8).to_sparse()), "q", "a dense tensor", "sparse_coo"),
     "dropout 1": (tw.attention, dense(dropout=1.0), "dropout", "[0, 1)", "1.0"),
     "dropout negative": (tw.attention, dense(dropout=-0.1), "dropout", "[0, 1)", "-0.1"),
     "dropout NaN": (tw.attention, dense(dropout=math.nan), "dropout", "[0, 1)", "nan"),
@@ -252,6 +257,20 @@ def test_a_backend_is_never_replaced_by_another(monkeypatch: pytest.MonkeyPatch)
     assert ("reference", "refuses on principle") in caught.value.reasons
     assert "refuses on principle" in str(caught.value)
     dispatch._select.cache_clear()
+
+
+def test_auto_never_takes_the_reference_except_for_fp64() -> None:
+    dispatch._select.cache_clear()
+    with settings.overridden(backend="auto"):
+        assert tw.explain(**{n: t.double() for n, t in dense().items()}).backend == "reference"
+        refused = tw.explain(**dense(), device="v100")
+        assert refused.backend is None
+        assert any("never chosen for you" in r.reason for r in refused.rejected)
+
+
+def test_merge_judges_its_layout() -> None:
+    with pytest.raises(tw.InvalidProblem, match="layout"):
+        tw.merge(*[torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)] * 2, layout="zzz")
 
 
 def test_errors_survive_pickling() -> None:

@@ -5,6 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from tilewise import process  # noqa: F401  remembers the process before anybody forks
 from tilewise.api import attention, attention_paged, attention_varlen, backends, merge
 from tilewise.errors import InvalidProblem, OutOfPages, TilewiseError, Unsupported
 from tilewise.version import __version__ as __version__
@@ -25,6 +26,10 @@ __all__ = [
     "explain",
     "merge",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*globals(), "Plan", "explain"]
 
 
 def __getattr__(name: str) -> Any:

@@ -269,6 +269,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout:
     shapes.
     """
     validation.require_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    validation.check_flag("layout", layout)
     packed = out_a.dim() == 3
     heads_last = packed or layout == "bshd"
     dims = (0, 1) if packed else (1, 2)

@@ -61,12 +61,14 @@ class DeviceSpec:
         return self.capability is not None and self.capability >= (8, 9)
 
 
-def _rates(half: float, single: float, *, bf16: bool = True, fp8: float | None = None) -> dict[torch.dtype, float]:
+def _rates(
+    half: float, single: float, double: float, *, bf16: bool = True, fp8: float | None = None
+) -> dict[torch.dtype, float]:
     rates = {
         torch.float16: half * TERA,
         torch.bfloat16: (half if bf16 else single) * TERA,
         torch.float32: single * TERA,
-        torch.float64: single * TERA / 2,
+        torch.float64: double * TERA,
     }
     if fp8 is not None:
         rates[torch.float8_e4m3fn] = fp8 * TERA
@@ -89,14 +91,14 @@ def _gpu(
 # From the vendor's datasheets: SMs, shared memory a block can have (KiB), L2 (MiB), memory (GB), bandwidth (GB/s),
 # dense TFLOP/s.
 DEVICES: dict[str, DeviceSpec] = {
-    "v100": _gpu("NVIDIA V100 SXM2", (7, 0), 80, 96, 6, 32, 900, _rates(125, 15.7, bf16=False)),
-    "a100": _gpu("NVIDIA A100 SXM 80GB", (8, 0), 108, 163, 40, 80, 2039, _rates(312, 19.5)),
-    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 99, 72, 24, 1008, _rates(165.2, 82.6, fp8=330.3)),
-    "l40s": _gpu("NVIDIA L40S", (8, 9), 142, 99, 96, 48, 864, _rates(362, 91.6, fp8=733)),
-    "h100": _gpu("NVIDIA H100 SXM", (9, 0), 132, 227, 50, 80, 3350, _rates(989, 67, fp8=1979)),
-    "h200": _gpu("NVIDIA H200", (9, 0), 132, 227, 50, 141, 4800, _rates(989, 67, fp8=1979)),
-    "b200": _gpu("NVIDIA B200", (10, 0), 148, 227, 126, 180, 8000, _rates(2250, 75, fp8=4500)),
-    "rtx5090": _gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 99, 96, 32, 1792, _rates(209.5, 104.8, fp8=419)),
+    "v100": _gpu("NVIDIA V100 SXM2", (7, 0), 80, 96, 6, 32, 900, _rates(125, 15.7, 7.8, bf16=False)),
+    "a100": _gpu("NVIDIA A100 SXM 80GB", (8, 0), 108, 163, 40, 80, 2039, _rates(312, 19.5, 19.5)),
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 99, 72, 24, 1008, _rates(165.2, 82.6, 1.29, fp8=330.3)),
+    "l40s": _gpu("NVIDIA L40S", (8, 9), 142, 99, 96, 48, 864, _rates(362, 91.6, 1.43, fp8=733)),
+    "h100": _gpu("NVIDIA H100 SXM", (9, 0), 132, 227, 50, 80, 3350, _rates(989, 67, 67, fp8=1979)),
+    "h200": _gpu("NVIDIA H200", (9, 0), 132, 227, 50, 141, 4800, _rates(989, 67, 67, fp8=1979)),
+    "b200": _gpu("NVIDIA B200", (10, 0), 148, 227, 126, 180, 8000, _rates(2250, 75, 37, fp8=4500)),
+    "rtx5090": _gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 99, 96, 32, 1792, _rates(209.5, 104.8, 1.64, fp8=419)),
 }
 
 _override: contextvars.ContextVar[DeviceSpec | None] = contextvars.ContextVar("tilewise_device", default=None)

@@ -11,6 +11,8 @@ import functools
 import importlib
 from typing import NamedTuple
 
+import torch
+
 from tilewise import backends, settings
 from tilewise.backends.base import Backend
 from tilewise.device import DeviceSpec
@@ -74,6 +76,8 @@ def _select(problem: AttentionProblem, device: DeviceSpec, name: str, here: bool
     for candidate in backends.NAMES if name == "auto" else (name,):
         backend = load(candidate)
         reason = (backend.unavailable() if here else None) or backend.supports(problem, device)
+        if reason is None and name == "auto" and candidate == "reference" and problem.dtype != torch.float64:
+            reason = "materialises every score in fp64, so it is never chosen for you: ask for backend='reference'"
         if reason is None:
             return Selection(backend, tuple(rejected))
         rejected.append(Rejection(candidate, reason))

@@ -14,7 +14,7 @@ from tilewise import backends
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags
 
-__all__ = ["autocast", "needs_grad", "normalise", "require_tensors", "seed_tensor"]
+__all__ = ["autocast", "check_flag", "needs_grad", "normalise", "require_tensors", "seed_tensor"]
 
 Window = tuple[int | None, int | None]
 
@@ -33,7 +33,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def _is_window(value: Any) -> bool:
@@ -52,7 +52,7 @@ RULES: dict[str, Rule] = {
     "causal": Rule(lambda x: isinstance(x, bool), "True or False", "Pass a Python bool."),
     "window": Rule(
         _is_window,
-        "None or a pair (left, right), each None or an integer >= 0",
+        "None or a pair (left, right), each None or an integer >= 0 of at most 31 bits",
         "Use None for an unbounded side (what flash-attn writes as -1).",
     ),
     "softcap": Rule(
@@ -119,6 +119,8 @@ def require_tensors(**tensors: Any) -> None:
         if not isinstance(value, Tensor) and not (value is None and name in optional):
             kind = "a torch.Tensor" + (" or None" if name in optional else "")
             raise InvalidProblem(name, kind, type(value).__name__, "Convert it with torch.as_tensor.")
+        if value is not None and value.layout != torch.strided:
+            raise InvalidProblem(name, "a dense tensor", f"layout {value.layout}", "Convert it with .to_dense().")
 
 
 def normalise(
@@ -139,10 +141,7 @@ def normalise(
     """User flags as the op takes them. Raises InvalidProblem for the first flag that breaks its rule."""
     given = (causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse)
     lengths = (max_seqlen_q, max_seqlen_k)
-    if torch.compiler.is_compiling() or isinstance(window, list):
-        flags = _judge(*given, *lengths)
-    else:
-        flags = _judge_once(*given, *lengths)
+    flags = _judge(*given, *lengths) if torch.compiler.is_compiling() else _judge_hashable(*given, *lengths)
     if deterministic is None and torch.are_deterministic_algorithms_enabled():
         flags = flags._replace(deterministic=True)
     return flags._replace(needs_grad=True) if needs_grad else flags
@@ -150,7 +149,7 @@ def normalise(
 
 def _judge(*given: Any) -> Flags:
     for name, value in zip(JUDGED, given, strict=True):
-        _check(name, value)
+        check_flag(name, value)
     causal, window, softcap, scale, dropout, layout, deterministic, backend, _, max_seqlen_q, max_seqlen_k = given
     left, right = (None, None) if window is None else window
     return Flags(
@@ -172,9 +171,16 @@ def _judge(*given: Any) -> Flags:
 _judge_once = functools.lru_cache(maxsize=1024, typed=True)(_judge)
 
 
+def _judge_hashable(*given: Any) -> Flags:
+    try:
+        return _judge_once(*given)
+    except TypeError:  # something unhashable: a list as window is legal, anything else is named by its rule
+        return _judge(*given)
+
+
 def seed_tensor(seed: int | Tensor | None, dropout: float) -> Tensor | None:
     """The dropout seed as a 0-d int64 tensor; drawn from torch's default CPU generator where none is given."""
-    _check("seed", seed)
+    check_flag("seed", seed)
     if dropout == 0.0:
         return None
     if seed is None:
@@ -198,7 +204,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
-def _check(name: str, value: Any) -> None:
+def check_flag(name: str, value: Any) -> None:
+    """Judge one flag by its rule."""
     rule = RULES[name]
     if not rule.accepts(value):
         raise InvalidProblem(name, rule.expected, repr(value), rule.fix)

@@ -36,7 +36,10 @@ def check_values(problem: AttentionProblem, operands: Operands) -> None:
             fix = "Give the sequence more pages in block_table."
             raise InvalidProblem("seqlens_k", expected, f"{length} at sequence {index}", fix)
     num_pages = operands.k.shape[0]
-    for index, (length, pages) in enumerate(zip(lengths, operands.block_table.tolist(), strict=True)):
+    # Only the columns in use: a table sized for the longest context would be converted whole at every call.
+    columns = -(-max(lengths, default=0) // problem.page_size)
+    table = operands.block_table[:, :columns].tolist()
+    for index, (length, pages) in enumerate(zip(lengths, table, strict=True)):
         used = -(-length // problem.page_size)
         bad = next((page for page in pages[:used] if not 0 <= page < num_pages), None)
         if bad is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import multiprocessing
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,19 +16,22 @@ from typing import Any
 
 import torch
 
+from tilewise import process
+
 __all__ = ["num_threads", "openmp_library", "run"]
 
-# A team of threads does not survive fork(), and waiting for it would hang: a forked child works alone.
-_PROCESS = os.getpid()
-# This module may be first imported in a worker forked from a process whose torch had a team already.
-_IS_FORKED = type(multiprocessing.current_process()).__name__ == "ForkProcess"
+# A worker forked before tilewise was imported, from a process whose torch had a team already.
+_IS_FORKED_WORKER = type(multiprocessing.current_process()).__name__ == "ForkProcess"
 # All of these export GOMP_parallel: GNU's, LLVM's and Intel's OpenMP.
 OPENMP_NAMES = ("libgomp", "libomp", "libiomp5")
 
 
 def num_threads() -> int:
-    """How many threads a call may use: torch's setting, or one in a forked child."""
-    return 1 if _IS_FORKED or os.getpid() != _PROCESS else torch.get_num_threads()
+    """How many threads a call may use: torch's setting, or one in a forked child.
+
+    A team of threads does not survive fork(), and waiting for it would hang.
+    """
+    return 1 if _IS_FORKED_WORKER or process.is_forked() else torch.get_num_threads()
 
 
 def run(address: int, block: bytearray, threads: int) -> None:
