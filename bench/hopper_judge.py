@@ -173,7 +173,7 @@ def terms_of(case: Case, part: Sequence, dlse: torch.Tensor | None) -> dict[str,
     q, k, v, dout = (part.inputs[n] for n in ("q", "k", "v", "dout"))
     batch = q.shape[0]
     # fp32: what rounding out to half precision before the backward costs is not added, twice plain PyTorch covers it
-    # (added, it would allow 0.7 where dq of a single key is 0, and 4 times more than the contract for causal rows).
+    # (it would allow 0.7 where dq of a single key is 0, and add 4 times the contract's tolerance to causal rows).
     dense = suite.Case(
         dtype=torch.float32,
         seqlens_q=(q.shape[2],) * batch,
