@@ -22,7 +22,10 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(bool(triton.knobs.runtime.interpret), reason="kernels are interpreted, not compiled")
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# Bytes of registers that may go through memory in a kernel of the fast table (bf16, head_dim 64 and 128).
+# Bytes of registers that may go through memory in a kernel of the fast table (bf16, head_dim 64 and 128). dK/dV at
+# head_dim 128 on Hopper spills 604 in its edge loop and is the fastest of 16 tiles all the same: 610 TFLOP/s on an H200,
+# the best tile without spills 572.
+SPILL_LIMITS = {"key_gradient_kernel": 640}
 SPILL_LIMIT = 256
 
 
@@ -116,7 +119,7 @@ def test_hot_kernels(caught: list[Any], device: str, head_dim: int) -> None:
     for launch in caught:
         built = build(launch, capability)
         assert_fits(built, device)
-        assert built.spilled <= SPILL_LIMIT, built.name
+        assert built.spilled <= SPILL_LIMITS.get(built.name, SPILL_LIMIT), built.name
         assert not built.serialised, f"{built.name}: ptxas waits after every wgmma"
         if devices.named(device).has_wgmma and launch.kernel.__name__ != "row_stats_kernel":
             assert "wgmma.mma_async" in built.ptx

@@ -34,7 +34,7 @@ IGNORED = (
     "ignore:invalid value encountered:RuntimeWarning",
     "ignore:divide by zero encountered:RuntimeWarning",
 )
-# A few tests of the small suite for the fast run, one for each kernel and loader; all of it with `-m slow`.
+# A few tests of the small suite for the fast run, one for each kernel and loader; all of it with `-m exhaustive`.
 SAMPLE = "gqa or seqlen_k_0 or varlen_padding or paged_prefill_page_3 or paged_decode_page_16 or fp32_bias_and_sinks"
 
 
@@ -58,7 +58,7 @@ def test_a_sample_of_the_conformance_suite() -> None:
     interpret(suite, "--backend", "triton", "--size", "small", "-m", "not slow", "-k", SAMPLE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 def test_the_conformance_suite() -> None:
