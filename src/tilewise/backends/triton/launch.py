@@ -145,7 +145,7 @@ def run_backward(
     """The wanted gradients of canonical operands."""
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    if problem.batch == 0:
+    if problem.batch == 0 or problem.seqlen_q == 0:
         return _zero_gradients(problem, operands, wanted)
     plan = plan_for(problem, devices.of(operands.q.device), operands.cu_seqlens_q is not None)
     with _on_device_of(operands.q):
