@@ -77,17 +77,17 @@ def _terms_of(case: Case, inputs: Inputs, view: SequenceView) -> Results:
     lse = torch.logsumexp(torch.cat([s, sinks[:, None, None].expand(-1, s.shape[1], 1)], -1), -1)
     shift = torch.where(lse == -math.inf, 0.0, lse)[..., None]
     # A score is off by eps times its own terms, and a probability by that much relatively.
-    p = torch.exp(s - shift)
+    exact = torch.exp(s - shift)
     keep = dropout_factor(case, view, dropout_seed(case)) if case.dropout > 0.0 else 1.0
-    out = (p * keep) @ view.v
-    p = p * (1.0 + sizes)
+    out = (exact * keep) @ view.v
+    p = exact * (1.0 + sizes)
     kept = p * keep
     dp = dout @ v.transpose(1, 2)
     # delta = rowsum(dout * out) is made of the out that was saved, rounded to its dtype in every element.
     rounding = torch.finfo(case.dtype).eps / torch.finfo(case.accumulate_dtype).eps
     saved = rounding * torch.linalg.vector_norm(dout * out, dim=-1, keepdim=True)
-    pull = (kept * dp).sum(-1, keepdim=True) + dlse[..., None] + saved
-    ds = kept * dp + p * pull
+    pull = (kept * dp).sum(-1, keepdim=True) + dlse[..., None]
+    ds = kept * dp + p * pull + exact * saved
     sink_p = torch.exp(sinks[:, None] - shift.squeeze(-1))
     group = case.num_heads // case.num_kv_heads
     per_kv_head = (case.num_kv_heads, group)
@@ -98,7 +98,7 @@ def _terms_of(case: Case, inputs: Inputs, view: SequenceView) -> Results:
         "dk": scale * (ds.transpose(1, 2) @ q).unflatten(0, per_kv_head).sum(1),
         "dv": (kept.transpose(1, 2) @ dout).unflatten(0, per_kv_head).sum(1),
         "dbias": _reduced(case, ds),
-        "dsinks": (sink_p * pull.squeeze(-1)).sum(-1),
+        "dsinks": (sink_p * (pull + saved).squeeze(-1)).sum(-1),
     }
 
 
