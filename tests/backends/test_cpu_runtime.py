@@ -26,6 +26,8 @@ from tilewise.backends.cpu.cache import cache_state, warmup
 from tilewise.device import named
 from tilewise.problem import AttentionProblem
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def thread_count() -> Iterator[int]:

@@ -13,6 +13,8 @@ import torch
 
 from tilewise.problem import AttentionProblem
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton", minversion="3.6")
 aot = pytest.importorskip("tilewise.backends.hopper.aot")
 configs = pytest.importorskip("tilewise.backends.hopper.configs")

@@ -25,6 +25,8 @@ from tilewise import device, masks
 from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Callable[[str], Any]]:

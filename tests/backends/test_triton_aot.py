@@ -19,7 +19,10 @@ from tilewise import validation
 from tilewise.operands import Flags, Operands, Wanted
 
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(bool(triton.knobs.runtime.interpret), reason="kernels are interpreted, not compiled")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(triton.knobs.runtime.interpret), reason="kernels are interpreted, not compiled"),
+]
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # Bytes of registers that may go through memory in a kernel of the fast table (bf16, head_dim 64 and 128). dK/dV at

@@ -26,6 +26,8 @@ primitives = pytest.importorskip("tilewise.backends.triton.primitives")
 key_range, query_range = primitives.key_range, primitives.query_range
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+pytestmark = pytest.mark.slow
 HERE = Path(__file__)
 # The interpreter computes with NumPy, which warns where a GPU gives inf or where a scalar has one dimension.
 IGNORED = (

@@ -10,6 +10,8 @@ import tilewise as tw
 from tilewise.integrations import flash_attn as fa2
 from tilewise.integrations import flash_attn_interface as fa3
 
+pytestmark = pytest.mark.slow
+
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 31 * sum(shape)))

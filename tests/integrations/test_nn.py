@@ -13,6 +13,8 @@ from torch.nn import functional as F  # noqa: N812
 import tilewise as tw
 from tilewise.nn import CausalSelfAttention, MultiheadAttention, rotary_table, rotate
 
+pytestmark = pytest.mark.slow
+
 BATCH, SEQLEN_Q, SEQLEN_K = 3, 5, 7
 
 

@@ -16,6 +16,8 @@ import tilewise as tw
 from tilewise.integrations import flash_attn, flash_attn_interface, sdpa
 from tilewise.nn import CausalSelfAttention, MultiheadAttention
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (5, 7, 8, 11, 13, 16, 17, 19, 23, 24, 29, 31, 32, 33, 40, 47, 48, 63, 64, 65, 100)
 
 

@@ -14,6 +14,8 @@ from torch.nn import attention as torch_attention
 import tilewise as tw
 from tilewise.integrations import sdpa
 
+pytestmark = pytest.mark.slow
+
 MASKS = (None, "bool", "bool keys", "float", "float heads", "-inf row")
 LENGTHS = ((6, 6), (4, 9), (9, 4), (1, 7), (5, 1))
 
