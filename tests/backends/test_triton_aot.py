@@ -25,8 +25,8 @@ pytestmark = [
 ]
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# Bytes of registers that may go through memory in a kernel of the fast table (bf16, head_dim 64 and 128). The dK/dV tile
-# for head_dim 128 on Hopper spills 604 and was the fastest of those tuned on an H200 (610 TFLOP/s, the next one 572).
+# Bytes of registers that may go through memory in a kernel of the fast table (bf16, head_dim 64 and 128). dK/dV
+# for head_dim 128 on Hopper spills 604 and was the fastest tile tuned on an H200 (610 TFLOP/s, the next one 572).
 SPILL_LIMITS = {"key_gradient_kernel": 640}
 SPILL_LIMIT = 256
 
