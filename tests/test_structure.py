@@ -36,6 +36,7 @@ ARROWS: dict[str, set[str]] = {
     "backends": SPINE,
     "plan": SPINE | {"validation", "dispatch"},
     "testing": SPINE | {"api", "__init__", "backends", "dispatch", "validation"},
+    "simulator": {"masks", "plan"},
     "bench": SPINE | {"api", "__init__", "plan", "dispatch", "testing"},
     "cli": SPINE | {"api", "__init__", "plan", "dispatch", "backends", "bench", "validation"},
     "nn": {"api"},

@@ -1,0 +1,313 @@
+"""What an algorithm does to a two-level memory, as typed events: the contract between schedules, machine and explorer.
+
+The slow memory (HBM) holds named *arrays*, the fast one (SRAM) named *buffers*; both are two-dimensional, and vectors
+such as lse have one column. An event names everything it touches, so whoever executes the events in order, on nothing
+but the inputs, gets the result (`machine.replay`). Events depend on sizes only, never on the numbers.
+
+Every event has `kind`, `phase`, the loop indices `m_block`, `n_block` (tile of queries, tile of keys) and `part` (slice
+of the inner dimension in a matmul, split in decoding), None where a loop is not entered, and `elements`, `bytes`:
+
+| kind    | what happens                                                              | elements, bytes           |
+|---------|---------------------------------------------------------------------------|---------------------------|
+| load    | `array[rows, cols]` of slow memory is copied into a new `buffer`          | read from slow memory     |
+| store   | `buffer` is copied to `array[rows, cols]`; the buffer stays               | written to slow memory    |
+| compute | `op` on buffers `sources` gives `target`; `replaces` is the buffer whose  | newly taken of the fast   |
+|         | memory the target takes over, which may be the target itself              | memory (0 if it replaces) |
+| rescale | `buffers` *= exp(row_max - new_max), then new_max becomes row_max; with   | touched in fast memory    |
+|         | `normalised` acc is also multiplied by the old row_sum first (FA-1)       |                           |
+| skip    | a tile `rows` x `cols` of the scores is wholly masked: nothing happens    | scores not computed, 0 B  |
+| free    | `buffer` is dropped                                                       | given back, fast memory   |
+
+Narrow elements have `workload.itemsize` bytes, wide ones (statistics, sums, scores in fast memory) `wide_itemsize`.
+A loaded buffer is as wide as its array, a computed one is wide, and one that replaces another has that one's width.
+`rows`, `cols` are (start, stop), stop excluded.
+A *step* is a run of events with equal phase, m_block, n_block and part in which m_block and n_block are not None and
+that does not only skip.
+
+Order, where `tile` below stands for what a visited tile does. Blocks run upwards. Skips stand where the tile would.
+
+    naive     m_block runs inside each of three kernels, n_block is 0 (a tile is block_m x seqlen_k)
+              load k; per m_block, phase scores: load q, compute scores [, mask], store s, free q, s; free k
+              per m_block, phase softmax: load s, compute softmax (p replaces s), store p, free p
+              load v; per m_block, phase values: load p, compute product (acc), store out, free p, acc; free v
+    fa2       per m_block:
+                setup:   load q; compute init acc, init row_max, init row_sum
+                per n_block, skip or tile:
+                scores:  load k, v; compute scores (s) [, mask (in place) if the tile is partial]
+                softmax: compute row_max (new_max); compute exp (p replaces s); rescale; compute row_sum (in place)
+                values:  compute values (acc in place); free p, k, v
+                finish:  compute normalise (acc in place); compute lse (replaces row_sum); store out, lse;
+                         free q, acc, row_max, lse
+    fa1       per n_block that some query sees (else skips alone):
+                setup:   load k, v
+                per m_block, skip or tile:
+                scores:  load q, acc (from out), row_max, row_sum; compute scores [, mask]
+                softmax: as fa2, the rescale with normalised=True
+                values:  compute values, normalise; store out, row_max, row_sum; free p, q, acc, row_max, row_sum
+                finish:  free k, v
+    backward  delta, per m_block:  load out, dout; compute delta; store delta; free out, dout, delta
+              per n_block:
+                setup:     load k, v; compute init dk, init dv
+                per m_block, skip or tile:
+                recompute: load q, dout, lse, delta; compute scores [, mask]; compute probabilities (p replaces s)
+                values:    compute dv (in place), dp
+                gradients: load dq (from dq_sum); compute ds (replaces dp), dk, dq (in place); store dq_sum;
+                           free p, ds, dq, q, dout, lse, delta
+                finish:    store dk, dv; free dk, dv, k, v
+              round, per m_block:  load dq (from dq_sum); store dq; free dq
+    naive_backward, per m_block inside five kernels, n_block 0:
+              dv: compute init dv; per m_block load p, dout; compute dv; free p, dout; then store dv, free dv
+              dp: load v; per m_block load dout; compute dp; store dp; free dout, dp; then free v
+              ds: per m_block load p, dp; compute softmax_gradient (ds replaces dp); store ds; free p, ds
+              dq: load k; per m_block load ds; compute init dq, dq; store dq; free ds, dq; then free k
+              dk: compute init dk; per m_block load ds, q; compute dk; free ds, q; then store dk, free dk
+    decode    split-KV; per part (split), per m_block: as fa2 over the split's tiles, stored to out_partial, lse_partial
+              (part-th group of seqlen_q rows); then per m_block, part None:
+                setup:   compute init acc, row_max, row_sum
+                merge, per part: load out_partial, lse_partial; compute row_max (new_max, of lse_partial); rescale;
+                         compute merge (acc in place), merge_sum (row_sum in place); free out_partial, lse_partial
+                finish:  as fa2, without q
+              With one split the partial results are the results: fa2, with part 0.
+    paged     decode in which n_block is a page of the sequence and k, v are loaded from k_pages, v_pages at the rows
+              of the physical page; of the last page only the slots in use are loaded. Table entries are not counted.
+    matmul_naive  per m_block (row), n_block (column), part 0, phase product: load a, b; compute init c, product_sum;
+              store c; free a, b, c
+    matmul    per m_block, n_block: setup: compute init c; per part, phase product: load a, b; compute product_sum;
+              free a, b; finish: store c; free c
+
+`skip` events have phase "skip". In kernels with a resident operand (naive, naive_backward) its load, init, store and
+free have m_block None and the phase of the kernel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+from tilewise.errors import InvalidProblem
+from tilewise.masks import Band, TileGrid
+
+__all__ = [
+    "Algorithm",
+    "ArraySpec",
+    "Compute",
+    "Event",
+    "Free",
+    "Load",
+    "Rescale",
+    "Skip",
+    "Span",
+    "Store",
+    "Trace",
+    "Workload",
+]
+
+Algorithm = Literal[
+    "naive", "fa1", "fa2", "naive_backward", "backward", "decode", "paged", "matmul_naive", "matmul"
+]  # fmt: skip
+Span = tuple[int, int]
+Fill = Literal["input", "empty", "zero", "minus_infinity"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What all events have; see the table above."""
+
+    kind: ClassVar[str]
+    phase: str
+    m_block: int | None = None
+    n_block: int | None = None
+    part: int | None = None
+    elements: int = 0
+    bytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and `kind`, ready for JSON."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load(Event):
+    """Slow to fast memory."""
+
+    kind: ClassVar[str] = "load"
+    buffer: str
+    array: str
+    rows: Span
+    cols: Span
+    wide: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store(Event):
+    """Fast to slow memory."""
+
+    kind: ClassVar[str] = "store"
+    buffer: str
+    array: str
+    rows: Span
+    cols: Span
+    wide: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute(Event):
+    """An operation in fast memory. `shape` is the target's; `rows`, `cols` are the mask's tokens and else None."""
+
+    kind: ClassVar[str] = "compute"
+    op: str
+    target: str
+    sources: tuple[str, ...]
+    shape: tuple[int, int]
+    replaces: str | None = None
+    flops: int = 0
+    rows: Span | None = None
+    cols: Span | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescale(Event):
+    """The correction of the online softmax; new_max takes over from row_max."""
+
+    kind: ClassVar[str] = "rescale"
+    buffers: tuple[str, ...]
+    normalised: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip(Event):
+    """A tile that is never touched."""
+
+    kind: ClassVar[str] = "skip"
+    rows: Span
+    cols: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free(Event):
+    """A buffer that is no longer needed."""
+
+    kind: ClassVar[str] = "free"
+    buffer: str
+
+
+KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in (Load, Store, Compute, Rescale, Skip, Free)}
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """An array of slow memory before the first event: given, unset, or filled at no cost."""
+
+    rows: int
+    cols: int
+    wide: bool = False
+    fill: Fill = "input"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Sizes of one head of one sequence, tiles, and modelled element sizes. In a matmul (seqlen_q, head_dim) is a, and
+    (head_dim, seqlen_k) is b. `block_k` tiles its inner dimension; `block_table` are the physical pages of `paged`.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    left: int | None = None
+    right: int | None = None
+    scale: float = 1.0
+    itemsize: int = 2
+    wide_itemsize: int = 4
+    num_splits: int = 1
+    block_k: int = 1
+    block_table: tuple[int, ...] | None = None
+
+    @property
+    def band(self) -> Band:
+        """The visible part of the scores."""
+        return Band(self.seqlen_q, self.seqlen_k, self.left, self.right)
+
+    @property
+    def grid(self) -> TileGrid:
+        """Tokens of a tile."""
+        return TileGrid(self.block_m, self.block_n)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """An algorithm's events on a workload, and the arrays they work on; `kept` are kept for the backward."""
+
+    algorithm: Algorithm
+    workload: Workload
+    arrays: dict[str, ArraySpec]
+    events: tuple[Event, ...] = field(repr=False)
+    kept: tuple[str, ...] = ()
+
+    def steps(self) -> Iterator[tuple[Event, ...]]:
+        """The events of each step (see above)."""
+        run: list[Event] = []
+        for event in self.events:
+            if run and _place(run[0]) != _place(event):
+                yield from _as_step(run)
+                run = []
+            run.append(event)
+        yield from _as_step(run)
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps there are."""
+        return sum(1 for _ in self.steps())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in plain dicts, lists, strings and numbers."""
+        return {
+            "algorithm": self.algorithm,
+            "workload": asdict(self.workload),
+            "arrays": {name: asdict(spec) for name, spec in self.arrays.items()},
+            "kept": list(self.kept),
+            "events": [event.to_dict() for event in self.events],
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as text: {"algorithm", "workload", "arrays", "kept", "events": [{"kind", ...fields}]}."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """The trace that `to_json` wrote; rejects text that it could not have written."""
+        try:
+            plain = json.loads(text)
+            return cls(
+                algorithm=plain["algorithm"],
+                workload=Workload(**_tuples(plain["workload"])),
+                arrays={name: ArraySpec(**spec) for name, spec in plain["arrays"].items()},
+                events=tuple(_event(item) for item in plain["events"]),
+                kept=tuple(plain["kept"]),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            fix = "Pass what Trace.to_json returned."
+            raise InvalidProblem("text", "a trace as JSON", f"{type(error).__name__}: {error}", fix) from error
+
+
+def _place(event: Event) -> tuple[object, ...]:
+    return event.phase, event.m_block, event.n_block, event.part
+
+
+def _as_step(run: list[Event]) -> Iterator[tuple[Event, ...]]:
+    if run and run[0].m_block is not None and run[0].n_block is not None and not isinstance(run[0], Skip):
+        yield tuple(run)
+
+
+def _event(plain: dict[str, Any]) -> Event:
+    cls = KINDS[plain["kind"]]
+    names = {item.name for item in fields(cls)}
+    return cls(**_tuples({name: value for name, value in plain.items() if name in names}))
+
+
+def _tuples(plain: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
