@@ -1,0 +1,202 @@
+"""The drop-ins on a GPU: every call gives there what it gives on the CPU, where it is held against the originals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import attention as torch_attention
+from torch.nn import functional as F  # noqa: N812
+from torch.utils import _pytree as pytree
+
+from tilewise.integrations import flash_attn, flash_attn_interface, sdpa
+from tilewise.nn import CausalSelfAttention, MultiheadAttention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+HALF = torch.float16
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 31 * sum(shape))).to(dtype)
+
+
+def int32(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def on(device: str, tree: Any) -> Any:
+    """A copy of every tensor, on the device."""
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone().to(device), tree)
+
+
+def close(mine: Any, expected: Any, factor: float = 1.0) -> None:
+    for a, b in zip(pytree.tree_leaves(mine), pytree.tree_leaves(expected), strict=True):
+        tolerance = (3e-3 if a.dtype is HALF else 2e-5) * factor
+        torch.testing.assert_close(a.cpu(), b, atol=tolerance, rtol=tolerance)
+
+
+Q, K, V = randn(2, 70, 8, 64), randn(2, 90, 2, 64, seed=1), randn(2, 90, 2, 64, seed=2)
+SLOPES = 2.0 ** -torch.arange(1.0, 9.0)
+ROWS, KEYS = (int32(0, 30, 30, 140), int32(0, 80, 100, 180))
+PACKED = (Q.flatten(0, 1), K.flatten(0, 1), V.flatten(0, 1), ROWS, KEYS, 110, 80)
+TABLE = int32([5, 0, 7], [2, 11, 1])
+FA3 = flash_attn_interface
+DENSE: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "fa2": (flash_attn.flash_attn_func, (Q, K, V), {"causal": True, "window_size": (20, 3)}),
+    "fa2 softcap alibi": (flash_attn.flash_attn_func, (Q, K, V), {"softcap": 2.0, "alibi_slopes": SLOPES}),
+    "fa2 qkvpacked": (flash_attn.flash_attn_qkvpacked_func, (randn(2, 70, 3, 4, 64),), {"causal": True}),
+    "fa2 varlen": (flash_attn.flash_attn_varlen_func, PACKED, {"causal": True}),
+    "fa3": (FA3.flash_attn_func, (Q, K, V), {"causal": True, "num_splits": 3, "pack_gqa": True}),
+    "fa3 chunk": (FA3.flash_attn_func, (Q, K, V), {"attention_chunk": 16, "causal": True}),
+    "fa3 qv": (FA3.flash_attn_func, (Q, K, V), {"qv": randn(2, 70, 8, 64, seed=5)}),
+    "sdpa": (
+        sdpa.scaled_dot_product_attention,
+        (Q.transpose(1, 2), K.transpose(1, 2), V.transpose(1, 2)),
+        {"is_causal": True, "enable_gqa": True},
+    ),
+    "sdpa mask": (
+        sdpa.scaled_dot_product_attention,
+        (randn(3, 4, 33, 40), randn(3, 4, 50, 40, seed=1), randn(3, 4, 50, 40, seed=2)),
+        {"attn_mask": randn(33, 50) > 0},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("name", DENSE)
+def test_dropins_and_their_gradients(name: str, dtype: torch.dtype) -> None:
+    function, args, flags = DENSE[name]
+    args = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, args)
+    if "qv" in flags:
+        flags = {**flags, "qv": flags["qv"].to(dtype)}
+
+    def run(device: str) -> tuple[Tensor, ...]:
+        moved, keywords = on(device, args), on(device, flags)
+        inputs = [t.requires_grad_() for t in moved if isinstance(t, Tensor) and t.is_floating_point()]
+        out = function(*moved, **keywords)
+        return (out.detach(), *torch.autograd.grad(out.float().square().sum(), inputs))
+
+    close(run("cuda"), run("cpu"), factor=4.0)
+
+
+CACHE = randn(4, 12, 2, 8, seed=3)
+ROTARY = {"rotary_cos": randn(32, 3).cos(), "rotary_sin": randn(32, 3).sin()}
+FRESH = {"k": randn(2, 2, 2, 8, seed=1), "v": randn(2, 2, 2, 8, seed=2), **ROTARY}
+CACHED: dict[str, tuple[Tensor, dict[str, Any]]] = {
+    "whole": (CACHE[:2], {**FRESH, "cache_seqlens": int32(6, 3)}),
+    "length as int": (CACHE[:2], {**FRESH, "cache_seqlens": 6}),
+    "batch index and padding": (
+        CACHE,
+        {**FRESH, "cache_seqlens": int32(6, 3), "cache_batch_idx": int32(3, 1), "cache_leftpad": int32(2, 1)},
+    ),
+    "pages": (CACHE.reshape(12, 4, 2, 8), {**FRESH, "cache_seqlens": int32(6, 3), "block_table": TABLE}),
+    "pages of one token": (
+        CACHE.reshape(48, 1, 2, 8),
+        {**FRESH, "cache_seqlens": int32(6, 3), "block_table": torch.arange(48, dtype=torch.int32).view(2, 24).flip(1)},
+    ),
+    "read only": (CACHE[:2], {"cache_seqlens": int32(6, 3)}),
+}
+
+
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_interface], ids=["fa2", "fa3"])
+@pytest.mark.parametrize("name", CACHED)
+def test_caches_are_read_and_written_in_place(name: str, module: Any) -> None:
+    store, flags = CACHED[name]
+    if module is flash_attn_interface and "block_table" in flags:
+        flags = {("page_table" if n == "block_table" else n): t for n, t in flags.items()}
+
+    def run(device: str) -> tuple[Tensor, ...]:
+        q, k_cache, v_cache = on(device, (randn(2, 2, 4, 8), store, store))
+        result = module.flash_attn_with_kvcache(
+            q, k_cache, v_cache, **on(device, flags), causal=True, return_softmax_lse=True
+        )
+        return result[0], result[1], k_cache, v_cache
+
+    close(run("cuda"), run("cpu"))
+
+
+def test_dropout_follows_the_seed() -> None:
+    def run(device: str) -> Any:
+        torch.manual_seed(7)
+        return flash_attn.flash_attn_func(*on(device, (Q, K, V)), 0.3, causal=True, return_attn_probs=True)
+
+    mine, again = run("cuda"), run("cuda")
+    assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))
+    assert (mine[2] < 0).any()
+
+
+@pytest.mark.skipif(not hasattr(torch_attention, "register_flash_attention_impl"), reason="this torch has no registry")
+@pytest.mark.parametrize("lengths", [(96, 96), (40, 96), (96, 40)], ids=str)
+def test_torchs_flash_kernels_are_replaced_on_cuda(lengths: tuple[int, int]) -> None:
+    q, k, v = (
+        randn(2, 4, n, 64, seed=i, dtype=HALF).cuda().requires_grad_() for i, n in enumerate((*lengths, lengths[1]))
+    )
+
+    def run() -> list[Tensor]:
+        results = []
+        with torch_attention.sdpa_kernel(torch_attention.SDPBackend.FLASH_ATTENTION):
+            for causal in (False, lengths[0] == lengths[1]):
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+                results += [out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
+        return results
+
+    before = run()
+    sdpa.register()
+    torch_attention.activate_flash_attention_impl("tilewise")
+    try:
+        active = run()
+    finally:
+        torch_attention.restore_flash_attention_impl()
+    for a, b in zip(active, before, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=1e-2)
+        assert a.stride() == b.stride()
+    assert not all(torch.equal(a, b) for a, b in zip(active, before, strict=True))
+
+
+def test_routed_reaches_torchs_modules() -> None:
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0, device="cuda")
+    x = randn(2, 70, 64).cuda().requires_grad_()
+    plain = torch.autograd.grad(layer(x).square().sum(), x)[0]
+    with sdpa.routed():
+        routed = torch.autograd.grad(layer(x).square().sum(), x)[0]
+    torch.testing.assert_close(plain, routed, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: MultiheadAttention(64, 4, batch_first=True), lambda: CausalSelfAttention(64, 4)]
+)
+def test_modules(make: Callable[[], torch.nn.Module]) -> None:
+    torch.manual_seed(0)
+    module, x = make(), randn(2, 33, 64)
+
+    def run(device: str) -> Any:
+        moved = module.to(device)
+        inputs = on(device, (x,) * 3) if isinstance(module, MultiheadAttention) else on(device, (x,))
+        keywords = {"need_weights": False} if isinstance(module, MultiheadAttention) else {}
+        return pytree.tree_leaves(moved(*inputs, **keywords))[0].detach()
+
+    expected = run("cpu")
+    close(run("cuda"), expected, factor=2.0)
+
+
+def test_compiles_by_inductor_with_dynamic_lengths() -> None:
+    torch._dynamo.reset()
+
+    def loss(q: Tensor) -> Tensor:
+        out = flash_attn.flash_attn_func(q * 1.5, q, q, causal=True)
+        assert isinstance(out, Tensor)
+        return (out.float() + 1).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    for i, seqlen in enumerate((40, 72, 129, 300)):
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            q = randn(2, seqlen, 4, 64, dtype=HALF).cuda().requires_grad_()
+            mine, eager = (torch.autograd.grad(f(q), q)[0] for f in (compiled, loss))
+            torch.testing.assert_close(mine, eager, atol=2e-2, rtol=2e-2)
