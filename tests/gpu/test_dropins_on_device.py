@@ -125,7 +125,8 @@ def test_caches_are_read_and_written_in_place(name: str, module: Any) -> None:
 def test_dropout_follows_the_seed() -> None:
     def run(device: str) -> Any:
         torch.manual_seed(7)
-        return flash_attn.flash_attn_func(*on(device, (Q, K, V)), 0.3, causal=True, return_attn_probs=True)
+        q, k, v = on(device, (Q, K, V))
+        return flash_attn.flash_attn_func(q, k, v, 0.3, causal=True, return_attn_probs=True)
 
     mine, again = run("cuda"), run("cuda")
     assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))

@@ -1,15 +1,19 @@
-"""The drop-ins under what PyTorch does to models: compile, export, torch.func, checkpoints, autocast, DDP, graphs."""
+"""The drop-ins under what PyTorch does to models: compile, export, torch.func, checkpoints, autocast, DDP, FSDP."""
 
 import copy
 import pickle
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
@@ -216,18 +220,49 @@ def test_plans_and_errors_copy_and_pickle() -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_distributed_data_parallel_on_one_process(tmp_path: Any) -> None:
+@pytest.fixture
+def one_process_group(tmp_path: Any) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        layer = CausalSelfAttention(16, 4, num_kv_heads=2)
-        parallel = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(layer))
-        x = randn(2, 9, 16)
-        for model in (layer, parallel):
-            model(x).square().sum().backward()
-        for a, b in zip(layer.parameters(), parallel.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad)
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def data_parallel(module: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.parallel.DistributedDataParallel(module)
+
+
+def fully_sharded(module: torch.nn.Module) -> torch.nn.Module:
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    return module
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("wrap", [data_parallel, fully_sharded])
+def test_parallel_wrappers_on_one_process(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+    layer = CausalSelfAttention(16, 4, num_kv_heads=2)
+    parallel = wrap(copy.deepcopy(layer))
+    x = randn(2, 9, 16)
+    for model in (layer, parallel):
+        model(x).square().sum().backward()
+    for a, b in zip(layer.parameters(), parallel.parameters(), strict=True):
+        gradient = b.grad.to_local() if isinstance(b.grad, DTensor) else b.grad
+        torch.testing.assert_close(a.grad, gradient)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler for the CPU")
+def test_inductor_fuses_around_the_call() -> None:
+    torch._dynamo.reset()
+
+    def loss(q: Tensor) -> Tensor:
+        return (flash_attn.flash_attn_func(q * 1.5, q, q, causal=True) + 1).square().sum()  # type: ignore[operator]
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    for i, seqlen in enumerate((5, 9, 33)):
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            q = randn(2, seqlen, 4, 8, seed=seqlen, grad=True)
+            mine, eager = (torch.autograd.grad(f(q), q)[0] for f in (compiled, loss))
+            torch.testing.assert_close(mine, eager, atol=2e-5, rtol=2e-5)
 
 
 def seconds_of(function: Callable[..., Any], q: Tensor, calls: int = 300, **flags: Any) -> float:
