@@ -245,6 +245,8 @@ BACKWARD = {
     "sinks": Case(64, seqlens=(300, 140), causal=True, sinks=True),
     "window": Case(64, seqlens=(500, 600), window=(100, 30)),
     "left window": Case(128, seqlens=(600, 400), window=(50, None), causal=True),
+    "softcap": Case(128, seqlens=(200, 300), softcap=2.0, causal=True),
+    "softcap window": Case(64, seqlens=(200, 300), softcap=0.5, window=(90, 20), sinks=True),
     "packed": Case(128, lengths=PACKED, padding=3),
     "packed causal": Case(64, lengths=PACKED, causal=True, padding=5, sinks=True),
 }

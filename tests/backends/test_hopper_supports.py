@@ -23,7 +23,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": torch.float16},
     "causal": {"causal": True},
     "window": {"window_left": 3, "window_right": 5},
-    "softcap forward": {"softcap": 30.0},
+    "softcap": {"softcap": 30.0, "needs_grad": True},
     "sinks": {"has_sinks": True, "needs_grad": True},
     "packed": {"kind": "varlen", "needs_grad": True},
     "deterministic": {"deterministic": True, "needs_grad": True},
@@ -43,7 +43,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "odd values": ({"head_dim_v": 100}, "head_dim_v 100"),
     "negative scale": ({"scale": -1.0}, "scale"),
     "no keys": ({"seqlen_k": 0, "total_k": 0}, "nothing to compute"),
-    "softcap backward": ({"softcap": 30.0, "needs_grad": True}, "softcap"),
     "wide backward": ({"head_dim": 192, "head_dim_v": 192, "needs_grad": True}, "head_dim up to 128"),
     "unequal backward": ({"head_dim": 128, "head_dim_v": 64, "needs_grad": True}, "head_dim_v"),
 }

@@ -113,8 +113,6 @@ def _backward_refusals(problem: AttentionProblem) -> Iterator[str]:
         yield "the backward wants head_dim_v equal to head_dim"
     if problem.head_dim > MAX_BACKWARD_HEAD_DIM:
         yield f"the backward wants head_dim up to {MAX_BACKWARD_HEAD_DIM}, here {problem.head_dim}"
-    if problem.softcap is not None:
-        yield "the backward has no softcap"
 
 
 @functools.cache

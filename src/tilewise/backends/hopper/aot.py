@@ -100,6 +100,7 @@ def compile_backward(config: BackwardConfig, dtype: str = "bf16") -> Any:
         "cu_seqlens_k": index,
         "counter_ptr": "*i32",
         "scale_log2": "fp32",
+        "cap_scale": "fp32" if config.HAS_SOFTCAP else None,
         "scale": "fp32",
         "sizes": Sizes(*("i32",) * len(Sizes._fields)),  # type: ignore[arg-type]
     }
@@ -120,6 +121,7 @@ def compile_query_gradient(config: BackwardConfig, dtype: str = "bf16") -> Any:
         "cu_seqlens_q": index,
         "cu_seqlens_k": index,
         "scale_log2": "fp32",
+        "cap_scale": "fp32" if config.HAS_SOFTCAP else None,
         "scale": "fp32",
         "sizes": Sizes(*("i32",) * len(Sizes._fields)),  # type: ignore[arg-type]
     }

@@ -38,6 +38,7 @@ from tilewise.backends.hopper.schedule import (
     skip_empty,
     whole_query_tiles,
 )
+from tilewise.backends.hopper.scores import capped, through_cap
 
 __all__ = ["backward_kernel", "mask_transposed"]
 
@@ -198,7 +199,7 @@ def add_query_gradient(
 
 @gluon.jit
 def backward_step(
-    m_block, dq_row, first, dk, dv, at, dq_desc, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
+    m_block, dq_row, first, dk, dv, at, dq_desc, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
     WARPGROUP: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One query tile against 64 keys."""
@@ -219,10 +220,12 @@ def backward_step(
     s = warpgroup_mma_wait(1, deps=[s])
     # Read after the wait, not before: 20 spills less at D=64, 5 %.
     lse = pipe.stats_smem.index(at.slot).slice(0, BLOCK_M).load(QUERIES)
+    s = capped(s, cap_scale, C)
     p = exp2(s * scale_log2 - lse[None, :])
     if MASKED:
         p = mask_transposed(p, m_block, first + WARPGROUP * 64, seqlen_q, seqlen_k, sizes, C)
     pa = gl.convert_layout(p.to(DTYPE), OPERAND)
+    p = through_cap(p, s, C)
     dp = warpgroup_mma_wait(0, deps=[dp])
     delta = pipe.stats_smem.index(at.slot).slice(BLOCK_M, BLOCK_M).load(QUERIES)
     ds = (p * (dp - delta[None, :])).to(DTYPE)
@@ -281,7 +284,8 @@ def store_key_gradients(
 
 @gluon.jit
 def consumer(
-    dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, scale, sizes, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr,
+    dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe,
+    WARPGROUP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Sum dK and dV of 64 of the tile's keys, over all query tiles of all query heads of the group."""
     D: gl.constexpr = C.D
@@ -309,17 +313,17 @@ def consumer(
             if C.HAS_RIGHT or not C.EVEN_K:
                 for m_block in range(lo, begin):
                     dk, dv, at = backward_step(
-                        m_block, row + m_block, first, dk, dv, at, dq_desc, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
-                        WARPGROUP, True, C)  # fmt: skip
+                        m_block, row + m_block, first, dk, dv, at, dq_desc, scale_log2, cap_scale, seqlen_q, seqlen_k,
+                        sizes, pipe, WARPGROUP, True, C)  # fmt: skip
             for m_block in range(begin, end):
                 dk, dv, at = backward_step(
-                    m_block, row + m_block, first, dk, dv, at, dq_desc, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
-                    WARPGROUP, False, C)  # fmt: skip
+                    m_block, row + m_block, first, dk, dv, at, dq_desc, scale_log2, cap_scale, seqlen_q, seqlen_k,
+                    sizes, pipe, WARPGROUP, False, C)  # fmt: skip
             if C.HAS_LEFT:
                 for m_block in range(end, hi):
                     dk, dv, at = backward_step(
-                        m_block, row + m_block, first, dk, dv, at, dq_desc, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
-                        WARPGROUP, True, C)  # fmt: skip
+                        m_block, row + m_block, first, dk, dv, at, dq_desc, scale_log2, cap_scale, seqlen_q, seqlen_k,
+                        sizes, pipe, WARPGROUP, True, C)  # fmt: skip
         batch_idx = item // sizes.num_heads
         span = key_span(cu_seqlens, batch_idx, sizes, C)
         store_key_gradients(
@@ -363,18 +367,18 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, dq_desc, C: gl.
 
 
 @gluon.jit(
-    do_not_specialize=["scale_log2", "scale", "sizes"],
+    do_not_specialize=["scale_log2", "cap_scale", "scale", "sizes"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "counter_ptr"],
 )
 def backward_kernel(
     q_desc, dout_desc, k_desc, v_desc, stats_desc, dq_desc, dk_desc, dv_desc, cu_seqlens_q, cu_seqlens_k, counter_ptr,
-    scale_log2, scale, sizes, C: gl.constexpr,
+    scale_log2, cap_scale, scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and (FUSED) the fp32 dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys."""
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, dq_desc, C)
     gl.warp_specialize([
-        (consumer, (dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, scale, sizes, pipe, 0, C)),
-        (consumer, (dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, scale, sizes, pipe, 1, C)),
+        (consumer, (dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
+        (consumer, (dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
         (producer, (q_desc, dout_desc, k_desc, v_desc, stats_desc, counter_ptr, cu_seqlens, sizes, pipe, C)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -101,6 +101,7 @@ class BackwardConfig:
     HAS_RIGHT: bool = False
     IS_CAUSAL: bool = False
     HAS_LEFT: bool = False
+    HAS_SOFTCAP: bool = False
     IS_VARLEN: bool = False
     # Of the kernel that computes dQ alone: its blocks are 128 queries and 128 keys.
     NUM_WARPGROUPS: int = 2
@@ -126,6 +127,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_RIGHT=has_right(problem),
         IS_CAUSAL=has_right(problem) and problem.band[1] == 0,
         HAS_LEFT=has_left(problem),
+        HAS_SOFTCAP=problem.softcap is not None,
         IS_VARLEN=packed,
     )
 

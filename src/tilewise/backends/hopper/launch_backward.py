@@ -37,6 +37,8 @@ class BackwardPlan(NamedTuple):
     query_sizes: Sizes
     key_grid: tuple[int, int, int]
     num_m: int
+    scale_log2: float
+    cap_scale: float | None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -49,7 +51,10 @@ def backward_plan(problem: AttentionProblem, device: DeviceSpec) -> BackwardPlan
     keys = _sizes(problem, config, problem.num_kv_heads, -(-problem.seqlen_k // BACKWARD_BLOCK_N), query_bytes)
     queries = _sizes(problem, config, problem.num_heads, -(-problem.seqlen_q // 128), key_bytes)
     programs = min(device.num_sms, keys.num_tiles) if config.PERSISTENT else keys.num_tiles
-    return BackwardPlan(config, keys, queries, (programs, 1, 1), -(-problem.seqlen_q // config.BLOCK_M))
+    cap = problem.softcap
+    scale_log2, cap_scale = (problem.scale, None) if cap is None else (cap, problem.scale / cap)
+    num_m = -(-problem.seqlen_q // config.BLOCK_M)
+    return BackwardPlan(config, keys, queries, (programs, 1, 1), num_m, scale_log2 * LOG2E, cap_scale)
 
 
 def _sizes(problem: AttentionProblem, config: BackwardConfig, heads: int, num_blocks: int, streamed: int) -> Sizes:
@@ -168,7 +173,8 @@ def _key_gradients(call: Call, stats: Tensor, dq_acc: Tensor | None) -> tuple[Te
         call.operands.cu_seqlens_q,
         call.operands.cu_seqlens_k,
         counter_for(q),
-        problem.scale * LOG2E,
+        plan.scale_log2,
+        plan.cap_scale,
         problem.scale,
         plan.key_sizes,
         config,
@@ -212,7 +218,8 @@ def _query_gradient_in_order(call: Call, stats: Tensor, dq: Tensor) -> None:
         stats,
         call.operands.cu_seqlens_q,
         call.operands.cu_seqlens_k,
-        problem.scale * LOG2E,
+        plan.scale_log2,
+        plan.cap_scale,
         problem.scale,
         plan.query_sizes,
         config,

@@ -17,7 +17,7 @@ from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import exp2
 from tilewise.backends.hopper.schedule import key_span, key_tiles, lengths_of, place_of, query_span, whole_tiles
-from tilewise.backends.hopper.scores import mask_scores
+from tilewise.backends.hopper.scores import capped, mask_scores, through_cap
 
 __all__ = ["query_gradient_kernel"]
 
@@ -73,7 +73,7 @@ def producer(q_desc, dout_desc, k_desc, v_desc, cu_seqlens, sizes, pipe, C: gl.c
 
 @gluon.jit
 def step(
-    n_block, row, q, dout, lse, delta, dq, at, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
+    n_block, row, q, dout, lse, delta, dq, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
     MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key tile: dQ += dS K."""
@@ -86,9 +86,11 @@ def step(
     s = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(dout, v.permute([1, 0]), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
+    s = capped(s, cap_scale, C)
+    seen = s
     if MASKED:
-        s = mask_scores(s, row, n_block, seqlen_q, seqlen_k, sizes, C)
-    p = exp2(s * scale_log2 - lse[:, None])
+        seen = mask_scores(s, row, n_block, seqlen_q, seqlen_k, sizes, C)
+    p = through_cap(exp2(seen * scale_log2 - lse[:, None]), s, C)
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = gl.convert_layout((p * (dp - delta[:, None])).to(pipe.k_smem.dtype), OPERAND)
     dq = warpgroup_mma(ds, k, dq, is_async=True)
@@ -99,7 +101,8 @@ def step(
 
 @gluon.jit
 def consumer(
-    dq_desc, stats_ptr, cu_seqlens, scale_log2, scale, sizes, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr,
+    dq_desc, stats_ptr, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe,
+    WARPGROUP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Sum dQ of 64 queries."""
     D: gl.constexpr = C.D
@@ -121,19 +124,19 @@ def consumer(
     if C.HAS_RIGHT or C.HAS_LEFT or not C.EVEN_K:
         for i in range(begin):
             dq, at = step(
-                last - i, row, q, dout, lse, delta, dq, at, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
-                True, C)  # fmt: skip
+                last - i, row, q, dout, lse, delta, dq, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes,
+                pipe, True, C)  # fmt: skip
     else:
         begin = 0
     for i in range(begin, end):
         dq, at = step(
-            last - i, row, q, dout, lse, delta, dq, at, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
-            False, C)  # fmt: skip
+            last - i, row, q, dout, lse, delta, dq, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes,
+            pipe, False, C)  # fmt: skip
     if C.HAS_LEFT:
         for i in range(end, count):
             dq, at = step(
-                last - i, row, q, dout, lse, delta, dq, at, scale_log2, seqlen_q, seqlen_k, sizes, pipe,
-                True, C)  # fmt: skip
+                last - i, row, q, dout, lse, delta, dq, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes,
+                pipe, True, C)  # fmt: skip
     q.store((dq * scale).to(pipe.q_smem.dtype))
     fence_async_shared()  # orders the store above before TMA reads it
     batch_idx = item // sizes.num_heads
@@ -144,12 +147,12 @@ def consumer(
 
 
 @gluon.jit(
-    do_not_specialize=["scale_log2", "scale", "sizes"],
+    do_not_specialize=["scale_log2", "cap_scale", "scale", "sizes"],
     do_not_specialize_on_alignment=["stats_ptr", "cu_seqlens_q", "cu_seqlens_k"],
 )
 def query_gradient_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dq_desc, stats_ptr, cu_seqlens_q, cu_seqlens_k, scale_log2, scale, sizes,
-    C: gl.constexpr,
+    q_desc, dout_desc, k_desc, v_desc, dq_desc, stats_ptr, cu_seqlens_q, cu_seqlens_k, scale_log2, cap_scale, scale,
+    sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Write dQ of one (block of 128 queries, head); items are (batch, head) pairs."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -164,7 +167,7 @@ def query_gradient_kernel(
     fence_async_shared()  # the barriers are initialised before TMA reports to them
     pipe = Pipeline(q_smem, dout_smem, k_smem, v_smem, query_ring, key_ring)
     gl.warp_specialize([
-        (consumer, (dq_desc, stats_ptr, cu_seqlens, scale_log2, scale, sizes, pipe, 0, C)),
-        (consumer, (dq_desc, stats_ptr, cu_seqlens, scale_log2, scale, sizes, pipe, 1, C)),
+        (consumer, (dq_desc, stats_ptr, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
+        (consumer, (dq_desc, stats_ptr, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
         (producer, (q_desc, dout_desc, k_desc, v_desc, cu_seqlens, sizes, pipe, C)),
     ], [4, 1], [240, 24])  # fmt: skip

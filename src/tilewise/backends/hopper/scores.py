@@ -11,7 +11,7 @@ from tilewise.backends.hopper.layouts import accumulator_layout
 from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, tanh
 from tilewise.backends.hopper.schedule import right_of
 
-__all__ = ["capped", "finish_rows", "mask_scores", "sum_rows"]
+__all__ = ["capped", "finish_rows", "mask_scores", "sum_rows", "through_cap"]
 
 
 @gluon.jit
@@ -21,6 +21,15 @@ def capped(scores, cap_scale, C: gl.constexpr):
         return tanh(scores * cap_scale)
     else:
         return scores
+
+
+@gluon.jit
+def through_cap(p, capped_scores, C: gl.constexpr):
+    """P times the softcap's derivative 1 - tanh^2: what dS = P (dP - delta) needs in P's place, in P's registers."""
+    if C.HAS_SOFTCAP:
+        return p * (1.0 - capped_scores * capped_scores)
+    else:
+        return p
 
 
 @gluon.jit
