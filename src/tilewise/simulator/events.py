@@ -13,7 +13,7 @@ of the inner dimension in a matmul, split in decoding), None where a loop is not
 | store   | `buffer` is copied to `array[rows, cols]`; the buffer stays               | written to slow memory    |
 | compute | `op` on buffers `sources` gives `target`; `replaces` is the buffer whose  | newly taken of the fast   |
 |         | memory the target takes over, which may be the target itself              | memory (0 if it replaces) |
-| rescale | `buffers` *= exp(row_max - new_max), then new_max becomes row_max; with   | touched in fast memory    |
+| rescale | `buffers` *= exp(row_max - new_max), then row_max = new_max; with         | touched in fast memory    |
 |         | `normalised` acc is also multiplied by the old row_sum first (FA-1)       |                           |
 | skip    | a tile `rows` x `cols` of the scores is wholly masked: nothing happens    | scores not computed, 0 B  |
 | free    | `buffer` is dropped                                                       | given back, fast memory   |
@@ -21,10 +21,11 @@ of the inner dimension in a matmul, split in decoding), None where a loop is not
 Narrow elements have `workload.itemsize` bytes, wide ones (statistics, sums, scores in fast memory) `wide_itemsize`.
 A loaded buffer is as wide as its array, a computed one is wide, and one that replaces another has that one's width.
 `rows`, `cols` are (start, stop), stop excluded.
-A *step* is a run of events with equal phase, m_block, n_block and part in which m_block and n_block are not None and
-that does not only skip.
+A *step* is a run of events with equal phase, m_block, n_block and part, in which m_block and n_block are not None and
+the phase is not setup, finish or skip.
 
-Order, where `tile` below stands for what a visited tile does. Blocks run upwards. Skips stand where the tile would.
+Order: blocks run upwards, a skip stands where the tile would. Partial is a tile with a masked pair, and also one that
+ends beyond the last key (`masks.Band.tile_kind`). `init` fills with 0, and row_max with -inf.
 
     naive     m_block runs inside each of three kernels, n_block is 0 (a tile is block_m x seqlen_k)
               load k; per m_block, phase scores: load q, compute scores [, mask], store s, free q, s; free k
@@ -34,7 +35,8 @@ Order, where `tile` below stands for what a visited tile does. Blocks run upward
                 setup:   load q; compute init acc, init row_max, init row_sum
                 per n_block, skip or tile:
                 scores:  load k, v; compute scores (s) [, mask (in place) if the tile is partial]
-                softmax: compute row_max (new_max); compute exp (p replaces s); rescale; compute row_sum (in place)
+                softmax: compute row_max (new_max); compute exp (p replaces s); rescale; free new_max;
+                         compute row_sum (in place)
                 values:  compute values (acc in place); free p, k, v
                 finish:  compute normalise (acc in place); compute lse (replaces row_sum); store out, lse;
                          free q, acc, row_max, lse
@@ -65,7 +67,8 @@ Order, where `tile` below stands for what a visited tile does. Blocks run upward
               (part-th group of seqlen_q rows); then per m_block, part None:
                 setup:   compute init acc, row_max, row_sum
                 merge, per part: load out_partial, lse_partial; compute row_max (new_max, of lse_partial); rescale;
-                         compute merge (acc in place), merge_sum (row_sum in place); free out_partial, lse_partial
+                         free new_max; compute merge (acc in place), merge_sum (row_sum in place);
+                         free out_partial, lse_partial
                 finish:  as fa2, without q
               With one split the partial results are the results: fa2, with part 0.
     paged     decode in which n_block is a page of the sequence and k, v are loaded from k_pages, v_pages at the rows
@@ -169,7 +172,7 @@ class Compute(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescale(Event):
-    """The correction of the online softmax; new_max takes over from row_max."""
+    """The correction of the online softmax; row_max becomes new_max, which stays until it is freed."""
 
     kind: ClassVar[str] = "rescale"
     buffers: tuple[str, ...]
@@ -193,6 +196,8 @@ class Free(Event):
     buffer: str
 
 
+# Phases that come before, after or instead of the steps.
+AROUND = ("setup", "finish", "skip")
 KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in (Load, Store, Compute, Rescale, Skip, Free)}
 
 
@@ -299,7 +304,7 @@ def _place(event: Event) -> tuple[object, ...]:
 
 
 def _as_step(run: list[Event]) -> Iterator[tuple[Event, ...]]:
-    if run and run[0].m_block is not None and run[0].n_block is not None and not isinstance(run[0], Skip):
+    if run and None not in (run[0].m_block, run[0].n_block) and run[0].phase not in AROUND:
         yield tuple(run)
 
 

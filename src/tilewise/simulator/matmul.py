@@ -1,0 +1,58 @@
+"""Schedules of a matrix product: element by element, and in tiles that are used block times for each time they come."""
+
+from __future__ import annotations
+
+from tilewise.simulator.events import ArraySpec, Workload
+from tilewise.simulator.tape import Tape, blocks, span
+
+__all__ = ["matmul", "matmul_arrays", "matmul_naive"]
+
+
+def matmul_arrays(work: Workload) -> dict[str, ArraySpec]:
+    """The product c (seqlen_q, seqlen_k) = a (seqlen_q, head_dim) b (head_dim, seqlen_k)."""
+    return {
+        "a": ArraySpec(work.seqlen_q, work.head_dim),
+        "b": ArraySpec(work.head_dim, work.seqlen_k),
+        "c": ArraySpec(work.seqlen_q, work.seqlen_k, fill="empty"),
+    }
+
+
+def matmul_naive(tape: Tape) -> None:
+    """One element of c after the other, each from a row of a and a column of b."""
+    work = tape.workload
+    inner = 0, work.head_dim
+    for row in range(work.seqlen_q):
+        for col in range(work.seqlen_k):
+            tape.at("product", row, col, part=0)
+            tape.load("a", (row, row + 1), cols=inner)
+            tape.load("b", inner, cols=(col, col + 1))
+            tape.compute("init", "c", (), (1, 1))
+            tape.update("product_sum", "c", ("a", "b"), (1, 1), inner=work.head_dim)
+            tape.store("c", (row, row + 1), cols=(col, col + 1))
+            tape.free("a", "b", "c")
+
+
+def matmul(tape: Tape) -> None:
+    """One tile of c after the other: it stays while tiles of a and b stream past."""
+    work = tape.workload
+    for m_block in blocks(work.seqlen_q, work.block_m):
+        for n_block in blocks(work.seqlen_k, work.block_n):
+            _tile(tape, m_block, n_block)
+
+
+def _tile(tape: Tape, m_block: int, n_block: int) -> None:
+    work = tape.workload
+    rows, cols = span(m_block, work.block_m, work.seqlen_q), span(n_block, work.block_n, work.seqlen_k)
+    shape = rows[1] - rows[0], cols[1] - cols[0]
+    tape.at("setup", m_block, n_block)
+    tape.compute("init", "c", (), shape)
+    for part in blocks(work.head_dim, work.block_k):
+        inner = span(part, work.block_k, work.head_dim)
+        tape.at("product", m_block, n_block, part=part)
+        tape.load("a", rows, cols=inner)
+        tape.load("b", inner, cols=cols)
+        tape.update("product_sum", "c", ("a", "b"), shape, inner=inner[1] - inner[0])
+        tape.free("a", "b")
+    tape.at("finish", m_block, n_block)
+    tape.store("c", rows, cols=cols)
+    tape.free("c")
