@@ -76,6 +76,27 @@ def test_decode_bits_do_not_depend_on_threads(kv_heads: int, thread_count: int) 
     assert torch.equal(outs[0], outs[2])
 
 
+@pytest.mark.parametrize(("page_size", "heads", "kv_heads", "dim"), [(16, 8, 8, 64), (24, 12, 6, 40), (7, 8, 1, 128)])
+def test_pages_and_layouts_decode_to_the_bits_of_dense_tensors(
+    page_size: int, heads: int, kv_heads: int, dim: int, thread_count: int
+) -> None:
+    """An item takes as many K/V heads as threads and lengths allow, and pages end anywhere."""
+    seqlen = 336 * 7
+    q, k, v = torch.randn(2, 1, heads, dim), *(torch.randn(2, seqlen, kv_heads, dim) for _ in "kv")
+    torch.set_num_threads(1)
+    expected = tw.attention(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), backend="cpu").transpose(1, 2)
+    order = torch.randperm(2 * seqlen // page_size)
+    k_pages, v_pages = (torch.empty(len(order), page_size, kv_heads, dim) for _ in "kv")
+    k_pages[order], v_pages[order] = k.view(k_pages.shape), v.view(v_pages.shape)
+    lengths = torch.full((2,), seqlen, dtype=torch.int32)
+    table = order.to(torch.int32).view(2, -1)
+    for count in (1, 4, 16):
+        torch.set_num_threads(count)
+        assert torch.equal(tw.attention(q, k, v, layout="bshd", backend="cpu"), expected)
+        paged = tw.attention_paged(q[:, 0], k_pages, v_pages, table, lengths, backend="cpu")
+        assert torch.equal(paged, expected[:, 0])
+
+
 def test_concurrent_callers_agree() -> None:
     expected = results(causal=True)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:

@@ -1,8 +1,11 @@
-"""Decode: few query rows against many keys. One work item is (sequence, K/V head, chunk of keys).
+"""Decode: few query rows against many keys. One work item is (sequence, K/V heads, chunk of keys).
 
-All rows of a GQA group share each load of K and V. Chunks have a fixed number of keys, and the last chunk of a head
-to finish merges them in order, so the result does not depend on the number of threads. Pages and dense rows differ
-only in where a run of keys ends.
+All rows of a GQA group share each load of K and V. An item takes several K/V heads, whose rows share the lanes of one
+softmax. Where heads lie side by side within a row (pages, layout "bshd"), they are read a few rows at a time in the
+order of addresses: one head alone would touch another page of memory with every row.
+
+Chunks have a fixed number of keys, and the last chunk of some heads to finish merges them in order, so the result does
+not depend on the number of threads. Pages and dense rows differ only in where a run of keys ends.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from tilewise.backends.cpu.streaming import stream_scores, stream_values
 __all__ = ["decode"]
 
 FP32_CODE = 0
+# Keys that are read of one head before the next where heads lie within a row, so that memory is read in order.
+ROWS_AT_ONCE = 32
 
 
 @driver
@@ -55,13 +60,21 @@ def gather_queries(p: int, ws: int, batch: int, head: int, first_row: int, count
 
 
 @driver
-def score_run(p: int, ws: int, batch: int, kv_head: int, row: int, size: int, s: int, count: int) -> None:
-    """Scores of a run of keys at one stride; odd head dims go through a packed copy, as vectors may not read past a
-    row.
+def part_length(p: int, row: int, end: int) -> int:
+    """How many keys to read from one head before the next: a run at one stride, or a few rows of it where heads lie
+    within a row.
     """
-    k, width = kv_address(p, f.K, batch, kv_head, row), field(p, f.DIM_LANES)
-    v = kv_address(p, f.V, batch, kv_head, row)
-    k_row, dtype, q = field(p, f.K_ROW), field(p, f.DTYPE), ws + field(p, f.WS_Q)
+    run = run_length(p, row, end)
+    return min(run, ROWS_AT_ONCE) if field(p, f.K_HEAD) < field(p, f.K_ROW) else run
+
+
+@driver
+def score_run(p: int, ws: int, k: int, v: int, size: int, first: int, count: int, s: int) -> None:
+    """Scores of a run of keys of one head with rows [first, first + count); odd head dims go through a packed copy, as
+    vectors may not read past a row.
+    """
+    width, k_row, dtype = field(p, f.DIM_LANES), field(p, f.K_ROW), field(p, f.DTYPE)
+    q = ws + field(p, f.WS_Q) + 4 * first * width
     if field(p, f.HEAD_DIM) != width:
         packed = ws + field(p, f.WS_K)
         pack_rows(k, k_row, size, dtype, field(p, f.HEAD_DIM), packed, 4 * width, width)
@@ -71,14 +84,26 @@ def score_run(p: int, ws: int, batch: int, kv_head: int, row: int, size: int, s:
 
 
 @driver
-def weigh_run(
-    p: int, ws: int, batch: int, kv_head: int, row: int, size: int, s: int, count: int, alpha: int, last: int
-) -> None:
-    """Values of a run of keys; the rows of K that will be read next are prefetched."""
-    v, width = kv_address(p, f.V, batch, kv_head, row), field(p, f.DIM_V_LANES)
-    ahead = kv_address(p, f.K, batch, kv_head, min(row + BLOCK_N, last))
-    v_row, dtype, acc = field(p, f.V_ROW), field(p, f.DTYPE), ws + field(p, f.WS_ACC)
-    acc_row, k_row = 4 * field(p, f.DIM_V_PADDED), field(p, f.K_ROW)
+def score_tile(p: int, ws: int, batch: int, kv_head: int, num_rows: int, count: int, k0: int, end: int) -> None:
+    """Scores of keys [k0, end), `count` rows a K/V head; the rows of V that are weighed next are prefetched."""
+    row = k0
+    while row < end:
+        size = part_length(p, row, end)
+        k, v = kv_address(p, f.K, batch, kv_head, row), kv_address(p, f.V, batch, kv_head, row)
+        s = ws + field(p, f.WS_SCORES) + 4 * PANEL * (row - k0)
+        for first in range(0, num_rows, count):
+            score_run(p, ws, k, v, size, first, count, s + 4 * first)
+            k += field(p, f.K_HEAD)
+            v += field(p, f.V_HEAD)
+        row += size
+
+
+@driver
+def weigh_run(p: int, ws: int, v: int, ahead: int, size: int, first: int, count: int, s: int) -> None:
+    """Values of a run of keys of one head into rows [first, first + count); rows at `ahead` are prefetched."""
+    width, v_row, dtype = field(p, f.DIM_V_LANES), field(p, f.V_ROW), field(p, f.DTYPE)
+    acc_row, k_row, alpha = 4 * field(p, f.DIM_V_PADDED), field(p, f.K_ROW), ws + field(p, f.WS_ALPHA) + 4 * first
+    acc = ws + field(p, f.WS_ACC) + first * acc_row
     if field(p, f.HEAD_DIM_V) != width:
         packed = ws + field(p, f.WS_V)
         pack_rows(v, v_row, size, dtype, field(p, f.HEAD_DIM_V), packed, 4 * width, width)
@@ -88,17 +113,32 @@ def weigh_run(
 
 
 @driver
-def stream_tile(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, size: int) -> None:
-    """All rows against keys [k0, k0 + size)."""
+def weigh_tile(
+    p: int, ws: int, batch: int, kv_head: int, num_rows: int, count: int, k0: int, end: int, last: int
+) -> None:
+    """Values of keys [k0, end) into the running results; the rows of K of the next tile are prefetched."""
+    row = k0
+    while row < end:
+        size = part_length(p, row, end)
+        v = kv_address(p, f.V, batch, kv_head, row)
+        ahead = kv_address(p, f.K, batch, kv_head, min(row + BLOCK_N, last))
+        s = ws + field(p, f.WS_SCORES) + 4 * PANEL * (row - k0)
+        for first in range(0, num_rows, count):
+            weigh_run(p, ws, v, ahead, size, first, count, s + 4 * first)
+            v += field(p, f.V_HEAD)
+            ahead += field(p, f.K_HEAD)
+        # The running results were rescaled with the first run.
+        fill(ws + field(p, f.WS_ALPHA), PANEL, 1.0)
+        row += size
+
+
+@driver
+def softmax_tile(p: int, ws: int, batch: int, count: int, k0: int, size: int) -> None:
+    """From the scores of all rows with keys [k0, k0 + size) to weights."""
     s, state = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_ACC) + 4 * field(p, f.BLOCK_M) * field(p, f.DIM_V_PADDED)
     tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
     table, bounds = ws + field(p, f.WS_ROWS), ws + field(p, f.WS_PANELS)
     vectors, padded = (count + LANES - 1) // LANES, (size + 3) // 4 * 4
-    row = k0
-    while row < k0 + size:
-        run = run_length(p, row, k0 + size)
-        score_run(p, ws, batch, kv_head, row, run, s + 4 * PANEL * (row - k0), count)
-        row += run
     fill(s + 4 * PANEL * size, PANEL * (padded - size), MINUS_INF)
     edge = k0 < load_i64(bounds + MAX_FIRST) or k0 + size - 1 > load_i64(bounds + MIN_LAST)
     if edge or (field(p, f.FEATURES) & f.CHANGES_SCORES) != 0:
@@ -111,13 +151,6 @@ def stream_tile(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, 
     if field(p, f.FEATURES) & f.HAS_DROPOUT:
         threshold, keep = field(p, f.DROPOUT_THRESHOLD), scalar_bits(field(p, f.KEEP_SCALE))
         drop(s, padded, k0, table, batch, field(p, f.SEED_LOW), field(p, f.SEED_HIGH), threshold, keep, vectors)
-    row, last = k0, load_i64(bounds + MAX_LAST)
-    while row < k0 + size:
-        run = run_length(p, row, k0 + size)
-        weigh_run(p, ws, batch, kv_head, row, run, s + 4 * PANEL * (row - k0), count, alpha, last)
-        # The running result was rescaled with the first run.
-        fill(alpha, vectors * LANES, 1.0)
-        row += run
 
 
 @driver
@@ -128,7 +161,7 @@ def decode_item(p: int, ws: int, item: int) -> None:
     batch, first_row, count = load_i64(place), load_i64(place + 8), load_i64(place + 16)
     chunk, num_chunks = load_i64(place + 24), load_i64(place + 32)
     head, block_m = unit * field(p, f.HEADS_PER_UNIT), field(p, f.BLOCK_M)
-    kv_head = head // field(p, f.GROUP_SIZE)
+    kv_head, rows = head // field(p, f.GROUP_SIZE), q_length(p, batch) * field(p, f.GROUP_SIZE)
     k_len, k_begin = k_length(p, batch), chunk * field(p, f.CHUNK)
     k_end = min(k_len, k_begin + field(p, f.CHUNK)) if chunk < num_chunks - 1 else k_len
     prepare_rows(p, ws, batch, head, first_row, count, k_begin, k_end)
@@ -141,7 +174,10 @@ def decode_item(p: int, ws: int, item: int) -> None:
     last = load_i64(ws + field(p, f.WS_PANELS) + MAX_LAST)
     k0 = max(0, load_i64(ws + field(p, f.WS_PANELS) + MIN_FIRST)) // BLOCK_N * BLOCK_N
     while k0 <= last:
-        stream_tile(p, ws, batch, kv_head, count, k0, min(BLOCK_N, last + 1 - k0))
+        size = min(BLOCK_N, last + 1 - k0)
+        score_tile(p, ws, batch, kv_head, count, rows, k0, k0 + size)
+        softmax_tile(p, ws, batch, count, k0, size)
+        weigh_tile(p, ws, batch, kv_head, count, rows, k0, k0 + size, last)
         k0 += BLOCK_N
     if num_chunks == 1:
         finish_rows(p, batch, head, first_row, count, acc)

@@ -312,7 +312,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
         plan = schedule.dense_forward_schedule(problem, count)
     else:
         q_lengths, k_lengths = lengths(problem, operands)
-        plan = schedule.forward_schedule(problem, q_lengths, k_lengths, count)
+        plan = schedule.kept_schedule(problem, q_lengths, k_lengths, count)
         clear_unused_rows(int(q_lengths.sum()), out, lse)
     keep: list[Tensor] = []
     values = operand_values(problem, operands, out, lse, keep)

@@ -138,13 +138,16 @@ def accumulate_keys(
 
 @kernel("iiii")
 def row_max(e: Emitter, s: Value, num_keys: Value, running_max: Value, vectors: Value) -> None:
-    """running_max = max(running_max, s[num_keys]) for the first `vectors` vectors of a panel."""
+    """running_max = max(running_max, s[num_keys]) for the first `vectors` vectors of a panel; num_keys is even."""
 
     def column(offset: Value, top_at: Value) -> None:
-        def step(n: Value, top: Value) -> list[Value]:
-            return [e.maximum(top, e.load(e.b.add(offset, e.b.mul(n, e.i64(4 * e.isa.panel)))))]
+        def step(n: Value, *tops: Value) -> list[Value]:
+            place = e.b.add(offset, e.b.mul(n, e.i64(4 * e.isa.panel)))
+            return [e.maximum(top, e.load(e.at(place, u * e.isa.panel))) for u, top in enumerate(tops)]
 
-        e.store(top_at, e.loop(num_keys, 1, [e.load(top_at)], step)[0])
+        # Two chains: a maximum takes four cycles, and decode has little else to do meanwhile.
+        tops = e.loop(num_keys, 2, [e.load(top_at)] * 2, step)
+        e.store(top_at, e.maximum(*tops))
 
     _per_vector(e, vectors, lambda at: column(e.b.add(s, at), e.b.add(running_max, at)))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tilewise.backends.cpu.isa import host
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Lengths", "Schedule", "dense_lengths", "forward_schedule", "keys_seen", "round_up"]
+__all__ = ["Lengths", "Schedule", "dense_lengths", "forward_schedule", "kept_schedule", "keys_seen", "round_up"]
 
 Lengths = NDArray[np.int64]
 
@@ -34,6 +34,11 @@ CHUNK_ROWS = 64
 # Up to this many rows a unit is decoded: vectors along the head dim beat a mostly empty panel of queries (about 11
 # rows are even).
 DECODE_ROWS = 8
+# K/V heads that are decoded together have rows of at most this many bytes: 64 rows of K and of V, and the next of K,
+# then take 768 KiB of the second-level cache.
+TOGETHER_BYTES = 4096
+# Items a thread, below which fewer heads are decoded together.
+ITEMS_PER_THREAD = 2
 
 
 class Schedule(NamedTuple):
@@ -79,6 +84,18 @@ def block_rows(problem: AttentionProblem, threads: int) -> int:
     return rows
 
 
+def heads_per_unit(problem: AttentionProblem, k_lengths: Lengths, threads: int) -> int:
+    """Query heads of a work item: a group where it shares panels, several groups in decode. It changes no bit."""
+    if not decodes(problem):
+        return problem.group_size if shares_panels(problem) else 1
+    kv_heads, bytes_per_head = problem.num_kv_heads, problem.head_dim * problem.dtype.itemsize
+    most = min(host().panel // max(1, problem.seqlen_q * problem.group_size), TOGETHER_BYTES // bytes_per_head)
+    chunks = int(_chunks(problem, k_lengths).sum())
+    fitting = (n for n in range(max(1, most), 0, -1) if kv_heads % n == 0)
+    together = next((n for n in fitting if chunks * kv_heads // n >= ITEMS_PER_THREAD * threads), 1)
+    return together * problem.group_size
+
+
 def dense_lengths(problem: AttentionProblem) -> tuple[Lengths, Lengths]:
     """Query and key lengths of sequences that are all alike."""
     return np.full(problem.batch, problem.seqlen_q), np.full(problem.batch, problem.seqlen_k)
@@ -90,10 +107,22 @@ def dense_forward_schedule(problem: AttentionProblem, threads: int) -> Schedule:
     return forward_schedule(problem, *dense_lengths(problem), threads)
 
 
+def kept_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths, threads: int) -> Schedule:
+    """The schedule of packed or paged sequences, kept: the layers of a model ask for the same one, 50 us each."""
+    return _schedule_of_bytes(problem, q_lengths.tobytes(), k_lengths.tobytes(), threads)
+
+
+@functools.lru_cache(maxsize=64)
+def _schedule_of_bytes(problem: AttentionProblem, q_lengths: bytes, k_lengths: bytes, threads: int) -> Schedule:
+    return forward_schedule(problem, np.frombuffer(q_lengths, np.int64), np.frombuffer(k_lengths, np.int64), threads)
+
+
 def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths, threads: int) -> Schedule:
     """Entries for sequences of these lengths."""
-    block = block_rows(problem, threads)
-    heads = problem.group_size if shares_panels(problem) else 1
+    heads = heads_per_unit(problem, k_lengths, threads)
+    block = (
+        round_up(max(1, problem.seqlen_q * heads), host().lanes) if decodes(problem) else block_rows(problem, threads)
+    )
     rows = q_lengths * heads
     counts = -(-rows // block)
     batch = np.repeat(np.arange(len(rows)), counts)
