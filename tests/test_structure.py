@@ -32,17 +32,19 @@ ARROWS: dict[str, set[str]] = {
     "dispatch": {"backends", "problem", "device"},
     "batching": {"operands"},
     "ops": {"batching", "dispatch", "validation", "canonical", "problem", "operands", "device"},
-    "api": {"ops", "validation", "dispatch", "operands", "numerics"},
+    "cascade": {"ops", "dispatch", "operands", "numerics", "device"},
+    "api": {"cascade", "ops", "validation", "dispatch", "operands", "numerics"},
+    "kv": {"api", "canonical", "cascade", "dispatch", "plan"},
     "backends": SPINE,
-    "plan": SPINE | {"validation", "dispatch"},
+    "plan": SPINE | {"validation", "dispatch", "cascade"},
     "testing": SPINE | {"api", "__init__", "backends", "dispatch", "validation"},
     "simulator": {"masks", "plan"},
     "bench": SPINE | {"api", "__init__", "plan", "dispatch", "testing"},
     "cli": SPINE | {"api", "__init__", "plan", "dispatch", "backends", "bench", "validation"},
     "nn": {"api"},
-    "integrations": {"api", "operands", "nn"},
+    "integrations": {"api", "operands", "nn", "kv"},
     "__main__": {"cli"},
-    "__init__": {"api", "plan"},
+    "__init__": {"api", "kv", "plan"},
 }
 
 
@@ -127,7 +129,7 @@ def test_public_names() -> None:
         assert getattr(tilewise, name) is not None
     public = {n for n in vars(tilewise) if not n.startswith("_")}
     submodules = {name.split(".")[0] for name, _ in modules()}
-    assert public - submodules - {"Any", "TYPE_CHECKING"} <= set(tilewise.__all__)
+    assert public - submodules - {"Any", "TYPE_CHECKING", "importlib"} <= set(tilewise.__all__)
 
 
 def run_python(code: str) -> str:

@@ -3,6 +3,7 @@
 `attention`, `attention_varlen` and `attention_paged` compute, `explain` says what would run and what it would cost.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from tilewise import process  # noqa: F401  remembers the process before anybody forks
@@ -11,11 +12,13 @@ from tilewise.errors import InvalidProblem, OutOfPages, TilewiseError, Unsupport
 from tilewise.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from tilewise.kv import PagedKVCache
     from tilewise.plan import Plan, explain
 
 __all__ = [
     "InvalidProblem",
     "OutOfPages",
+    "PagedKVCache",
     "Plan",
     "TilewiseError",
     "Unsupported",
@@ -27,15 +30,16 @@ __all__ = [
     "merge",
 ]
 
+# Names that are loaded on first use, and from where.
+_LAZY = {"PagedKVCache": "tilewise.kv", "Plan": "tilewise.plan", "explain": "tilewise.plan"}
+
 
 def __dir__() -> list[str]:
-    return [*globals(), "Plan", "explain"]
+    return [*globals(), *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
-    """Planning is loaded when it is first asked for: a third of the import time that computing does not need."""
-    if name in ("Plan", "explain"):
-        from tilewise import plan
-
-        return getattr(plan, name)
+    """Planning and the paged cache are loaded on first use: a third of the import time, not needed to compute."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

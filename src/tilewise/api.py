@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from tilewise import dispatch, ops, validation
+from tilewise import cascade, dispatch, ops, validation
 from tilewise.errors import InvalidProblem
 from tilewise.numerics import merge_partials
 from tilewise.operands import Operands
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
         cu_seqlens_q: Tensor | None
         max_seqlen_q: int | None
+        shared_prefix: cascade.SharedPrefix | None
 
 
 __all__ = ["attention", "attention_paged", "attention_varlen", "backends", "merge"]
@@ -219,6 +220,7 @@ def attention_paged(
     *,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
+    shared_prefix: cascade.SharedPrefix | None = None,
     causal: bool = False,
     window: Window | None = None,
     bias: Tensor | None = None,
@@ -237,7 +239,8 @@ def attention_paged(
     q (batch, num_heads, head_dim), one token a sequence, or packed (total_q, ...) with `cu_seqlens_q`; pages
     (num_pages, page_size, num_kv_heads, dim), block_table int32 (batch, max_pages), seqlens_k int32 (batch,). Returns
     out (total_q, num_heads, head_dim_v), and lse (num_heads, total_q) if `return_lse`. bias and mask broadcast over
-    max_pages * page_size keys.
+    max_pages * page_size keys. `shared_prefix` names sequences that start with the same pages, which are then
+    attended once where that pays: see tilewise.cascade.
 
         >>> pages = torch.ones(3, 4, 2, 8)
         >>> table = torch.tensor([[2, 0]], dtype=torch.int32)
@@ -258,7 +261,7 @@ def attention_paged(
         q, k_pages, v_pages, cu_seqlens_q=cu_seqlens_q, block_table=block_table, seqlens_k=seqlens_k, bias=bias,
         mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
-    out, lse = ops.attention("paged", operands, flags)
+    out, lse = cascade.attention(shared_prefix, operands, flags)
     return (out, lse) if return_lse else out
 
 

@@ -71,6 +71,12 @@ class CpuBackend:
 
         return launch_backward.backward(problem, operands, out, lse, dout, dlse, wanted)
 
+    def write_rows(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+        """Rows of K and V into slots of pages: see tilewise.kv.writing."""
+        from tilewise.backends.cpu import launch_writing
+
+        launch_writing.write_rows(k, v, k_pages, v_pages, slots)
+
     def cache_state(self) -> Mapping[str, Any]:
         """Where compiled programs are kept, and how many of them for this version and processor."""
         from tilewise.backends.cpu.cache import PROGRAMS, cache_state

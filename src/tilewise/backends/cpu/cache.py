@@ -29,6 +29,7 @@ PROGRAMS = {
     "forward": "tilewise.backends.cpu.forward",
     "decode": "tilewise.backends.cpu.decode",
     "backward": "tilewise.backends.cpu.backward",
+    "write_rows": "tilewise.backends.cpu.writing",
 }
 SUFFIX = ".tilewise-cpu"
 _lock = threading.Lock()

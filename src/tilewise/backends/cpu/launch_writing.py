@@ -1,0 +1,54 @@
+"""Rows of K and V into the slots of pages: the host's side, and the parameter block of the kernel (positions below).
+
+Strides are bytes. The counters of a run follow the block, a cache line each, as they do for the other programs.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from torch import Tensor
+
+from tilewise.backends.cpu import threads
+from tilewise.backends.cpu.cache import program
+
+__all__ = ["write_rows"]
+
+# Rows of the new tensor, the slots they go to, and how many; then for K and for V: source, its token and head strides,
+# pages, their page, slot and head strides, bytes of a head.
+NUM_ROWS, SLOTS, PAGE_SIZE, NUM_HEADS = range(4)
+K, V = 4, 12
+SOURCE, SOURCE_ROW, SOURCE_HEAD, PAGES, PAGES_PAGE, PAGES_SLOT, PAGES_HEAD, HEAD_BYTES = range(8)
+BLOCK_FIELDS = 20
+# Counters at these distances behind the block.
+NEXT_ITEM, COUNTER_BYTES = 64, 128
+# Rows that a thread takes at a time.
+ROWS_PER_ITEM = 16
+# Waking another thread takes as long as copying this many bytes (10 us at 10 GB/s).
+BYTES_PER_THREAD = 100_000
+
+_STRUCT = struct.Struct(f"{BLOCK_FIELDS}q")
+
+
+def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """See tilewise.kv.writing; the last dimension of every tensor is contiguous."""
+    rows, heads, _ = k.shape
+    if rows == 0:
+        return
+    block = bytearray(8 * BLOCK_FIELDS + COUNTER_BYTES)
+    _STRUCT.pack_into(
+        block, 0, rows, slots.data_ptr(), k_pages.shape[1], heads, *_fields(k, k_pages), *_fields(v, v_pages)
+    )
+    size = rows * heads * (k.shape[2] + v.shape[2]) * k.element_size()
+    items = -(-rows // ROWS_PER_ITEM)
+    threads.run(program("write_rows").address, block, min(items, threads.num_threads(), 1 + size // BYTES_PER_THREAD))
+
+
+def _fields(new: Tensor, pages: Tensor) -> tuple[int, ...]:
+    item = new.element_size()
+    row, head, _ = new.stride()
+    page, slot, page_head, _ = pages.stride()
+    return (
+        new.data_ptr(), row * item, head * item, pages.data_ptr(), page * item, slot * item, page_head * item,
+        new.shape[2] * item,
+    )  # fmt: skip

@@ -1,0 +1,144 @@
+"""Shared-prefix (cascade) attention: what a group of sequences has in common is attended once for all of them.
+
+Sequences of a paged batch whose tables start with the same pages read the same keys again and again. Here the query
+rows of such a group are taken together as one long query over the shared pages; each sequence attends to the rest of
+its own keys as ever; the two results are merged through lse, exactly.
+
+    without   q0 x [prefix | own 0]   q1 x [prefix | own 1]   ...      the prefix is read by every sequence
+    cascade   [q0 q1 ...] x prefix    q0 x own 0   q1 x own 1  ...     the prefix is read once a group
+
+`SharedPrefix` is a hint that changes no result beyond rounding; `tilewise.PagedKVCache` makes it from its own tables,
+so nothing is read back from a device. It is followed when `refusal` has nothing against it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import device as devices
+from tilewise import dispatch, ops
+from tilewise.device import DeviceSpec
+from tilewise.numerics import merge_partials
+from tilewise.operands import Flags, Operands
+
+__all__ = ["Group", "SharedPrefix", "attention", "describe", "refusal", "saved_seconds"]
+
+# What the extra launches, the ordering of rows and the merge cost a call, in seconds of the device.
+OVERHEAD_SECONDS = {"cpu": 2e-4, "cuda": 30e-6}
+# Bytes of K and V a CPU core pair takes in per second while decoding from pages that many sequences share.
+CPU_BYTES_PER_SECOND = 5e9
+
+
+class Group(NamedTuple):
+    """Sequences that share their first `seqlen_k` keys, and how many query rows they have together."""
+
+    sequences: int
+    rows: int
+    seqlen_k: int
+
+
+class SharedPrefix(NamedTuple):
+    """Which sequences of a paged batch start with the same pages.
+
+    `groups` says so in numbers; group g has the query rows cu_seqlens_q[g] .. cu_seqlens_q[g+1]-1 of `rows`, which
+    names rows of the packed q (None: they are its first ones), and its prefix is block_table[g] up to seqlens_k[g].
+    Every query of a group stands behind the prefix. `own_table`, `own_seqlens` are the batch's tables without the
+    prefixes, in the batch's order.
+    """
+
+    groups: tuple[Group, ...]
+    block_table: Tensor
+    seqlens_k: Tensor
+    cu_seqlens_q: Tensor
+    rows: Tensor | None
+    own_table: Tensor
+    own_seqlens: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows that belong to a group."""
+        return sum(group.rows for group in self.groups)
+
+    @property
+    def keys_saved(self) -> int:
+        """Keys that are not read again, for each K/V head."""
+        return sum((group.sequences - 1) * group.seqlen_k for group in self.groups)
+
+
+def saved_seconds(shared: SharedPrefix, operands: Operands, spec: DeviceSpec) -> float:
+    """The time the keys that are not read again would have taken."""
+    k, v = operands.k, operands.v
+    per_key = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
+    return shared.keys_saved * per_key / (spec.bandwidth or CPU_BYTES_PER_SECOND)
+
+
+def refusal(shared: SharedPrefix, operands: Operands, flags: Flags, spec: DeviceSpec) -> str | None:
+    """Why the prefix is not attended apart, or None if it is."""
+    if flags.window_left is not None or (flags.window_right is not None and not flags.causal):
+        return "a window ends in another place of the prefix for every sequence"
+    for name in ("alibi_slopes", "bias", "mask"):
+        if getattr(operands, name) is not None:
+            return f"{name} is another one for every sequence of a group"
+    if flags.needs_grad:
+        return "gradients go to every sequence's pages in one pass"
+    if not shared.groups:
+        return "no two sequences start with the same page"
+    saved, price = saved_seconds(shared, operands, spec), OVERHEAD_SECONDS.get(spec.type, 0.0)
+    if saved < price:
+        return f"reading the shared keys once saves {saved * 1e6:.0f} us, two more launches cost {price * 1e6:.0f} us"
+    return None
+
+
+def describe(shared: SharedPrefix, operands: Operands, flags: Flags, spec: DeviceSpec) -> str:
+    """What becomes of the hint, for `explain`."""
+    reason = refusal(shared, operands, flags, spec)
+    if reason is not None:
+        return f"no: {reason}"
+    saved = saved_seconds(shared, operands, spec)
+    groups = ", ".join(f"{g.seqlen_k} keys once for {g.rows} queries of {g.sequences} sequences" for g in shared.groups)
+    return f"{groups}; saves about {saved * 1e6:.0f} us"
+
+
+def attention(shared: SharedPrefix | None, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a paged problem; the shared prefix, if there is one, is attended apart where that pays."""
+    if shared is None or refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
+        return ops.attention("paged", operands, flags)
+    return _apart(shared, operands, flags)
+
+
+def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
+    """Prefixes once a group, the rest as ever, merged."""
+    own = operands._replace(block_table=shared.own_table, seqlens_k=shared.own_seqlens)
+    out, lse = ops.attention("paged", own, flags)
+    rows = shared.rows
+    q = operands.q[: shared.num_rows] if rows is None else operands.q.index_select(0, rows)
+    # A sink counts once, with each sequence's own keys.
+    prefix = Operands(
+        q, operands.k, operands.v, cu_seqlens_q=shared.cu_seqlens_q, block_table=shared.block_table,
+        seqlens_k=shared.seqlens_k,
+    )  # fmt: skip
+    longest = max(group.rows for group in shared.groups)
+    everything = flags._replace(causal=False, window_left=None, window_right=None, max_seqlen_q=longest)
+    return _merged(out, lse, *ops.attention("paged", prefix, everything), rows)
+
+
+def _merged(
+    out: Tensor, lse: Tensor, prefix_out: Tensor, prefix_lse: Tensor, rows: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`out` (rows, heads, dim) and `lse` (heads, rows) with the prefixes' results worked in; both are overwritten."""
+    if out.device.type == "cuda" and not torch.compiler.is_compiling():
+        dispatch.load("triton").merge_rows(out, lse, prefix_out, prefix_lse, rows)  # type: ignore[attr-defined]
+        return out, lse
+    count = prefix_out.shape[0]
+    mine, mine_lse = (out[:count], lse[:, :count]) if rows is None else (out[rows], lse[:, rows])
+    both, both_lse = merge_partials(mine, mine_lse.mT, prefix_out, prefix_lse.mT)
+    if rows is None:
+        mine.copy_(both)
+        mine_lse.copy_(both_lse.mT)
+    else:
+        out.index_copy_(0, rows, both)
+        lse.index_copy_(1, rows, both_lse.mT)
+    return out, lse

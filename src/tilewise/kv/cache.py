@@ -1,0 +1,278 @@
+"""`PagedKVCache`: keys and values of many requests in one pool of pages, shared where their prefixes are equal.
+
+One step of a batch is three calls: `step` makes room and says which tokens come, `append` writes the K and V of one
+layer, `attention` reads them.
+
+    cache = PagedKVCache(num_pages, 64, num_layers, num_kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    request = cache.add(prompt)
+    cache.step([request])                            # the part of the prompt that is not cached yet
+    for layer in range(num_layers):
+        q, k, v = ...                                # packed rows of the step's tokens
+        cache.append(k, v, layer=layer)
+        out = cache.attention(q, layer=layer)
+    cache.step([request], tokens=[next_token])       # and so on, one token a step
+    cache.free(request)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tilewise.api import attention_paged
+from tilewise.cascade import SharedPrefix
+from tilewise.errors import InvalidProblem
+from tilewise.kv.book import CacheStats, PageBook, Step
+from tilewise.kv.groups import find_groups
+from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
+from tilewise.kv.writing import copy_pages, write_rows
+
+if TYPE_CHECKING:
+    from tilewise.plan import Plan
+
+__all__ = ["PagedKVCache"]
+
+Tokens = Sequence[int] | Tensor
+
+
+class PagedKVCache:
+    """Pages of K and V for every layer, with the requests that hold them.
+
+    A request is a number that `add` returns. Pages are taken when tokens come and go back when the request is freed;
+    full pages of equal prefixes are stored once; `fork` shares all pages and copies one when it is written to. Every
+    method either does all it is asked or raises (`InvalidProblem`, `OutOfPages`) and leaves the cache as it was.
+    `max_seqlen` bounds a request (default: the whole pool), `head_dim_v` is `head_dim` unless given.
+
+        >>> cache = PagedKVCache(8, 4, 1, 2, 16, dtype=torch.float32, device="cpu")
+        >>> request = cache.add([1, 2, 3, 4, 5])
+        >>> cache.step([request])
+        5
+        >>> cache.append(torch.ones(5, 2, 16), torch.ones(5, 2, 16))
+        >>> cache.attention(torch.ones(5, 2, 16)).shape
+        torch.Size([5, 2, 16])
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        head_dim_v: int | None = None,
+        max_seqlen: int | None = None,
+        prefix_sharing: bool = True,
+    ) -> None:
+        sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            if size < 1:
+                raise InvalidProblem(name, "at least 1", size, "Give the sizes of the model.")
+        self.book = PageBook(num_pages, page_size, max_seqlen=max_seqlen, prefix_sharing=prefix_sharing)
+        shape = (num_layers, num_pages, page_size, num_kv_heads)
+        self.k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
+        self.v = torch.empty((*shape, head_dim if head_dim_v is None else head_dim_v), dtype=dtype, device=device)
+        self._tables: Tables = (HostTables if self.device.type == "cpu" else StagedTables)(self.book, self.device)
+        self._step: Step | None = None
+        self._batch: BatchTables | None = None
+        self._shared: SharedPrefix | None = None
+        self._written: set[int] = set()
+
+    # Requests
+
+    def add(self, tokens: Tokens) -> int:
+        """A new request with its prompt; returns its number. Pages of the prompt that are known are shared at once.
+
+        Nothing is taken yet. `length` says how many tokens were found; at least the last one is always left to compute.
+        """
+        return self.book.add(_listed(tokens))
+
+    def reuse(self, request: int) -> int:
+        """Look again for known pages of a waiting request's prompt; returns the tokens it has now."""
+        return self.book.reuse(request)
+
+    def fork(self, request: int) -> int:
+        """Another request with the same tokens over the same pages, for beams and parallel samples."""
+        return self.book.fork(request)
+
+    def truncate(self, request: int, length: int) -> None:
+        """Forget the tokens of a request past `length`, such as rejected drafts."""
+        self._refuse_unwritten([request])
+        self.book.truncate(request, length)
+
+    def free(self, request: int) -> None:
+        """The request is finished; its pages can be taken at once, and are found again until they are."""
+        self.book.free(request)
+
+    def length(self, request: int) -> int:
+        """Tokens of a request in the cache, those of the running step included."""
+        return self.book.length(request)
+
+    def pending(self, request: int) -> int:
+        """Tokens of a request's prompt that are still to come."""
+        return self.book.pending(request)
+
+    # A step
+
+    def step(
+        self,
+        requests: Sequence[int],
+        counts: Sequence[int] | None = None,
+        *,
+        tokens: Sequence[int | None] | None = None,
+    ) -> int:
+        """Make room for the next tokens of a batch; returns how many rows q, k and v of this step have.
+
+        `counts[i]` tokens of requests[i] come next: of its prompt while that is not done (a chunk of it), then new
+        ones. Left out: the rest of the prompt, or one token. `tokens[i]` is the id of a new token, None for a request
+        whose prompt goes on; without ids the pages of new tokens are not found again by other requests. Prompts
+        and single tokens may be mixed. Raises OutOfPages before anything is changed if the pages do not suffice.
+        """
+        if self._step is not None:
+            self._refuse_unwritten([request for request in self._step.requests if request in self.book])
+        step = self.book.step(requests, counts, tokens)
+        if step.copies:
+            self._copy(step.copies)
+        self._step, self._batch, self._shared = step, self._tables.batch(step), None
+        self._written = set()
+        return len(step.slots)
+
+    def append(self, k: Tensor, v: Tensor, *, layer: int = 0) -> None:
+        """Write one layer's K and V of the step: (rows, num_kv_heads, dim), packed in the order of its requests."""
+        batch = self._running()
+        k_pages, v_pages = self.pages(layer)
+        for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
+            self._check_rows(name, new, pages, len(batch.slots))
+        write_rows(k, v, k_pages, v_pages, batch.slots)
+        self._written.add(layer)
+        if len(self._written) == len(self.k):
+            self.book.commit()
+
+    def attention(self, q: Tensor, *, layer: int = 0, causal: bool = True, **flags: Any) -> Any:
+        """`attention_paged` of the step's queries (rows, num_heads, head_dim) to one layer of their requests' pages.
+
+        Takes its flags and returns what it returns. A prefix that several requests share is attended once where that
+        pays: `explain` says so.
+        """
+        k_pages, v_pages = self.pages(layer)
+        return attention_paged(
+            q, k_pages, v_pages, self.block_table(), self.seqlens(), causal=causal, **self._batch_flags(), **flags
+        )
+
+    def explain(self, q: Tensor, *, layer: int = 0, causal: bool = True, **flags: Any) -> Plan:
+        """What `attention` would do with the step."""
+        from tilewise.plan import explain
+
+        k_pages, v_pages = self.pages(layer)
+        batch = {"block_table": self.block_table(), "seqlens_k": self.seqlens()} | self._batch_flags()
+        return explain(q, k_pages, v_pages, causal=causal, **batch, **flags)
+
+    # Tensors
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self.k.device
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have pages of their own."""
+        return len(self.k)
+
+    def pages(self, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """K and V of a layer: (num_pages, page_size, num_kv_heads, dim), to be read in place."""
+        if not 0 <= layer < len(self.k):
+            raise InvalidProblem("layer", f"between 0 and {len(self.k) - 1}", layer, "Layers are counted from 0.")
+        return self.k[layer], self.v[layer]
+
+    def block_table(self) -> Tensor:
+        """int32 (batch, columns) on the device: the pages of the step's requests."""
+        return self._running().block_table
+
+    def seqlens(self) -> Tensor:
+        """int32 (batch,) on the device: tokens of the step's requests, the new ones included."""
+        return self._running().seqlens_k
+
+    def cu_seqlens_q(self) -> Tensor | None:
+        """int32 (batch + 1,) on the device: running totals of the step's rows; None where each request has one row."""
+        return self._running().cu_seqlens_q
+
+    def slots(self) -> Tensor:
+        """int64 (rows,) on the device: where each row of the step goes, counted through all slots of all pages."""
+        return self._running().slots
+
+    def shared_prefix(self) -> SharedPrefix | None:
+        """The requests of the step that start with the same pages, for `attention_paged`; None if there are none."""
+        self._running()
+        assert self._step is not None
+        if self._shared is None:
+            groups = find_groups(self.book.table, self._step.rows, self._step.before // self.book.page_size)
+            self._shared = self._tables.shared(self._step, groups) if groups else None
+        return self._shared
+
+    # Numbers
+
+    def stats(self) -> CacheStats:
+        """Pages, slots, hits: see `CacheStats`."""
+        return self.book.stats()
+
+    def available_pages(self) -> int:
+        """Pages that could be taken now."""
+        return self.book.pages.available
+
+    def pages_for(self, tokens: Tokens) -> int:
+        """How many of the available pages a prompt would take, known prefixes considered: for admission."""
+        return self.book.pages_for(_listed(tokens))
+
+    # Inside
+
+    def _running(self) -> BatchTables:
+        if self._batch is None:
+            raise InvalidProblem("step", "a step() before its tensors are asked for", None, "Call step(requests).")
+        return self._batch
+
+    def _batch_flags(self) -> dict[str, Any]:
+        assert self._step is not None
+        flags: dict[str, Any] = {"shared_prefix": self.shared_prefix()}
+        if self.cu_seqlens_q() is not None:
+            flags |= {"cu_seqlens_q": self.cu_seqlens_q(), "max_seqlen_q": int(self._step.counts.max())}
+        return flags
+
+    def _refuse_unwritten(self, requests: Sequence[int]) -> None:
+        """A step that was never written would leave rubbish in its slots."""
+        if self._step is None or len(self._written) == len(self.k):
+            return
+        waiting = [request for request in requests if request in self._step.requests]
+        if waiting:
+            missing = sorted(set(range(len(self.k))) - self._written)
+            fix = f"Append layers {missing}, or free request {waiting[0]}."
+            raise InvalidProblem("step", "every layer of the step before appended", f"{len(missing)} missing", fix)
+
+    def _check_rows(self, name: str, new: Tensor, pages: Tensor, rows: int) -> None:
+        expected = (rows, *pages.shape[2:])
+        if tuple(new.shape) != expected:
+            fix = "Pack the rows of the step's requests in their order."
+            raise InvalidProblem(name, f"shape {expected}", tuple(new.shape), fix)
+        for what, mine, theirs in (("dtype", pages.dtype, new.dtype), ("device", pages.device, new.device)):
+            if mine != theirs:
+                raise InvalidProblem(name, f"{what} {mine} as the cache has", theirs, f"Convert it with .to({mine}).")
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        there = torch.tensor(copies, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        source, target = there.to(self.device, non_blocking=True).unbind(1)
+        for pages in (self.k, self.v):
+            copy_pages(pages, source, target)
+
+
+def _listed(tokens: Tokens) -> Sequence[int]:
+    if isinstance(tokens, Tensor):
+        if tokens.dim() != 1 or tokens.is_floating_point():
+            raise InvalidProblem("tokens", "a 1-D tensor of ids, or a list", tuple(tokens.shape), "One prompt a call.")
+        listed: list[int] = tokens.tolist()
+        return listed
+    return tokens
