@@ -22,15 +22,20 @@ __all__ = [
     "Stream",
     "Traffic",
     "backward_flops",
+    "fa1_forward",
+    "fast_memory_bytes",
     "forward_flops",
     "naive_backward",
     "naive_forward",
+    "naive_matmul",
     "score_matrix_bytes",
     "scores_computed",
+    "split_forward",
     "statistics_bytes",
     "streams",
     "tiled_backward",
     "tiled_forward",
+    "tiled_matmul",
 ]
 
 
@@ -117,6 +122,46 @@ def tiled_forward(band: Band, grid: TileGrid, head_dim: int, head_dim_v: int) ->
     keys = sum(stream.keys for stream in streams(band, grid))
     reads = band.seqlen_q * head_dim + keys * (head_dim + head_dim_v)
     return Traffic(reads=reads, writes=band.seqlen_q * head_dim_v, wide=band.seqlen_q)
+
+
+def fa1_forward(band: Band, grid: TileGrid, head_dim: int, head_dim_v: int) -> Traffic:
+    """FA-1: each tile of K, V that some query sees is read once, while Q and the running O, row_max, row_sum of every
+    tile of rows that sees it are read, and the state written back.
+    """
+    starts = range(0, band.seqlen_k, grid.block_n)
+    keys = sum(
+        min(grid.block_n, band.seqlen_k - start) for start in starts if band.queries_seeing(start, start + grid.block_n)
+    )
+    rows = sum(stream.rows * stream.tiles for stream in streams(band, grid))
+    reads = (keys + rows) * (head_dim + head_dim_v)
+    return Traffic(reads=reads, writes=rows * head_dim_v, wide=4 * rows)
+
+
+def split_forward(band: Band, grid: TileGrid, num_splits: int, head_dim: int, head_dim_v: int) -> Traffic:
+    """Split-KV: every split reads Q; with several of them their partial out and lse go to slow memory and back."""
+    once = tiled_forward(band, grid, head_dim, head_dim_v)
+    if num_splits == 1:
+        return once
+    more_q = Traffic(reads=(num_splits - 1) * band.seqlen_q * head_dim)
+    return once + more_q + Traffic(wide=2 * num_splits * band.seqlen_q * (head_dim_v + 1))
+
+
+def fast_memory_bytes(grid: TileGrid, head_dim: int, head_dim_v: int, itemsize: int, wide_itemsize: int) -> int:
+    """What FA-2 holds at its peak: tiles of Q, K, V; and wide, O, three statistics (the new maximum too) and S."""
+    tiles = grid.block_m * head_dim + grid.block_n * (head_dim + head_dim_v)
+    wide = grid.block_m * (head_dim_v + 3 + grid.block_n)
+    return tiles * itemsize + wide * wide_itemsize
+
+
+def naive_matmul(rows: int, cols: int, inner: int) -> Traffic:
+    """Each element of the product reads a row and a column."""
+    return Traffic(reads=2 * rows * cols * inner, writes=rows * cols)
+
+
+def tiled_matmul(rows: int, cols: int, inner: int, grid: TileGrid) -> Traffic:
+    """Each tile of the product reads the rows and columns it needs once; the inner tile size does not matter."""
+    row_blocks, col_blocks = -(-rows // grid.block_m), -(-cols // grid.block_n)
+    return Traffic(reads=inner * (rows * col_blocks + cols * row_blocks), writes=rows * cols)
 
 
 def tiled_backward(band: Band, grid: TileGrid, head_dim: int, head_dim_v: int) -> Traffic:

@@ -13,13 +13,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise import device as devices
-from tilewise import dispatch, validation
+from tilewise import cascade, dispatch, validation
+from tilewise.cascade import SharedPrefix
 from tilewise.device import DeviceSpec
 from tilewise.dispatch import Rejection
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.masks import Band, TileCounts, TileGrid
 from tilewise.operands import Flags, Operands
 from tilewise.plan import cost, report
+from tilewise.plan.advice import TileAdvice, advise
 from tilewise.plan.roofline import Memory, Work, memory_of, naive_work, tiled_work
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.validation.flags import Window, seed_tensor
@@ -39,6 +41,8 @@ class Plan:
 
     `backend` is None if no backend takes the problem. `tiles` counts the tiles of one head over all sequences.
     `lengths_read` is False where the lengths of packed sequences could not be read and their bounds stand in.
+    `tile` is the backend's own, chosen by measurement; `advice` says what the device has room for, and why.
+    `cascade` says what becomes of a shared prefix that was named; figures count every sequence's keys all the same.
     """
 
     problem: AttentionProblem
@@ -54,6 +58,8 @@ class Plan:
     memory: Memory
     naive: Work
     tiled: Work
+    advice: TileAdvice
+    cascade: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain dicts, lists, strings and numbers."""
@@ -79,6 +85,7 @@ def explain(
     max_seqlen_k: int | None = None,
     block_table: Tensor | None = None,
     seqlens_k: Tensor | None = None,
+    shared_prefix: SharedPrefix | None = None,
     causal: bool = False,
     window: Window | None = None,
     bias: Tensor | None = None,
@@ -115,7 +122,10 @@ def explain(
         deterministic=deterministic, backend=backend, return_lse=return_lse,
         needs_grad=validation.needs_grad(q, k, v, bias, sinks), max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    return plan_of(kind, tensors, flags, device)
+    plan = plan_of(kind, tensors, flags, device)
+    if shared_prefix is None:
+        return plan
+    return dataclasses.replace(plan, cascade=cascade.describe(shared_prefix, tensors, flags, plan.device))
 
 
 def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -> Plan:
@@ -147,6 +157,7 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -
         memory=memory,
         naive=naive_work(problem, bands, memory, rated),
         tiled=tiled_work(problem, bands, grid, memory, rated),
+        advice=advise(problem, rated),
     )
 
 
