@@ -1,0 +1,167 @@
+"""The two small models: one row's softmax in blocks, and pages against contiguous reservation."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+import tilewise as tw
+from tilewise.simulator.online import online_softmax
+from tilewise.simulator.paging import ContiguousPool, PageEvent, PagePool
+
+
+@pytest.mark.parametrize("module", ["", ".scheduling", ".online", ".paging"])
+def test_docstring_examples(module: str) -> None:
+    results = doctest.testmod(importlib.import_module(f"tilewise.simulator{module}"))
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+# --- online softmax
+
+
+def cut(value: float, digits: int) -> float:
+    """The first decimals, as lessons print them."""
+    return math.floor(value * 10.0**digits) / 10.0**digits
+
+
+def test_row_whose_second_block_brings_the_maximum() -> None:
+    first, second = online_softmax([2, 8, 1, 9, 3, 7], 3).states
+    assert (first.row_max, round(first.row_sum, 4)) == (8, 1.0034)
+    assert round(second.correction, 3) == 0.368
+    assert (second.row_max, cut(second.row_sum, 3)) == (9, 1.506)
+
+
+def test_row_with_its_softmax() -> None:
+    found = online_softmax([1, 2, 3, 6, 2, 1], 3)
+    first, second = found.states
+    assert (first.row_max, round(first.row_sum, 3)) == (3, 1.503)
+    assert round(second.correction, 4) == 0.0498
+    assert (second.row_max, cut(second.row_sum, 4)) == (6, 1.0998)
+    expected = (0.006126, 0.016652, 0.045265, 0.909178, 0.016652, 0.006126)
+    assert tuple(round(p, 6) for p in found.probabilities) == expected
+
+
+@hypothesis_settings(max_examples=100, deadline=None)
+@given(
+    row=st.lists(st.floats(-50, 50) | st.just(-math.inf), min_size=1, max_size=12),
+    block=st.integers(1, 5),
+)
+def test_any_blocks_give_the_softmax(row: list[float], block: int) -> None:
+    found = online_softmax(row, block)
+    assert sum(len(state.scores) for state in found.states) == len(row)
+    if max(row) == -math.inf:
+        assert set(found.probabilities) == {0.0}
+        return
+    terms = [math.exp(score - max(row)) for score in row]
+    assert found.states[-1].row_sum == pytest.approx(math.fsum(terms), rel=1e-13)
+    assert found.probabilities == pytest.approx([term / math.fsum(terms) for term in terms], rel=1e-12)
+
+
+@pytest.mark.parametrize(("row", "block"), [([], 2), ([1.0, math.nan], 2), ([math.inf], 1), ([1.0], 0)])
+def test_rows_without_a_softmax_are_refused(row: list[float], block: int) -> None:
+    with pytest.raises(tw.InvalidProblem):
+        online_softmax(row, block)
+
+
+# --- pages: 20 of 4 tokens; requests of 5, 14, 3 and 8 tokens, at most 16 each
+
+REQUESTS = {"A": 5, "B": 14, "C": 3, "D": 8}
+
+
+def test_contiguous_reservation_wastes_pages_and_refuses_the_fifth_request() -> None:
+    pool = ContiguousPool(num_pages=20, page_size=4, max_tokens=16, slots=4)
+    assert all(pool.arrive(name, tokens) for name, tokens in REQUESTS.items())
+    assert (pool.reserved_pages, pool.used_pages, pool.wasted_pages) == (16, 9, 7)
+    assert not pool.arrive("E", 2)
+    assert pool.events[-1] == PageEvent("refuse", "E")
+    assert pool.utilisation == 30 / 64
+    pool.finish("C")
+    assert pool.arrive("E", 2)
+    assert pool.slots == ["A", "B", "E", "D"]
+
+
+def test_pages_go_out_on_demand_and_the_page_of_c_is_reused_by_e() -> None:
+    pool = PagePool(num_pages=20, page_size=4)
+    assert all(pool.arrive(name, tokens) for name, tokens in REQUESTS.items())
+    assert {name: len(table) for name, table in pool.tables.items()} == {"A": 2, "B": 4, "C": 1, "D": 2}
+    assert pool.reserved_pages == pool.used_pages == 9
+    assert pool.utilisation == 30 / 36
+    (page_of_c,) = pool.tables["C"]
+    pool.finish("C")
+    assert pool.arrive("E", 2)
+    assert pool.tables["E"] == [page_of_c]
+    assert pool.events[-2:] == [PageEvent("free", "C", page_of_c), PageEvent("take", "E", page_of_c)]
+
+
+def test_requests_grow_into_their_last_page_first() -> None:
+    pool = PagePool(num_pages=2, page_size=4)
+    assert pool.arrive("A", 3)
+    assert pool.append("A")
+    assert pool.tables["A"] == [0]
+    assert pool.append("A")
+    assert pool.tables["A"] == [0, 1]
+    assert not pool.append("A", 4)
+    assert (pool.tokens["A"], pool.events[-1]) == (5, PageEvent("refuse", "A"))
+
+
+def test_shared_pages_are_copied_before_a_write() -> None:
+    pool = PagePool(num_pages=4, page_size=4)
+    pool.arrive("A", 6)
+    pool.fork("A", "B")
+    assert (pool.reserved_pages, pool.tables["B"]) == (2, [0, 1])
+    assert pool.append("B")
+    assert pool.events[-1] == PageEvent("copy", "B", 2, source=1)
+    assert (pool.tables["A"], pool.tables["B"]) == ([0, 1], [0, 2])
+    pool.append("A")
+    assert pool.tables["A"] == [0, 1]
+    pool.finish("A")
+    assert (pool.reserved_pages, pool.holders[0]) == (2, 1)
+    pool.finish("B")
+    assert pool.reserved_pages == 0
+
+
+def test_a_copy_needs_a_page() -> None:
+    pool = PagePool(num_pages=2, page_size=4)
+    pool.arrive("A", 6)
+    pool.fork("A", "B")
+    assert not pool.append("B")
+    assert pool.tables["B"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda: PagePool(0, 4),
+        lambda: PagePool(4, 4).append("A"),
+        lambda: PagePool(4, 4).finish("A"),
+        lambda: PagePool(4, 4).arrive("A", 0),
+        lambda: ContiguousPool(20, 4, 16, slots=6),
+        lambda: ContiguousPool(20, 4, 16).finish("A"),
+    ],
+)
+def test_misuse_is_refused(misuse: object) -> None:
+    assert callable(misuse)
+    with pytest.raises(tw.InvalidProblem):
+        misuse()
+
+
+def test_a_name_is_taken_once() -> None:
+    for pool in (PagePool(4, 4), ContiguousPool(8, 4, 16)):
+        pool.arrive("A", 1)
+        with pytest.raises(tw.InvalidProblem, match="a new name"):
+            pool.arrive("A", 1)
+
+
+def test_a_slot_holds_no_more_than_its_maximum() -> None:
+    pool = ContiguousPool(num_pages=20, page_size=4, max_tokens=16)
+    assert len(pool.slots) == 5
+    assert not pool.arrive("A", 17)
+    assert pool.arrive("A", 16)
+    assert not pool.append("A")
