@@ -72,7 +72,7 @@ def attention_forward(
         _require_no("continuous batching", dropout=dropout, position_bias=position_bias)
         _require_causal(causal, attention_mask)
         limits = (kwargs.pop("max_seqlen_q", max_length_q), kwargs.pop("max_seqlen_k", max_length_k))
-        indices = (kwargs.pop(name, None) for name in ("read_index", "write_index", "block_table"))
+        indices = [kwargs.pop(name, None) for name in ("read_index", "write_index", "block_table")]
         _require_known(kwargs, ignore)
         step = Step(cu_seq_lens_q, cu_seq_lens_k, *limits, *indices)
         return attend_to_cache(_layer_index(module), query, key, value, cache, step, shared), None
