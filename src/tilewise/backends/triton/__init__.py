@@ -91,6 +91,18 @@ class TritonBackend:
         gradients: Gradients = _launch().run_backward(problem, operands, out, lse, dout, dlse, wanted)
         return gradients
 
+    def write_rows(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+        """Rows of K and V into slots of pages: see tilewise.kv.writing."""
+        from tilewise.backends.triton import serving
+
+        serving.write_rows(k, v, k_pages, v_pages, slots)
+
+    def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
+        """Rows of a partial result over other keys worked into `out` and `lse`: see tilewise.cascade."""
+        from tilewise.backends.triton import serving
+
+        serving.merge_rows(out, lse, part, part_lse, rows)
+
 
 def _interpreted() -> bool:
     if importlib.util.find_spec("triton") is None:
