@@ -8,13 +8,15 @@ mode, late.
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import math
 import random
 import re
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch import Tensor
 
 HERE = threading.local()
 DEADLOCK_S = 20.0
-PACKAGE = "tilewise.backends.hopper"
+PACKAGE, SHARED = "tilewise.backends.hopper", "tilewise.backends.gpu"
 
 
 class Grid:
@@ -66,6 +68,10 @@ class Device:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
+    @property
+    def arg_names(self) -> list[str]:
+        return list(inspect.signature(self.function).parameters)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
@@ -91,6 +97,20 @@ class Device:
             return self
 
         return launch
+
+
+class EmulatedLaunch:
+    """A prepared launch: the call's kernel is run with real tensors in the place of addresses."""
+
+    def __init__(self, call: Any, compiled: Any, names: Sequence[str]) -> None:
+        del compiled
+        self.call, self.names = call, names
+
+    def __call__(self, stream: int, addresses: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
+        del stream, addresses
+        materialised = importlib.import_module(f"{SHARED}.symbols").materialised
+        named = dict(zip(self.names, tensors, strict=True))
+        self.call.kernel[self.call.grid](*(materialised(argument, named) for argument in self.call.ordered))
 
 
 MODE = types.SimpleNamespace(late_loads=False)
@@ -169,21 +189,21 @@ class Barrier:
 
 
 class NamedBarriers:
-    """bar.sync of a CTA."""
+    """bar.sync and bar.arrive of a CTA."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.inside: dict[int, int] = {}
         self.rounds: dict[int, int] = {}
 
-    def sync(self, index: int, threads: int) -> None:
+    def join(self, index: int, threads: int, *, waits: bool) -> None:
         with self.changed:
             now = self.rounds.get(index, 0)
             self.inside[index] = self.inside.get(index, 0) + 128
             if self.inside[index] == threads:
                 self.inside[index], self.rounds[index] = 0, now + 1
                 self.changed.notify_all()
-            else:
+            elif waits:
                 HERE.grid.wait(self.changed, lambda: self.rounds.get(index, 0) > now, "named barrier")
 
 
@@ -313,8 +333,10 @@ def assembly(
     text: str, constraints: str, args: list[Any], dtype: Any = None, is_pure: bool = True, pack: int = 1
 ) -> Any:
     del constraints, dtype, is_pure, pack
-    if found := re.match(r"bar\.sync (\d+), (\d+);", text):
-        HERE.named.sync(int(found.group(1)), int(found.group(2)))
+    if found := re.match(r"bar\.(sync|arrive) (\d+), (\d+);", text):
+        HERE.named.join(int(found.group(2)), int(found.group(3)), waits=found.group(1) == "sync")
+    if text.startswith("cvt.rni.s32.f32"):
+        return torch.round(args[0]).nan_to_num(0.0).double().clamp(-(2.0**31), 2.0**31 - 1).to(torch.int32)
     if text.startswith("ex2"):
         return torch.exp2(args[0])
     return 1.0 / args[0] if text.startswith("rcp") else args[0]
@@ -385,6 +407,12 @@ def elementwise(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], T
     return lambda a, b: f(torch.as_tensor(a), torch.as_tensor(b))
 
 
+def cast(x: Any, dtype: torch.dtype, bitcast: bool = False) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return x.view(dtype) if bitcast else x.to(dtype)
+
+
 LAYOUTS = [
     f"{name}Layout" for name in ("NVMMADistributed", "DotOperand", "Slice", "NVMMAShared", "Blocked", "SwizzledShared")
 ]
@@ -405,7 +433,9 @@ LANGUAGE: dict[str, Any] = {
     "reshape": lambda x, shape: x.reshape(shape),
     "permute": lambda x, order: x.permute(*order),
     "convert_layout": lambda x, _: x,
-    "cast": lambda x, dtype: x.to(dtype) if isinstance(x, Tensor) else x,
+    "cast": cast,
+    "abs": torch.abs,
+    "sqrt": torch.sqrt,
     "cdiv": lambda a, b: int((a + b - 1) / b),  # truncates, as the hardware does
     "load": load,
     "store": store,
@@ -434,13 +464,19 @@ HOPPER: dict[str, Any] = {
     "warpgroup_mma_wait": wait_products,
 }
 MODULES: dict[str, dict[str, Any]] = {
-    "triton": {"jit": jit, "language": types.SimpleNamespace(**LANGUAGE), "cdiv": lambda a, b: -(-a // b)},
+    "triton": {
+        "jit": jit,
+        "knobs": types.SimpleNamespace(runtime=types.SimpleNamespace(interpret=False)),
+        "language": types.SimpleNamespace(**LANGUAGE),
+        "cdiv": lambda a, b: -(-a // b),
+    },
     "triton.language": LANGUAGE,
     "triton.language.core": {"_aggregate": lambda cls: cls},
     "triton.experimental": {"gluon": types.SimpleNamespace(jit=jit, constexpr_function=lambda f: f)},
     "triton.experimental.gluon": {"language": types.SimpleNamespace(**LANGUAGE)},
     "triton.experimental.gluon.language.nvidia.hopper": HOPPER,
     "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
-    f"{PACKAGE}.compilation": {"compile_for": lambda kernel, _: kernel},
+    f"{SHARED}.compilation": {"compile_call": lambda call, *_: call.kernel},
+    f"{SHARED}.driver": {"DirectLaunch": object, "OrdinaryLaunch": object, "launch_of": EmulatedLaunch},
     f"{PACKAGE}.reduction": {"reduce_add": lambda desc, corner, source: store_box(desc, corner, source, add=True)},
 }

@@ -6,7 +6,6 @@ wait or a wrong mask shows up as a deadlock or as a wrong number.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import itertools
 import math
@@ -20,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_emulator import MODE, MODULES, PACKAGE
+from gluon_emulator import MODE, MODULES, PACKAGE, SHARED
 from tilewise import device, masks
 from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
@@ -31,7 +30,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Callable[[str], Any]]:
     """Import modules of the backend over the stand-in; afterwards everything is as it was."""
-    ours = [name for name in sys.modules if name == "triton" or name.startswith(("triton.", PACKAGE + "."))]
+    replaced = ("triton.", f"{PACKAGE}.", f"{SHARED}.")
+    ours = [name for name in sys.modules if name == "triton" or name.startswith(replaced)]
     saved = {name: sys.modules.pop(name) for name in ours}
     plain_type = torch.Tensor.type
     for name, members in MODULES.items():
@@ -44,11 +44,11 @@ def emulated() -> Iterator[Callable[[str], Any]]:
             counter = torch.zeros(1, dtype=torch.int32)
             for name in ("launch", "launch_backward"):
                 module = importlib.import_module(f"{PACKAGE}.{name}")
-                vars(module).update(counter_for=lambda _: counter, on_device_of=lambda _: contextlib.nullcontext())
+                vars(module).update(counter_for=lambda _: counter)
             yield lambda name: sys.modules[f"{PACKAGE}.{name}"]
     finally:
         torch.Tensor.type = plain_type  # type: ignore[method-assign]
-        for name in [n for n in sys.modules if n == "triton" or n.startswith(("triton.", PACKAGE + "."))]:
+        for name in [n for n in sys.modules if n == "triton" or n.startswith(replaced)]:
             del sys.modules[name]
         sys.modules.update(saved)
 
@@ -249,11 +249,19 @@ BACKWARD = {
     "softcap window": Case(64, seqlens=(200, 300), softcap=0.5, window=(90, 20), sinks=True),
     "packed": Case(128, lengths=PACKED, padding=3),
     "packed causal": Case(64, lengths=PACKED, causal=True, padding=5, sinks=True),
+    "d256": Case(256, seqlens=(130, 200)),
+    "d256 causal": Case(256, seqlens=(200, 264), causal=True),
+    "d192 grouped": Case(192, heads=(4, 2), seqlens=(150, 130), causal=True, softcap=2.0),
+    "d200 window": Case(200, heads=(1, 1), seqlens=(300, 200), window=(50, 30)),
+    "unequal": Case(192, 128, seqlens=(130, 190), causal=True, sinks=True),
+    "narrow unequal": Case(64, 128, seqlens=(130, 190)),
+    "packed d256": Case(256, lengths=PACKED, causal=True, padding=3),
+    "packed unequal": Case(128, 64, lengths=PACKED, padding=3),
 }
 
 
 @pytest.mark.parametrize("late_loads", LOADS)
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["in any order", "deterministic"])
 @pytest.mark.parametrize("case", BACKWARD.values(), ids=BACKWARD.keys())
 def test_backward_protocol(case: Case, deterministic: bool, late_loads: bool, emulated: Callable[[str], Any]) -> None:
     MODE.late_loads = late_loads

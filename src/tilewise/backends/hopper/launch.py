@@ -1,21 +1,23 @@
-"""From canonical operands to the forward kernel: what depends on the problem alone is planned once and cached.
+"""From canonical operands to the forward kernel: everything but addresses is prepared once for a problem and its
+strides.
 
 Nothing here waits for the device, so a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
+from tilewise.backends.gpu.launching import Allocation, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.hopper.configs import ForwardConfig, forward_config
 from tilewise.backends.hopper.forward import forward_kernel
-from tilewise.backends.hopper.launching import Launcher, counter_for, describe, tma_ready
+from tilewise.backends.hopper.launching import addressable, contiguous, counter_for, describe, rows_allocation
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.backends.hopper.tails import clear_tail_kernel
 from tilewise.device import DeviceSpec
@@ -23,34 +25,100 @@ from tilewise.numerics import LOG2E
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["clear_tail", "empty_rows", "on_device_of", "run_forward"]
+__all__ = ["ForwardPass", "clear_tail_call", "forward_calls", "forward_pass", "run_forward", "shapes_of"]
 
 # Heads walked together under a causal mask: their K and V in this much of the 50 MiB of L2, and at most so many.
 L2_BYTES, MAX_WAVE_ITEMS = 48 << 20, 64
 # Programs that clear packed rows past the last sequence.
 TAIL_PROGRAMS = 132
+# Passes kept ready: one for each combination of problem, strides and alignment. A pass takes about 20 KiB.
+MAX_PASSES = 2048
+# In which order tensors are handed to the launches.
+TENSORS = (*Operands._fields, "out", "lse", "counter")
+
+RawViews = tuple[RawView | None, ...]
 
 
-class ForwardPlan(NamedTuple):
-    """What every call with a problem shares."""
+class ForwardPass(NamedTuple):
+    """A forward call with everything but addresses; `copies` are the operands that TMA cannot address as they are."""
 
-    config: ForwardConfig
-    sizes: Sizes
-    grid: tuple[int, int, int]
-    scale_log2: float
-    cap_scale: float
+    copies: tuple[str, ...]
+    out: Allocation
+    lse: Allocation
+    launches: Launches
 
 
-@functools.lru_cache(maxsize=4096)
-def forward_plan(problem: AttentionProblem, device: DeviceSpec) -> ForwardPlan:
-    """Everything about a call that needs no tensor."""
+def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of canonical operands."""
+    if operands.sinks is not None:
+        operands = operands._replace(sinks=operands.sinks.contiguous())
+    result: tuple[Tensor, Tensor] = on_device(operands.q.get_device(), _forward, problem, operands)
+    return result
+
+
+def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    q = operands.q
+    device, index = devices.of(q.device), q.get_device()
+    ready = forward_pass(problem, device, index, raw_views(operands))
+    if ready.copies:
+        operands = operands._replace(**{name: contiguous(getattr(operands, name)) for name in ready.copies})
+        ready = forward_pass(problem, device, index, raw_views(operands))
+    out, lse = ready.out.new(q), ready.lse.new(q)
+    ready.launches.run((*operands, out, lse, counter_for(q)))
+    return out, lse
+
+
+@functools.lru_cache(maxsize=MAX_PASSES)
+def forward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> ForwardPass:
+    """The pass, prepared by the first call that needs it."""
+    views = {name: View(*view) for name, view in zip(Operands._fields, raw, strict=True) if view is not None}
+    out = rows_allocation(problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
+    lse = Allocation.contiguous(problem.lse_shape, torch.float32)
+    copies = tuple(name for name, shape in shapes_of(problem).items() if not addressable(views[name], shape))
+    calls = [] if copies else forward_calls(problem, device, views | {"out": out.view, "lse": lse.view})
+    return ForwardPass(copies, out, lse, Launches(calls, TENSORS, device, index))
+
+
+def shapes_of(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
+    """The canonical shapes of q, k and v."""
+    heads = {"q": problem.num_heads, "k": problem.num_kv_heads, "v": problem.num_kv_heads}
+    widths = {"q": problem.head_dim, "k": problem.head_dim, "v": problem.head_dim_v}
+    if problem.kind != "dense":
+        totals = {"q": problem.total_q, "k": problem.total_k, "v": problem.total_k}
+        return {name: (totals[name], heads[name], widths[name]) for name in heads}
+    lengths = {"q": problem.seqlen_q, "k": problem.seqlen_k, "v": problem.seqlen_k}
+    return {name: (problem.batch, heads[name], lengths[name], widths[name]) for name in heads}
+
+
+def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
+    """The forward kernel, after the one that clears packed rows past the last sequence."""
     config = forward_config(problem)
+    sizes = _sizes(problem, config)
+    arguments = _descriptors(problem, config, views) | {
+        "lse_ptr": Address("lse", torch.float32),
+        "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
+        "cu_seqlens_q": index_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": index_address(views, "cu_seqlens_k"),
+        "counter_ptr": Address("counter", torch.int32, aligned=False),
+        "scale_log2": (problem.scale if problem.softcap is None else problem.softcap) * LOG2E,
+        "cap_scale": 0.0 if problem.softcap is None else problem.scale / problem.softcap,
+        "sizes": sizes,
+        "C": config,
+    }
+    call = KernelCall(forward_kernel, (min(device.num_sms, sizes.num_tiles), 1, 1), arguments)
+    if not config.IS_VARLEN:
+        return [call]
+    shape = (problem.total_q, problem.num_heads, problem.head_dim_v)
+    return [clear_tail_call("out", shape, problem, "cu_seqlens_q", with_lse=True), call]
+
+
+def _sizes(problem: AttentionProblem, config: ForwardConfig) -> Sizes:
     num_blocks = -(-problem.seqlen_q // (64 * config.NUM_WARPGROUPS))
     num_items = problem.batch * problem.num_heads
     head_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * 2
     banded = config.HAS_RIGHT or config.HAS_LEFT
     left, right = problem.band
-    sizes = Sizes(
+    return Sizes(
         num_heads=problem.num_heads,
         group_size=problem.group_size,
         num_items=num_items,
@@ -63,93 +131,43 @@ def forward_plan(problem: AttentionProblem, device: DeviceSpec) -> ForwardPlan:
         window_left=(left or 0) if config.HAS_LEFT else 0,
         window_right=(right or 0) if config.HAS_RIGHT else 0,
     )
-    scale_log2 = (problem.scale if problem.softcap is None else problem.softcap) * LOG2E
-    cap_scale = 0.0 if problem.softcap is None else problem.scale / problem.softcap
-    return ForwardPlan(config, sizes, (min(device.num_sms, sizes.num_tiles), 1, 1), scale_log2, cap_scale)
 
 
-@functools.cache
-def _forward_launcher(
-    config: ForwardConfig, dtype: torch.dtype, sinks: torch.dtype | None, device: torch.device
-) -> Launcher:
-    del config, dtype, sinks, device  # the key
-    return Launcher(forward_kernel)
-
-
-def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) of canonical operands."""
-    q, sinks = operands.q, None if operands.sinks is None else operands.sinks.contiguous()
-    out = empty_rows(problem, q, problem.num_heads, problem.seqlen_q, problem.head_dim_v)
-    lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    plan = forward_plan(problem, devices.of(q.device))
-    config = plan.config
-    with on_device_of(q):
-        launcher = _forward_launcher(config, q.dtype, None if sinks is None else sinks.dtype, q.device)
-        if config.IS_VARLEN:
-            clear_tail(out, lse, operands.cu_seqlens_q, float("-inf"))
-        launcher(
-            plan.grid,
-            *_descriptors(config, tma_ready(q), tma_ready(operands.k), tma_ready(operands.v), out),
-            lse,
-            sinks,
-            operands.cu_seqlens_q,
-            operands.cu_seqlens_k,
-            counter_for(q),
-            plan.scale_log2,
-            plan.cap_scale,
-            plan.sizes,
-            config,
-        )
-    return out, lse
-
-
-def _descriptors(config: ForwardConfig, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[object]:
+def _descriptors(problem: AttentionProblem, config: ForwardConfig, views: dict[str, View]) -> dict[str, Any]:
     """Of both column parts, None where there is no second one."""
-    tiles = (
-        (q, 64, config.D, config.D_REST),
-        (k, config.BLOCK_N, config.D, config.D_REST),
-        (v, config.BLOCK_N, config.DV, config.DV_REST),
-        (out, 64, config.DV, config.DV_REST),
-    )
-    first = [describe(tensor, rows, columns) for tensor, rows, columns, _ in tiles]
-    return first + [describe(tensor, rows, rest) if rest else None for tensor, rows, _, rest in tiles]
+    shapes = shapes_of(problem)
+    shapes["out"] = (*shapes["q"][:-1], problem.head_dim_v)
+    tiles = {
+        "q": (64, config.D, config.D_REST),
+        "k": (config.BLOCK_N, config.D, config.D_REST),
+        "v": (config.BLOCK_N, config.DV, config.DV_REST),
+        "out": (64, config.DV, config.DV_REST),
+    }
+    found: dict[str, Any] = {}
+    for name, (rows, columns, rest) in tiles.items():
+        found[f"{name}_desc"] = describe(name, views[name], shapes[name], rows, columns)
+        found[f"{name}_rest"] = describe(name, views[name], shapes[name], rows, rest) if rest else None
+    return found
 
 
-def empty_rows(problem: AttentionProblem, like: Tensor, heads: int, seqlen: int, head_dim: int) -> Tensor:
-    """An uninitialised tensor of token rows in canonical shape, over the memory order of the problem's layout."""
-    if problem.kind != "dense":
-        return like.new_empty((like.shape[0], heads, head_dim))
-    if problem.layout == "bshd":
-        return like.new_empty((problem.batch, seqlen, heads, head_dim)).transpose(1, 2)
-    return like.new_empty((problem.batch, heads, seqlen, head_dim))
+def index_address(views: dict[str, View], name: str) -> Address | None:
+    """The lengths of packed sequences, if the problem has any."""
+    return Address(name, torch.int32, aligned=False) if name in views else None
 
 
-@functools.cache
-def _tail_launcher(dtype: torch.dtype, has_lse: bool, device: torch.device) -> Launcher:
-    del dtype, has_lse, device  # the key
-    return Launcher(clear_tail_kernel)
-
-
-def clear_tail(rows: Tensor, lse: Tensor | None, cu_seqlens: Tensor | None, lse_value: float) -> None:
-    """Zero the packed rows past the last sequence, and set their lse: no tile covers them."""
-    if cu_seqlens is not None:
-        total, heads, width = rows.shape
-        launcher = _tail_launcher(rows.dtype, lse is not None, rows.device)
-        launcher(
-            (TAIL_PROGRAMS, 1, 1),
-            rows,
-            lse,
-            cu_seqlens,
-            cu_seqlens.shape[0] - 1,
-            total,
-            heads,
-            heads * width,
-            lse_value,
-        )
-
-
-def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Kernels start on the current device: switch only if that is another one."""
-    if tensor.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
+def clear_tail_call(
+    name: str, shape: tuple[int, int, int], problem: AttentionProblem, cu_seqlens: str, *, with_lse: bool
+) -> KernelCall:
+    """Zero the packed rows of tensor `name` past the last sequence, and set their lse: no tile covers them."""
+    total, heads, width = shape
+    arguments = {
+        "rows_ptr": Address(name, problem.dtype, aligned=False),
+        "lse_ptr": Address("lse", torch.float32, aligned=False) if with_lse else None,
+        "cu_seqlens": Address(cu_seqlens, torch.int32, aligned=False),
+        "batch": problem.batch,
+        "total": total,
+        "num_heads": heads,
+        "row_width": heads * width,
+        "lse_value": float("-inf") if with_lse else 0.0,
+    }
+    return KernelCall(clear_tail_kernel, (TAIL_PROGRAMS, 1, 1), arguments)

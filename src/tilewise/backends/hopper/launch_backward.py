@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
+from tilewise.backends.gpu.launching import Allocation, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
 from tilewise.backends.hopper.backward import backward_kernel
-from tilewise.backends.hopper.backward_rows import finish_queries_kernel, prepare_rows_kernel
-from tilewise.backends.hopper.configs import BACKWARD_BLOCK_N, BackwardConfig, backward_config
-from tilewise.backends.hopper.launch import clear_tail, empty_rows, on_device_of
-from tilewise.backends.hopper.launching import Launcher, counter_for, describe, describe_flat, tma_ready
+from tilewise.backends.hopper.backward_rows import (
+    BOUND_PARTS,
+    bound_keys_kernel,
+    finish_queries_kernel,
+    prepare_rows_kernel,
+)
+from tilewise.backends.hopper.backward_wide import backward_wide_kernel
+from tilewise.backends.hopper.configs import BackwardConfig, backward_config, dq_blocks
+from tilewise.backends.hopper.launch import clear_tail_call, index_address, shapes_of
+from tilewise.backends.hopper.launching import (
+    addressable,
+    contiguous,
+    counter_for,
+    describe,
+    describe_flat,
+    rows_allocation,
+)
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.device import DeviceSpec
@@ -21,40 +37,97 @@ from tilewise.numerics import LOG2E
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = ["run_backward"]
+__all__ = ["BackwardPass", "BackwardPlan", "backward_calls", "backward_pass", "backward_plan", "run_backward"]
 
 # Heads walked together under a causal mask: what their key tiles (query tiles, for dQ alone) share, in this much of L2.
 L2_BYTES = 32 << 20
 # The kernels of backward_rows take strides in units of 16 bytes, 8 elements.
 STRIDE_UNIT = 8
+# Keys that a program of bound_keys_kernel reads at a time.
+BOUND_BLOCK_N = 64
+# Passes kept ready, as in the forward.
+MAX_PASSES = 2048
+# In which order tensors are handed to the launches.
+GIVEN = (*Operands._fields, "out", "lse", "dout", "dlse")
+TENSORS = (*GIVEN, "workspace", "dq", "dk", "dv", "counter")
+
+RawViews = tuple[RawView | None, ...]
 
 
 class BackwardPlan(NamedTuple):
     """What every call with a problem shares: sizes seen from the keys and from the queries."""
 
+    problem: AttentionProblem
     config: BackwardConfig
     key_sizes: Sizes
     query_sizes: Sizes
     key_grid: tuple[int, int, int]
     num_m: int
-    scale_log2: float
-    cap_scale: float | None
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows in whole tiles."""
+        return self.problem.batch * self.problem.num_heads * self.num_m * self.config.BLOCK_M
+
+    @property
+    def stats(self) -> Address:
+        """[lse * log2(e) | delta] of every query tile: the workspace begins with them."""
+        return Address("workspace", torch.float32)
+
+    @property
+    def accumulator(self) -> Address | None:
+        """The sums of dQ, behind the statistics."""
+        dtype = torch.int32 if self.config.FIXED_POINT else torch.float32
+        return Address("workspace", dtype, offset=8 * self.num_rows) if self.config.FUSED else None
+
+    @property
+    def sums_width(self) -> int:
+        """Columns of dQ that are summed."""
+        return self.config.D + self.config.D_REST if self.config.FUSED else 0
+
+    @property
+    def units(self) -> Address | None:
+        """The units of a sum in fixed point, behind the sums."""
+        offset = (2 + self.sums_width) * 4 * self.num_rows
+        return Address("workspace", torch.float32, offset=offset) if self.config.FIXED_POINT else None
+
+    @property
+    def bounds(self) -> Address | None:
+        """What the units are derived from, last."""
+        offset = (3 + self.sums_width) * 4 * self.num_rows
+        return Address("workspace", torch.int32, offset=offset) if self.config.FIXED_POINT else None
+
+    @property
+    def workspace(self) -> Allocation:
+        """Room for all of them."""
+        width = 2 + self.sums_width + (1 if self.config.FIXED_POINT else 0)
+        bounds = 2 * int(BOUND_PARTS) * self.key_sizes.num_items if self.config.FIXED_POINT else 0
+        return Allocation.contiguous((width * self.num_rows + bounds,), torch.float32)
 
 
-@functools.lru_cache(maxsize=4096)
+class BackwardPass(NamedTuple):
+    """A backward call with everything but addresses; `copies` are the tensors that TMA cannot address as they are."""
+
+    copies: tuple[str, ...]
+    plan: BackwardPlan
+    workspace: Allocation
+    dq: Allocation | None
+    dk: Allocation
+    dv: Allocation
+    launches: Launches
+
+
 def backward_plan(problem: AttentionProblem, device: DeviceSpec) -> BackwardPlan:
     """Everything about a call that needs no tensor."""
     config = backward_config(problem)
     # Q, dO in 16 bits and dQ in 32, of every query head of the group; K and V in 16 bits.
-    query_bytes = problem.seqlen_q * problem.head_dim * 8 * problem.group_size
-    key_bytes = problem.seqlen_k * problem.head_dim * 4
-    keys = _sizes(problem, config, problem.num_kv_heads, -(-problem.seqlen_k // BACKWARD_BLOCK_N), query_bytes)
+    query_bytes = problem.seqlen_q * (problem.head_dim * 6 + problem.head_dim_v * 2) * problem.group_size
+    key_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * 2
+    keys = _sizes(problem, config, problem.num_kv_heads, -(-problem.seqlen_k // config.BLOCK_N), query_bytes)
     queries = _sizes(problem, config, problem.num_heads, -(-problem.seqlen_q // 128), key_bytes)
     programs = min(device.num_sms, keys.num_tiles) if config.PERSISTENT else keys.num_tiles
-    cap = problem.softcap
-    scale_log2, cap_scale = (problem.scale, None) if cap is None else (cap, problem.scale / cap)
     num_m = -(-problem.seqlen_q // config.BLOCK_M)
-    return BackwardPlan(config, keys, queries, (programs, 1, 1), num_m, scale_log2 * LOG2E, cap_scale)
+    return BackwardPlan(problem, config, keys, queries, (programs, 1, 1), num_m)
 
 
 def _sizes(problem: AttentionProblem, config: BackwardConfig, heads: int, num_blocks: int, streamed: int) -> Sizes:
@@ -76,36 +149,6 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, heads: int, num_bl
     )
 
 
-@functools.cache
-def _launcher(kernel: Any, *key: object) -> Launcher:
-    del key  # what the kernel is compiled for
-    return Launcher(kernel)
-
-
-class Call(NamedTuple):
-    """One backward call: the problem's plan and the tensors all kernels share, as TMA can address them."""
-
-    problem: AttentionProblem
-    plan: BackwardPlan
-    operands: Operands
-    out: Tensor
-    dout: Tensor
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What launchers are cached under."""
-        return self.plan.config, self.problem.dtype, self.operands.q.device
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether rows are packed."""
-        return self.plan.config.IS_VARLEN
-
-    def empty_like_rows(self, like: Tensor, heads: int, seqlen: int) -> Tensor:
-        """An uninitialised gradient."""
-        return empty_rows(self.problem, like, heads, seqlen, self.problem.head_dim)
-
-
 def run_backward(
     problem: AttentionProblem,
     operands: Operands,
@@ -116,128 +159,217 @@ def run_backward(
     wanted: Wanted,
 ) -> Gradients:
     """The wanted gradients of canonical operands."""
-    plan = backward_plan(problem, devices.of(operands.q.device))
-    ready = operands._replace(q=tma_ready(operands.q), k=tma_ready(operands.k), v=tma_ready(operands.v))
-    call = Call(problem, plan, ready, tma_ready(out), tma_ready(dout))
-    with on_device_of(operands.q):
-        num_rows = problem.batch * problem.num_heads * plan.num_m * plan.config.BLOCK_M
-        stats = operands.q.new_empty(2 * num_rows, dtype=torch.float32)
-        dq_acc = None
-        if plan.config.FUSED:
-            dq_acc = stats.new_empty((num_rows * plan.config.D // 32, 32))
-        _prepare(call, lse, dlse, stats, dq_acc)
-        dk, dv = _key_gradients(call, stats, dq_acc)
-        dq = _query_gradient(call, stats, dq_acc) if wanted.dq else None
-        dsinks = _sink_gradient(call, stats) if wanted.dsinks else None
+    dlse = None if dlse is None else dlse.float().contiguous()
+    given = (*operands, out, lse.contiguous(), dout, dlse)
+    gradients: Gradients = on_device(operands.q.get_device(), _backward, problem, given, wanted)
+    return gradients
+
+
+def _backward(problem: AttentionProblem, given: tuple[Tensor | None, ...], wanted: Wanted) -> Gradients:
+    q = given[0]
+    assert q is not None
+    device, index = devices.of(q.device), q.get_device()
+    ready = backward_pass(problem, device, index, raw_views(given), wanted.dq)
+    if ready.copies:
+        copied = zip(GIVEN, given, strict=True)
+        given = tuple([contiguous(t) if t is not None and name in ready.copies else t for name, t in copied])
+        ready = backward_pass(problem, device, index, raw_views(given), wanted.dq)
+    workspace, dk, dv = ready.workspace.new(q), ready.dk.new(q), ready.dv.new(q)
+    dq = None if ready.dq is None else ready.dq.new(q)
+    ready.launches.run((*given, workspace, dq, dk, dv, counter_for(q)))
+    dsinks = _sink_gradient(ready.plan, given[GIVEN.index("sinks")], workspace) if wanted.dsinks else None
     return Gradients(dq, dk if wanted.dk else None, dv if wanted.dv else None, None, dsinks)
 
 
-def _prepare(call: Call, lse: Tensor, dlse: Tensor | None, stats: Tensor, dq_acc: Tensor | None) -> None:
-    problem, config = call.problem, call.plan.config
-    launcher = _launcher(prepare_rows_kernel, *call.key, problem.head_dim, dlse is None)
-    launcher(
-        (problem.batch * problem.num_heads, call.plan.num_m, 1),
-        call.out,
-        call.dout,
-        lse.contiguous(),
-        None if dlse is None else dlse.float().contiguous(),
-        stats,
-        dq_acc,
-        call.operands.cu_seqlens_q,
-        _stride_units(call.out),
-        _stride_units(call.dout),
-        problem.num_heads,
-        problem.seqlen_q,
-        problem.total_q,
-        config.BLOCK_M,
-        problem.head_dim,
-        config.D,
-        call.is_packed,
-    )
+@functools.lru_cache(maxsize=MAX_PASSES)
+def backward_pass(
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_dq: bool
+) -> BackwardPass:
+    """The pass, prepared by the first call that needs it."""
+    views = {name: View(*view) for name, view in zip(GIVEN, raw, strict=True) if view is not None}
+    plan = backward_plan(problem, device)
+    shapes = shapes_of(problem)
+    shapes["out"] = shapes["dout"] = (*shapes["q"][:-1], problem.head_dim_v)
+    copies = tuple(name for name, shape in shapes.items() if not addressable(views[name], shape))
+    dq = rows_allocation(problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim)
+    dk = rows_allocation(problem, problem.num_kv_heads, problem.seqlen_k, problem.total_k, problem.head_dim)
+    dv = rows_allocation(problem, problem.num_kv_heads, problem.seqlen_k, problem.total_k, problem.head_dim_v)
+    views |= {"dk": dk.view, "dv": dv.view}
+    if want_dq:
+        views["dq"] = dq.view
+    calls = [] if copies else list(backward_calls(plan, views))
+    launches = Launches(calls, TENSORS, device, index)
+    return BackwardPass(copies, plan, plan.workspace, dq if want_dq else None, dk, dv, launches)
 
 
-def _key_gradients(call: Call, stats: Tensor, dq_acc: Tensor | None) -> tuple[Tensor, Tensor]:
-    problem, plan, config = call.problem, call.plan, call.plan.config
-    q, k, v = call.operands[:3]
-    dk, dv = (call.empty_like_rows(t, problem.num_kv_heads, problem.seqlen_k) for t in (k, v))
-    if call.is_packed:
-        for gradient in (dk, dv):
-            clear_tail(gradient, None, call.operands.cu_seqlens_k, 0.0)
-    _launcher(backward_kernel, *call.key)(
-        plan.key_grid,
-        *(describe(t, config.BLOCK_M, config.D) for t in (q, call.dout)),
-        *(describe(t, 64, config.D) for t in (k, v)),
-        describe_flat(stats, [2 * config.BLOCK_M]),
-        None if dq_acc is None else describe_flat(dq_acc, [128, 32]),
-        *(describe(t, 64, config.D) for t in (dk, dv)),
-        call.operands.cu_seqlens_q,
-        call.operands.cu_seqlens_k,
-        counter_for(q),
-        plan.scale_log2,
-        plan.cap_scale,
-        problem.scale,
-        plan.key_sizes,
-        config,
-    )
-    return dk, dv
+def backward_calls(plan: BackwardPlan, views: dict[str, View]) -> Iterator[KernelCall]:
+    """All kernels in order; without a view of dq, none that only dQ needs."""
+    problem = plan.problem
+    shapes = shapes_of(problem)
+    if plan.config.FIXED_POINT:
+        yield _bound_call(plan, views)
+    yield _prepare_call(plan, views)
+    if plan.config.IS_VARLEN:
+        for name, like in (("dk", "k"), ("dv", "v")):
+            yield clear_tail_call(name, _packed(shapes[like]), problem, "cu_seqlens_k", with_lse=False)
+    yield _key_gradient_call(plan, views)
+    if "dq" not in views:
+        return
+    if plan.config.IS_VARLEN:
+        yield clear_tail_call("dq", _packed(shapes["q"]), problem, "cu_seqlens_q", with_lse=False)
+    yield _finish_call(plan, views) if plan.config.FUSED else _query_gradient_call(plan, views)
 
 
-def _query_gradient(call: Call, stats: Tensor, dq_acc: Tensor | None) -> Tensor:
-    problem, plan, config = call.problem, call.plan, call.plan.config
-    dq = call.empty_like_rows(call.operands.q, problem.num_heads, problem.seqlen_q)
-    if call.is_packed:
-        clear_tail(dq, None, call.operands.cu_seqlens_q, 0.0)
-    if dq_acc is None:
-        _query_gradient_in_order(call, stats, dq)
-        return dq
-    _launcher(finish_queries_kernel, *call.key, problem.head_dim)(
-        (problem.batch * problem.num_heads, 2 * plan.num_m, 1),
-        dq_acc,
-        dq,
-        call.operands.cu_seqlens_q,
-        problem.scale,
-        _stride_units(dq),
-        problem.num_heads,
-        problem.seqlen_q,
-        config.BLOCK_M,
-        problem.head_dim,
-        config.D,
-        call.is_packed,
-    )
-    return dq
+def _packed(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    total, heads, width = shape
+    return total, heads, width
 
 
-def _query_gradient_in_order(call: Call, stats: Tensor, dq: Tensor) -> None:
-    problem, plan, config = call.problem, call.plan, call.plan.config
-    q, k, v = call.operands[:3]
-    _launcher(query_gradient_kernel, *call.key)(
-        (plan.query_sizes.num_tiles, 1, 1),
-        *(describe(t, 64, config.D) for t in (q, call.dout)),
-        *(describe(t, 128, config.D) for t in (k, v)),
-        describe(dq, 64, config.D),
-        stats,
-        call.operands.cu_seqlens_q,
-        call.operands.cu_seqlens_k,
-        plan.scale_log2,
-        plan.cap_scale,
-        problem.scale,
-        plan.query_sizes,
-        config,
-    )
+def _bound_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
+    """How large keys and values are, for the units of a sum in fixed point."""
+    problem = plan.problem
+    arguments = {
+        "k_ptr": Address("k", problem.dtype),
+        "v_ptr": Address("v", problem.dtype),
+        "bounds_ptr": plan.bounds,
+        "cu_seqlens": index_address(views, "cu_seqlens_k"),
+        "k_strides": _stride_units(views["k"]),
+        "v_strides": _stride_units(views["v"]),
+        "num_heads": problem.num_kv_heads,
+        "seqlen_k": problem.seqlen_k,
+        "BLOCK_N": BOUND_BLOCK_N,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": _power_of_two(problem.head_dim),
+        "BLOCK_DV": _power_of_two(problem.head_dim_v),
+        "PACKED": plan.config.IS_VARLEN,
+    }
+    return KernelCall(bound_keys_kernel, (plan.key_sizes.num_items, int(BOUND_PARTS), 1), arguments)
 
 
-def _sink_gradient(call: Call, stats: Tensor) -> Tensor | None:
+def _power_of_two(width: int) -> int:
+    return 1 << (width - 1).bit_length()
+
+
+def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
+    """Row statistics, and zeros into the accumulator."""
+    problem, config = plan.problem, plan.config
+    arguments = {
+        "out_ptr": Address("out", problem.dtype),
+        "dout_ptr": Address("dout", problem.dtype),
+        "lse_ptr": Address("lse", torch.float32, aligned=False),
+        "dlse_ptr": Address("dlse", torch.float32, aligned=False) if "dlse" in views else None,
+        "stats_ptr": plan.stats,
+        "units_ptr": plan.units,
+        "dq_acc_ptr": plan.accumulator,
+        "bounds_ptr": plan.bounds,
+        "cu_seqlens": index_address(views, "cu_seqlens_q"),
+        "out_strides": _stride_units(views["out"]),
+        "dout_strides": _stride_units(views["dout"]),
+        "num_heads": problem.num_heads,
+        "group_size": problem.group_size,
+        "seqlen_q": problem.seqlen_q,
+        "total_q": problem.total_q,
+        "BLOCK_M": config.BLOCK_M,
+        "HEAD_DIM": problem.head_dim_v,
+        "BLOCK_D": _power_of_two(problem.head_dim_v),
+        "DQ_BLOCKS": dq_blocks(config),
+        "PACKED": config.IS_VARLEN,
+    }
+    return KernelCall(prepare_rows_kernel, (problem.batch * problem.num_heads, plan.num_m, 1), arguments)
+
+
+def _tiles(plan: BackwardPlan, views: dict[str, View], rows: dict[str, int]) -> dict[str, Tile | None]:
+    """Descriptors of operands and gradients, by rows of a tile; a wide kernel's have a second column part or None."""
+    config, shapes = plan.config, shapes_of(plan.problem)
+    shapes |= {"dq": shapes["q"], "dk": shapes["k"], "dv": shapes["v"]}
+    shapes["dout"] = (*shapes["q"][:-1], plan.problem.head_dim_v)
+    found: dict[str, Tile | None] = {}
+    for name, block in rows.items():
+        of_values = name in ("v", "dv", "dout")
+        columns, rest = (config.DV, config.DV_REST) if of_values else (config.D, config.D_REST)
+        found[f"{name}_desc"] = describe(name, views[name], shapes[name], block, columns)
+        if config.WIDE:
+            found[f"{name}_rest"] = describe(name, views[name], shapes[name], block, rest) if rest else None
+    return found
+
+
+def _key_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
+    """dK, dV and the sums of dQ."""
+    config, accumulator = plan.config, plan.accumulator
+    queries, keys = config.BLOCK_M, 64
+    rows = {"q": queries, "dout": queries, "k": keys, "v": keys, "dk": keys, "dv": keys}
+    sums = units = None
+    if accumulator is not None:
+        sums = describe_flat(accumulator, (plan.num_rows * plan.sums_width // 32, 32), [128, 32])
+    if plan.units is not None:
+        units = describe_flat(plan.units, (plan.num_rows,), [config.BLOCK_M])
+    arguments: dict[str, Any] = _tiles(plan, views, rows) | _shared(plan, views)
+    arguments |= {
+        "stats_desc": describe_flat(plan.stats, (2 * plan.num_rows,), [2 * config.BLOCK_M]),
+        "units_desc": units,
+        "dq_desc": sums,
+        "counter_ptr": Address("counter", torch.int32, aligned=False),
+        "sizes": plan.key_sizes,
+    }
+    return KernelCall(backward_wide_kernel if config.WIDE else backward_kernel, plan.key_grid, arguments)
+
+
+def _shared(plan: BackwardPlan, views: dict[str, View]) -> dict[str, Any]:
+    scale, softcap = plan.problem.scale, plan.problem.softcap
+    return {
+        "cu_seqlens_q": index_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": index_address(views, "cu_seqlens_k"),
+        "scale_log2": (scale if softcap is None else softcap) * LOG2E,
+        "cap_scale": None if softcap is None else scale / softcap,
+        "scale": scale,
+        "C": plan.config,
+    }
+
+
+def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
+    """DQ out of its accumulator."""
+    problem, config = plan.problem, plan.config
+    arguments = {
+        "dq_acc_ptr": plan.accumulator,
+        "units_ptr": plan.units,
+        "dq_ptr": Address("dq", problem.dtype),
+        "cu_seqlens": index_address(views, "cu_seqlens_q"),
+        "scale": problem.scale,
+        "dq_strides": _stride_units(views["dq"]),
+        "num_heads": problem.num_heads,
+        "seqlen_q": problem.seqlen_q,
+        "BLOCK_M": config.BLOCK_M,
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": plan.sums_width,
+        "DQ_BLOCKS": dq_blocks(config),
+        "PACKED": config.IS_VARLEN,
+    }
+    blocks = plan.num_m * dq_blocks(config)
+    return KernelCall(finish_queries_kernel, (problem.batch * problem.num_heads, blocks, 1), arguments)
+
+
+def _query_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
+    """DQ alone, every row summed in order."""
+    rows = {"q": 64, "dout": 64, "k": 128, "v": 128, "dq": 64}
+    arguments: dict[str, Any] = _tiles(plan, views, rows) | _shared(plan, views)
+    arguments |= {"stats_ptr": Address("workspace", torch.float32, aligned=False), "sizes": plan.query_sizes}
+    return KernelCall(query_gradient_kernel, (plan.query_sizes.num_tiles, 1, 1), arguments)
+
+
+def _sink_gradient(plan: BackwardPlan, sinks: Tensor | None, workspace: Tensor) -> Tensor | None:
     """Sum over rows of exp(sink - lse) * (dlse - delta), from the packed statistics."""
-    sinks = call.operands.sinks
     if sinks is None:
         return None
-    rows = stats.view(call.problem.batch, call.problem.num_heads, call.plan.num_m, 2, call.plan.config.BLOCK_M)
+    problem = plan.problem
+    shape = (problem.batch, problem.num_heads, plan.num_m, 2, plan.config.BLOCK_M)
+    rows = workspace[: 2 * plan.num_rows].view(shape)
     weight = torch.exp2(sinks.float().view(1, -1, 1, 1) * LOG2E - rows[:, :, :, 0])
     return -(weight * rows[:, :, :, 1]).sum((0, 2, 3)).to(sinks.dtype)
 
 
-def _stride_units(rows: Tensor) -> tuple[int, int, int]:
+def _stride_units(view: View) -> tuple[int, int, int]:
     """Strides of (batch, head, row) in units of 16 bytes; those of dimensions of size 1 do not matter."""
-    strides: Any = rows.stride()
-    batch, head, row = (0, strides[1], strides[0]) if rows.dim() == 3 else strides[:3]
+    strides = view.strides
+    batch, head, row = (0, strides[1], strides[0]) if len(strides) == 3 else strides[:3]
     return batch // STRIDE_UNIT, head // STRIDE_UNIT, row // STRIDE_UNIT

@@ -1,22 +1,22 @@
-"""Starting kernels with little overhead: tile counters, descriptors, and kernels called without the JIT's binder."""
+"""What forward and backward share: descriptors of operands, copies of what TMA cannot address, tile counters."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise.backends.hopper.compilation import compile_for
+from tilewise.backends.gpu.launching import Allocation, View
+from tilewise.backends.gpu.symbols import Address, Tile
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
+from tilewise.problem import AttentionProblem
 
-__all__ = ["Launcher", "counter_for", "describe", "describe_flat", "tma_ready"]
+__all__ = ["addressable", "contiguous", "counter_for", "describe", "describe_flat", "rows_allocation"]
 
-GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.int32: gl.int32}
 # TMA takes addresses and strides that are multiples of this.
 TMA_BYTES = 16
 TMA_ELEMENTS = TMA_BYTES // 2
@@ -26,65 +26,45 @@ PACKED_EXTENT, PACKED_ROWS, PACKED_STRIDE = 0x7FFF0000, 1 << 30, 1 << 34
 COUNTERS_PER_DEVICE = 4096
 
 
-class Launcher:
-    """One kernel in one configuration, compiled by the first call; later ones skip the JIT's argument binder.
-
-    Sound because compilation.py specialises on nothing but the configuration, the dtypes and the absence of arguments,
-    which belong to the key under which a launcher is cached.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.compiled: Any = None
-
-    def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
-        """Queue the kernel on the current stream of the current device; args in the order of its parameters."""
-        if self.compiled is None:
-            self.compiled = compile_for(self.kernel, args)
-        self.compiled[grid](*args)
+def addressable(view: View, shape: tuple[int, ...]) -> bool:
+    """Whether TMA can address a 16-bit tensor (else it is copied): base and strides multiples of 16 bytes, none 0."""
+    sides = zip(shape[:-1], view.strides, strict=False)
+    return view.aligned and all(size == 1 or (stride > 0 and stride % TMA_ELEMENTS == 0) for size, stride in sides)
 
 
-def tma_ready(tensor: Tensor) -> Tensor:
-    """The 16-bit tensor, or a copy if TMA cannot address it: base or stride no multiple of 16 bytes, or stride 0."""
-    addressable = tensor.data_ptr() % TMA_BYTES == 0
-    for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
-        addressable = addressable and (size == 1 or (stride > 0 and stride % TMA_ELEMENTS == 0))
-    return tensor if addressable else tensor.clone(memory_format=torch.contiguous_format)
-
-
-@functools.cache
-def _box(rows: int, columns: int, packed: bool, dtype: torch.dtype) -> tuple[list[int], Any]:
-    box = tile_box(rows, columns, packed=packed)
-    return box, smem_layout(box, GLUON_DTYPES[dtype])
-
-
-def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def describe(name: str, view: View, shape: tuple[int, ...], rows: int, columns: int) -> Tile:
     """A descriptor for tiles of a (batch, head, row, column) tensor, or of packed (row, head, column) rows."""
-    packed = tensor.dim() == 3
-    box, layout = _box(rows, columns, packed, tensor.dtype)
-    shape, strides = list(tensor.shape), list(tensor.stride())
+    packed = len(shape) == 3
+    strides = view.strides
     if packed:
         (_, heads, width), (row, head, _) = shape, strides
-        shape = [PACKED_EXTENT, PACKED_EXTENT, heads, PACKED_ROWS, width]
-        strides = [PACKED_STRIDE - row, row, head, row, 1]
-    if 1 in shape:  # the stride of a dimension of size 1 is never used, but TMA checks it
-        strides = [TMA_BYTES if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
-        strides[-1] = 1
-    return _unchecked(tensor, shape, strides, box, layout)
+        shape = (PACKED_EXTENT, PACKED_EXTENT, heads, PACKED_ROWS, width)
+        strides = (PACKED_STRIDE - row, row, head, row, 1)
+    # The stride of a dimension of size 1 is never used, but TMA checks it.
+    strides = (*(TMA_BYTES if n == 1 else s for n, s in zip(shape[:-1], strides, strict=False)), 1)
+    box = tile_box(rows, columns, packed=packed)
+    return Tile(Address(name, view.dtype), shape, strides, tuple(box), smem_layout(box, GLUON_DTYPES[view.dtype]))
 
 
-def _unchecked(tensor: Tensor, shape: list[int], strides: list[int], box: list[int], layout: Any) -> TensorDescriptor:
-    """A descriptor without the checks of its constructor, which `tma_ready` has made; they cost 10 us a call."""
-    descriptor = object.__new__(TensorDescriptor)
-    vars(descriptor).update(base=tensor, shape=shape, strides=strides, block_shape=box, layout=layout, padding="zero")
-    return descriptor
+def describe_flat(address: Address, shape: tuple[int, ...], box: list[int]) -> Tile:
+    """A descriptor for blocks of contiguous scratch memory."""
+    strides = tuple(Allocation.contiguous(shape, address.dtype).strides)
+    return Tile(address, shape, strides, tuple(box), smem_layout(box, GLUON_DTYPES[address.dtype]))
 
 
-def describe_flat(tensor: Tensor, box: list[int]) -> TensorDescriptor:
-    """A descriptor for blocks of a contiguous scratch tensor."""
-    return TensorDescriptor(
-        tensor, list(tensor.shape), list(tensor.stride()), box, smem_layout(box, GLUON_DTYPES[tensor.dtype])
-    )
+def rows_allocation(problem: AttentionProblem, heads: int, seqlen: int, total: int, head_dim: int) -> Allocation:
+    """A new tensor of token rows in canonical shape, over the memory order of the problem's layout."""
+    if problem.kind != "dense":
+        return Allocation.contiguous((total, heads, head_dim), problem.dtype)
+    if problem.layout == "bshd":
+        shape = (problem.batch, heads, seqlen, head_dim)
+        return Allocation(shape, (seqlen * heads * head_dim, head_dim, heads * head_dim, 1), problem.dtype)
+    return Allocation.contiguous((problem.batch, heads, seqlen, head_dim), problem.dtype)
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """A copy that TMA can address."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class Counters:
@@ -102,7 +82,7 @@ class Counters:
 
     def current(self) -> Tensor:
         """The counter for a launch on the current stream."""
-        if torch.cuda.is_current_stream_capturing():
+        if torch._C._cuda_isCurrentStreamCapturing():  # noqa: SLF001  (torch.cuda's wrapper takes longer than it)
             return self._take()
         stream: int = torch._C._cuda_getCurrentRawStream(self.device.index)  # noqa: SLF001
         counter = self.by_stream.get(stream)

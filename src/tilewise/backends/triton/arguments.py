@@ -1,23 +1,121 @@
-"""Tensors as kernels see them: pointers with strides, descriptors where TMA can load, and what every score needs."""
+"""Tensors as kernels see them: addresses with strides, descriptors where TMA can load, and what every score needs.
+
+Of strides no more is compiled in than this: whether an operand is aligned (its address and all its strides are
+multiples of 16 bytes), and whether the columns of a bias, mask or statistic lie side by side.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilewise.backends.gpu.launching import Allocation, View
+from tilewise.backends.gpu.symbols import ALIGNMENT, Address, Fixed, Multiple, Tile
 from tilewise.backends.triton.configs import Config
 from tilewise.backends.triton.planning import Plan
 from tilewise.backends.triton.traits import Box, Grid4, Lengths, Rows, padded
-from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
 __all__ = [
-    "dense_rows", "empty_like_rows", "key_descriptors", "packed_rows", "packed_stats", "page_rows", "query_descriptors",
-    "query_rows", "score_arguments", "stat_rows",
+    "Views", "dense_rows", "key_descriptors", "key_rows", "packed_rows", "page_rows", "query_descriptors", "query_rows",
+    "rows_allocation", "score_arguments", "single_address", "stat_rows", "workspace_rows",
 ]  # fmt: skip
+
+Views = Mapping[str, View]
+# Where the strides of (sequence, head, token) are found among those of a tensor; None stands for 0.
+Dims = tuple[int | None, int | None, int | None]
+DENSE: Dims = (0, 1, 2)
+PACKED: Dims = (None, 1, 0)
+PACKED_STATS: Dims = (None, 0, 1)
+PAGES: Dims = (0, 2, 1)
+# Paged queries of one token a sequence are a batch of sequences of length 1.
+SINGLE: Dims = (0, 1, None)
+SINGLE_STATS: Dims = (1, 0, None)
+# Rows of the backward's statistics start at multiples of so many: vectors load them whatever the length.
+STAT_ROWS = 16
+
+
+def _rows(name: str, view: View, dims: Dims, sizes: tuple[int, int], offset: int = 0) -> Rows:
+    """A tensor of token rows; the strides of its (sequences, heads) do not matter where there is only one."""
+    strides = [0 if dim is None else view.strides[dim] for dim in dims]
+    strides[:2] = [0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=False)]
+    unit = ALIGNMENT // view.dtype.itemsize
+    if not view.aligned or any(stride % unit for stride in strides):
+        return Rows(Address(name, view.dtype, aligned=False, offset=offset), *strides)
+    return Rows(Address(name, view.dtype, offset=offset), *(Multiple(stride, unit) for stride in strides))
+
+
+def dense_rows(problem: AttentionProblem, name: str, view: View, heads: int) -> Rows:
+    """Rows of a heads-first dense tensor."""
+    return _rows(name, view, DENSE, (problem.batch, heads))
+
+
+def packed_rows(name: str, view: View, heads: int) -> Rows:
+    """Rows of a packed (total, heads, dim) tensor."""
+    return _rows(name, view, PACKED, (0, heads))
+
+
+def page_rows(name: str, view: View, heads: int) -> Rows:
+    """Rows of (pages, page_size, heads, dim); a page takes the place of a sequence."""
+    return _rows(name, view, PAGES, (0, heads))
+
+
+def key_rows(problem: AttentionProblem, name: str, view: View) -> Rows:
+    """Rows of k or v, or of dense or packed dk or dv."""
+    if problem.kind == "paged":
+        return page_rows(name, view, problem.num_kv_heads)
+    if problem.kind == "varlen":
+        return packed_rows(name, view, problem.num_kv_heads)
+    return dense_rows(problem, name, view, problem.num_kv_heads)
+
+
+def query_rows(plan: Plan, name: str, view: View) -> Rows:
+    """Rows of q, out, dout or dq."""
+    problem = plan.problem
+    if problem.kind == "dense":
+        return dense_rows(problem, name, view, problem.num_heads)
+    if plan.traits.PACKED_Q:
+        return packed_rows(name, view, problem.num_heads)
+    return _rows(name, view, SINGLE, (problem.batch, problem.num_heads))
+
+
+def stat_rows(plan: Plan, name: str, view: View, *, packed: bool | None = None) -> Rows:
+    """Rows of lse or dlse; `packed` to address one token a sequence as one long sequence."""
+    dense = plan.problem.kind == "dense"
+    packed = plan.traits.PACKED_Q if packed is None else packed
+    dims = DENSE if dense else PACKED_STATS if packed else SINGLE_STATS
+    batch, head, row = (0 if dim is None else view.strides[dim] for dim in dims)
+    # Lengths are among these strides, so nothing but adjacency is compiled in.
+    return Rows(Address(name, view.dtype, aligned=False), batch, head, Fixed(1) if row == 1 else row)
+
+
+def workspace_rows(plan: Plan, index: int, *, packed: bool | None = None) -> tuple[Rows, int]:
+    """(the `index`-th statistic in the backward's workspace, elements it takes)."""
+    problem = plan.problem
+    dense = problem.kind == "dense"
+    length = problem.seqlen_q if dense else problem.total_q
+    stride = -(-length // STAT_ROWS) * STAT_ROWS
+    count = problem.num_heads * stride * (problem.batch if dense else 1)
+    address = Address("workspace", torch.float32, offset=index * count * 4)
+    head, one = Multiple(stride, STAT_ROWS), Fixed(1)
+    packed = plan.traits.PACKED_Q if packed is None else packed
+    if dense:
+        strides: tuple[Any, Any, Any] = (Multiple(problem.num_heads * stride, STAT_ROWS), head, one)
+    else:
+        strides = (0, head, one) if packed else (1, head, 0)
+    return Rows(address, *strides), count
+
+
+def rows_allocation(problem: AttentionProblem, like: View, heads: int, seqlen: int, total: int, dim: int) -> Allocation:
+    """A new tensor of token rows, heads first over the memory order of the problem's layout."""
+    if problem.kind != "dense":
+        return Allocation((total, heads, dim), (heads * dim, dim, 1), like.dtype)
+    shape = (problem.batch, heads, seqlen, dim)
+    if problem.layout == "bshd":
+        return Allocation(shape, (seqlen * heads * dim, dim, heads * dim, 1), like.dtype)
+    return Allocation(shape, (heads * seqlen * dim, seqlen * dim, dim, 1), like.dtype)
 
 
 def key_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
@@ -25,9 +123,8 @@ def key_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> di
     problem = plan.problem
     on = config.descriptors and problem.kind != "paged"
     rows = problem.seqlen_k if problem.kind == "dense" else problem.total_k
-    k = _described(plan, arguments["k"], problem.num_kv_heads, rows, config.block_n) if on else None
-    v = _described(plan, arguments["v"], problem.num_kv_heads, rows, config.block_n) if on else None
-    return _pair("k", k, "v", v)
+    dims = {"k": problem.head_dim, "v": problem.head_dim_v}
+    return _descriptors(plan, arguments, dims, problem.num_kv_heads, rows, config.block_n, on)
 
 
 def query_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
@@ -35,66 +132,61 @@ def query_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> 
     problem = plan.problem
     on = config.descriptors and (problem.kind == "dense" or plan.traits.PACKED_Q)
     rows = problem.seqlen_q if problem.kind == "dense" else problem.total_q
-    q = _described(plan, arguments["q"], problem.num_heads, rows, config.block_m) if on else None
-    dout = _described(plan, arguments["dout"], problem.num_heads, rows, config.block_m) if on else None
-    return _pair("q", q, "dout", dout)
+    dims = {"q": problem.head_dim, "dout": problem.head_dim_v}
+    return _descriptors(plan, arguments, dims, problem.num_heads, rows, config.block_m, on)
 
 
-Described = tuple[TensorDescriptor, Box]
-
-
-def _pair(a: str, described_a: Described | None, b: str, described_b: Described | None) -> dict[str, Any]:
+def _descriptors(
+    plan: Plan, arguments: dict[str, Any], dims: dict[str, int], heads: int, num_rows: int, block: int, on: bool
+) -> dict[str, Any]:
     """Both or neither: one compiled kernel less."""
-    if described_a is None or described_b is None:
-        return dict.fromkeys((f"{a}_desc", f"{a}_box", f"{b}_desc", f"{b}_box"))
-    return {
-        f"{a}_desc": described_a[0],
-        f"{a}_box": described_a[1],
-        f"{b}_desc": described_b[0],
-        f"{b}_box": described_b[1],
-    }
+    found = {n: _described(plan, arguments[n], heads, num_rows, block, dim) for n, dim in dims.items()} if on else {}
+    result: dict[str, Any] = {}
+    for name in dims:
+        pair = found.get(name) if None not in found.values() else None
+        result[f"{name}_desc"], result[f"{name}_box"] = pair or (None, None)
+    return result
 
 
-def _described(plan: Plan, rows: Rows, heads: int, num_rows: int, block: int) -> Described | None:
+def _described(plan: Plan, rows: Rows, heads: int, num_rows: int, block: int, dim: int) -> tuple[Tile, Box] | None:
     """A view of the rows as one matrix, if they have one row stride, TMA's alignment and no padding of head_dim."""
-    tensor, dim = rows.ptr, rows.ptr.shape[-1]
-    align = 16 // tensor.element_size()
-    if rows.stride_row % align or rows.stride_row < dim or tensor.data_ptr() % 16 or padded(dim) != dim:
+    if not rows.ptr.aligned or padded(dim) != dim:
         return None
-    if rows.stride_batch % rows.stride_row:
+    per_batch, per_head, row = (stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row))
+    if row < dim or per_batch % row:
         return None
-    per_batch = rows.stride_batch // rows.stride_row
-    if rows.stride_head % rows.stride_row == 0:
-        box, width = Box(per_batch, rows.stride_head // rows.stride_row, 0), dim
-    elif rows.stride_head % align == 0 and rows.stride_head * (heads - 1) + dim <= rows.stride_row:
-        box, width = Box(per_batch, 0, rows.stride_head), rows.stride_row
+    if per_head % row == 0:
+        box, width = Box(per_batch // row, per_head // row, 0), dim
+    elif per_head * (heads - 1) + dim <= row:
+        box, width = Box(per_batch // row, 0, per_head), row
     else:
         return None
     height = (plan.problem.batch - 1) * box.rows_per_batch + (heads - 1) * box.rows_per_head + num_rows
     if num_rows == 0 or height >= 2**31:
         return None
-    return TensorDescriptor(tensor, [height, width], [rows.stride_row, 1], [block, dim]), box
+    return Tile(rows.ptr, (height, width), (row, 1), (block, dim)), box
 
 
-def score_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
+def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
     """What every kernel that computes scores is given."""
-    kind = plan.problem.kind
-    keys = page_rows if kind == "paged" else packed_rows if kind == "varlen" else dense_rows
-    slopes, mask, table = operands.alibi_slopes, operands.mask, operands.block_table
+    problem = plan.problem
+    slopes, table = views.get("alibi_slopes"), views.get("block_table")
     return {
-        "q": query_rows(plan, operands.q),
-        "k": keys(operands.k),
-        "v": keys(operands.v),
-        "bias": None if operands.bias is None else Grid4(operands.bias, *operands.bias.stride()),
-        "mask": None if mask is None else Grid4(mask.view(torch.uint8), *mask.stride()),
-        "alibi_slopes": None if slopes is None else Rows(slopes, slopes.stride(0), slopes.stride(1), 0),
-        "seed_ptr": _seed_on_device(operands) if plan.problem.dropout > 0.0 else None,
+        "q": query_rows(plan, "q", views["q"]),
+        "k": key_rows(problem, "k", views["k"]),
+        "v": key_rows(problem, "v", views["v"]),
+        "bias": _grid(views, "bias"),
+        "mask": _grid(views, "mask"),
+        "alibi_slopes": None
+        if slopes is None
+        else Rows(single_address(views, "alibi_slopes"), slopes.strides[0], slopes.strides[1], 0),
+        "seed_ptr": single_address(views, "seed") if problem.dropout > 0.0 else None,
         "lengths": Lengths(
-            operands.cu_seqlens_q,
-            operands.cu_seqlens_k,
-            table,
-            operands.seqlens_k,
-            None if table is None else table.stride(0),
+            single_address(views, "cu_seqlens_q"),
+            single_address(views, "cu_seqlens_k"),
+            single_address(views, "block_table"),
+            single_address(views, "seqlens_k"),
+            None if table is None else table.strides[0],
         ),
         "sizes": plan.sizes,
         "band": plan.band,
@@ -103,53 +195,19 @@ def score_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
     }
 
 
-def _seed_on_device(operands: Operands) -> Tensor:
-    seed = operands.seed
-    assert seed is not None
-    if seed.device == operands.q.device:
-        return seed
-    # A fill, not a copy: it needs no pinned memory and can be captured in a graph.
-    return torch.full((), int(seed), dtype=torch.int64, device=operands.q.device)
+def single_address(views: Views, name: str) -> Address | None:
+    """A tensor that is read one number at a time: its alignment buys nothing."""
+    return Address(name, views[name].dtype, aligned=False) if name in views else None
 
 
-def dense_rows(tensor: Tensor) -> Rows:
-    """Rows of a heads-first dense tensor, or of its lse."""
-    return Rows(tensor, *tensor.stride()[:3])
-
-
-def packed_rows(tensor: Tensor) -> Rows:
-    """Rows of a packed (total, heads, dim) tensor."""
-    return Rows(tensor, 0, tensor.stride(1), tensor.stride(0))
-
-
-def packed_stats(tensor: Tensor) -> Rows:
-    """Rows of a packed (heads, total) lse."""
-    return Rows(tensor, 0, tensor.stride(0), tensor.stride(1))
-
-
-def page_rows(tensor: Tensor) -> Rows:
-    """Rows of (pages, page_size, heads, dim); a page takes the place of a sequence."""
-    return Rows(tensor, tensor.stride(0), tensor.stride(2), tensor.stride(1))
-
-
-def query_rows(plan: Plan, tensor: Tensor) -> Rows:
-    """Rows of q, out, dout or dq. Paged queries of one token a sequence are a batch of sequences of length 1."""
-    if plan.problem.kind == "dense":
-        return dense_rows(tensor)
-    return packed_rows(tensor) if plan.traits.PACKED_Q else Rows(tensor, tensor.stride(0), tensor.stride(1), 0)
-
-
-def stat_rows(plan: Plan, tensor: Tensor) -> Rows:
-    """Rows of lse or delta, likewise."""
-    if plan.problem.kind == "dense":
-        return dense_rows(tensor)
-    return packed_stats(tensor) if plan.traits.PACKED_Q else Rows(tensor, tensor.stride(1), tensor.stride(0), 0)
-
-
-def empty_like_rows(problem: AttentionProblem, like: Tensor, heads: int, seqlen: int, dim: int) -> Tensor:
-    """A new tensor with the rows of `like`, heads first over the memory order of the problem's layout."""
-    if problem.kind != "dense":
-        return like.new_empty((like.shape[0], heads, dim))
-    if problem.layout == "bshd":
-        return like.new_empty((problem.batch, seqlen, heads, dim)).transpose(1, 2)
-    return like.new_empty((problem.batch, heads, seqlen, dim))
+def _grid(views: Views, name: str) -> Grid4 | None:
+    view = views.get(name)
+    if view is None:
+        return None
+    dtype = torch.uint8 if view.dtype == torch.bool else view.dtype
+    unit = ALIGNMENT // dtype.itemsize
+    batch, head, row, column = view.strides
+    last: Any = Fixed(column) if column in (0, 1) else column
+    if not view.aligned or any(stride % unit for stride in (batch, head, row)):
+        return Grid4(Address(name, dtype, aligned=False), batch, head, row, last)
+    return Grid4(Address(name, dtype), Multiple(batch, unit), Multiple(head, unit), Multiple(row, unit), last)

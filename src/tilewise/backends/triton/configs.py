@@ -12,7 +12,7 @@ from typing import Literal
 
 from tilewise.device import DeviceSpec
 
-__all__ = ["PASSES", "Config", "Pass", "choose", "overridden"]
+__all__ = ["PASSES", "Config", "Pass", "choose", "overridden", "overrides"]
 
 Pass = Literal["forward", "dkdv", "dq", "decode", "dbias"]
 PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq", "decode", "dbias")
@@ -180,7 +180,7 @@ def choose(direction: Pass, device: DeviceSpec, itemsize: int, block_d: int, ric
 
     `rich` problems hold more than K, V and scores in a tile: bias, mask, dropout bits, softcap, small pages.
     """
-    override = (_overrides.get() or {}).get(direction)
+    override = (overrides() or {}).get(direction)
     if override is not None:
         return override
     width = max(64, block_d)
@@ -196,6 +196,11 @@ def _plain_table(device: DeviceSpec) -> dict[Pass, Table]:
     if device.has_wgmma:
         return _HOPPER
     return _LARGE_SMEM if device.type == "cuda" and device.smem_bytes >= 160 << 10 else _SMALL_SMEM
+
+
+def overrides() -> Mapping[Pass, Config] | None:
+    """The rows replaced here and now, if any."""
+    return _overrides.get()
 
 
 @contextlib.contextmanager

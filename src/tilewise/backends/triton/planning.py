@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import triton
 
+from tilewise.backends.gpu.launching import interpreted
 from tilewise.backends.triton import configs
 from tilewise.backends.triton.configs import Config, Pass
 from tilewise.backends.triton.traits import Band, ScoreScalars, Sizes, Traits, is_rich, traits_of
@@ -42,11 +43,6 @@ class Plan(NamedTuple):
         """Sizes with the number of heads that run side by side."""
         heads = config.heads_per_wave or configs.heads_per_wave(self.device, bytes_per_head, group_size)
         return self.sizes._replace(heads_per_wave=heads)
-
-
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors."""
-    return bool(triton.knobs.runtime.interpret)
 
 
 @functools.lru_cache(maxsize=4096)

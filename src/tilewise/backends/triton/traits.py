@@ -35,12 +35,12 @@ LARGEST_TILE = 128
 
 
 class Rows(NamedTuple):
-    """A tensor of token rows: pointer and the strides of (sequence or page, head, token)."""
+    """A tensor of token rows: pointer and the strides of (sequence or page, head, token), as in gpu.symbols."""
 
     ptr: Any
-    stride_batch: int
-    stride_head: int
-    stride_row: int
+    stride_batch: Any
+    stride_head: Any
+    stride_row: Any
 
 
 class Box(NamedTuple):
@@ -55,10 +55,10 @@ class Grid4(NamedTuple):
     """A (batch, head, query, key) tensor: pointer and strides, 0 where it is broadcast."""
 
     ptr: Any
-    stride_batch: int
-    stride_head: int
-    stride_row: int
-    stride_col: int
+    stride_batch: Any
+    stride_head: Any
+    stride_row: Any
+    stride_col: Any
 
 
 class Lengths(NamedTuple):

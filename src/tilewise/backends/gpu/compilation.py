@@ -1,0 +1,134 @@
+"""Compiling a kernel for exactly what its description says, on the machine that has the GPU or on any other.
+
+Triton's own launch path specialises on integers that are 1 or multiples of 16, and for the elements of a tuple it does
+so whatever the decorator says: every new pattern of lengths would compile again. Here nothing is specialised on but
+constants, dtypes, absent arguments and the alignment that the description states (see `symbols`), so one compiled
+kernel serves every length, and what runs is what the offline tests compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tilewise.backends.gpu.symbols import ALIGNMENT, Address, Fixed, KernelCall, Multiple, Tile
+from tilewise.device import DeviceSpec
+
+__all__ = ["CONSTANT", "Types", "compile_call", "target_of", "types_of"]
+
+TYPE_NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+CONSTANT = "constexpr"
+
+# Where an argument or an element of a tuple argument stands: (parameter,) or (parameter, element).
+Path = tuple[int, ...]
+
+
+class Types(NamedTuple):
+    """All a kernel is compiled for; hashable."""
+
+    signature: tuple[Any, ...]
+    constants: tuple[tuple[Path, Any], ...]
+    divisors: tuple[tuple[Path, int], ...]
+
+
+def types_of(call: KernelCall) -> Types:
+    """The types of a call's arguments, the constants among them, and what numbers and addresses are divisible by."""
+    signature: list[Any] = []
+    constants: list[tuple[Path, Any]] = []
+    divisors: list[tuple[Path, int]] = []
+    for i, (parameter, argument) in enumerate(zip(call.kernel.params, call.ordered, strict=True)):
+        if parameter.is_constexpr:
+            signature.append(CONSTANT)
+            constants.append(((i,), argument))
+        else:
+            signature.append(_type_of(argument))
+            constants += _constants(argument, (i,))
+            divisors += _divisors(argument, (i,))
+    return Types(tuple(signature), tuple(constants), tuple(divisors))
+
+
+def _type_of(argument: Any) -> Any:
+    if argument is None or isinstance(argument, Fixed):
+        return CONSTANT
+    if isinstance(argument, Address):
+        return "*" + TYPE_NAMES[argument.dtype]
+    if isinstance(argument, Tile):
+        box = ",".join(map(str, argument.block))
+        layout = "" if argument.layout is None else f",{argument.layout!r}"
+        return f"tensordesc<{TYPE_NAMES[argument.address.dtype]}[{box}]{layout}>"
+    if isinstance(argument, tuple):
+        kinds = [_type_of(element) for element in argument]
+        return type(argument)(*kinds) if hasattr(argument, "_fields") else tuple(kinds)
+    if isinstance(argument, float):
+        return "fp32"
+    value = argument.value if isinstance(argument, Multiple) else argument
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _constants(argument: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if argument is None or isinstance(argument, Fixed):
+        yield path, None if argument is None else argument.value
+    elif isinstance(argument, tuple):
+        for i, element in enumerate(argument):
+            yield from _constants(element, (*path, i))
+
+
+def _divisors(argument: Any, path: Path) -> Iterator[tuple[Path, int]]:
+    if isinstance(argument, Address) and argument.aligned:
+        yield path, ALIGNMENT
+    elif isinstance(argument, Multiple):
+        yield path, argument.of
+    elif isinstance(argument, tuple):
+        for i, element in enumerate(argument):
+            yield from _divisors(element, (*path, i))
+
+
+def target_of(device: DeviceSpec) -> GPUTarget:
+    """What to compile for, of a device that need not be here."""
+    assert device.capability is not None
+    major, minor = device.capability
+    return GPUTarget("cuda", 10 * major + minor, 32)
+
+
+def compile_call(call: KernelCall, device: DeviceSpec, index: int) -> Any:
+    """The compiled kernel of a call for one of the devices here (a binary is loaded once for each), or for one that is
+    not (index -1).
+    """
+    return _compiled(call.kernel, types_of(call), tuple(call.options.items()), target_of(device), index)
+
+
+# A kernel of this library takes some 100 KiB of host memory once compiled; a program uses a few dozen.
+@functools.lru_cache(maxsize=1024)
+def _compiled(kernel: Any, types: Types, options: tuple[tuple[str, int], ...], target: GPUTarget, index: int) -> Any:
+    del index  # only a key: a compiled kernel knows the device it was loaded on
+    return triton.compile(
+        _source_class(kernel)(
+            fn=kernel,
+            signature=dict(zip(kernel.arg_names, types.signature, strict=True)),
+            constexprs=dict(types.constants),
+            attrs={path: [["tt.divisibility", divisor]] for path, divisor in types.divisors},
+        ),
+        target=target,
+        options=dict(options),
+    )
+
+
+def _source_class(kernel: Any) -> Any:
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource

@@ -1,0 +1,111 @@
+"""Kernel arguments as they are known before a call: addresses are missing, everything else is there.
+
+A kernel call is described once with these in the place of tensors. From the description come its types (for the
+compiler), the argument list of the driver (into which a call fills addresses), or, for Triton's interpreter and for
+releases whose driver is not known, ordinary arguments with real tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ALIGNMENT", "Address", "Fixed", "KernelCall", "Multiple", "Tile", "materialised"]
+
+# What vectors of 128 bits, cp.async and TMA want of an address, in bytes.
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The start of the tensor called `name`, `offset` bytes in; `aligned` if that is a multiple of 16 bytes."""
+
+    name: str
+    dtype: torch.dtype
+    aligned: bool = True
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A number inside a tuple that is compiled into the kernel."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Multiple:
+    """A run-time number that is a multiple of `of` in every call that shares the compiled kernel."""
+
+    value: int
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A tensor descriptor for TMA: blocks of a strided tensor at `address`; `layout` is Gluon's, of shared memory."""
+
+    address: Address
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+    layout: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """A kernel and everything it is started with but addresses; `arguments` by parameter name."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int | None = None
+
+    @property
+    def ordered(self) -> list[Any]:
+        """The arguments in the order of the kernel's parameters."""
+        return [self.arguments[name] for name in self.kernel.arg_names]
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What the compiler is told beside the arguments."""
+        stages = {} if self.num_stages is None else {"num_stages": self.num_stages}
+        return {"num_warps": self.num_warps, **stages}
+
+
+def materialised(argument: Any, tensors: Mapping[str, Tensor | None]) -> Any:
+    """The argument as Triton's own launch path takes it."""
+    if isinstance(argument, (Fixed, Multiple)):
+        return argument.value
+    if isinstance(argument, Address):
+        return _tensor_at(argument, tensors)
+    if isinstance(argument, Tile):
+        return _descriptor(argument, _tensor_at(argument.address, tensors))
+    if isinstance(argument, tuple):
+        elements = [materialised(element, tensors) for element in argument]
+        return type(argument)(*elements) if hasattr(argument, "_fields") else tuple(elements)
+    return argument
+
+
+def _tensor_at(address: Address, tensors: Mapping[str, Tensor | None]) -> Tensor:
+    tensor = tensors[address.name]
+    assert tensor is not None
+    if tensor.dtype != address.dtype:  # a boolean mask is read as bytes
+        tensor = tensor.view(address.dtype)
+    return tensor[address.offset // tensor.element_size() :] if address.offset else tensor
+
+
+def _descriptor(tile: Tile, base: Tensor) -> Any:
+    shape, strides, block = list(tile.shape), list(tile.strides), list(tile.block)
+    if tile.layout is None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(base, shape, strides, block)
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    return GluonDescriptor(base, shape, strides, block, tile.layout)

@@ -1,0 +1,237 @@
+"""The kernel calls of the forward and backward passes, described without tensors (see gpu.symbols)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from tilewise.backends.gpu.launching import Allocation, View
+from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall
+from tilewise.backends.triton import backward as bwd
+from tilewise.backends.triton import bias_gradient, decode, forward, pages
+from tilewise.backends.triton.arguments import (
+    Views,
+    dense_rows,
+    key_descriptors,
+    key_rows,
+    packed_rows,
+    page_rows,
+    query_descriptors,
+    query_rows,
+    score_arguments,
+    single_address,
+    stat_rows,
+    workspace_rows,
+)
+from tilewise.backends.triton.configs import Config
+from tilewise.backends.triton.planning import Plan
+from tilewise.backends.triton.traits import padded
+
+__all__ = [
+    "bias_gradient_call",
+    "bias_shares",
+    "decode_calls",
+    "forward_calls",
+    "gather_pages_call",
+    "key_gradient_call",
+    "page_rows_shape",
+    "parts_size",
+    "query_gradient_call",
+    "shared_arguments",
+    "stats_call",
+]
+
+STATS_ROWS = 64
+PAGE_SLOTS = 16
+
+
+def forward_calls(plan: Plan, views: Views) -> list[KernelCall]:
+    """The forward kernel."""
+    problem, config = plan.problem, plan.config("forward")
+    arguments = score_arguments(plan, views) | _results(plan, views)
+    arguments["sizes"] = plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)
+    arguments |= key_descriptors(plan, arguments, config)
+    programs = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.num_heads * problem.batch
+    return [_tiled(forward.forward_kernel, programs, arguments, config)]
+
+
+def _results(plan: Plan, views: Views) -> dict[str, Any]:
+    return {
+        "sinks": single_address(views, "sinks"),
+        "out": query_rows(plan, "out", views["out"]),
+        "lse": stat_rows(plan, "lse", views["lse"]),
+    }
+
+
+def _key_bytes(plan: Plan) -> int:
+    """Bytes of K and V that one query head streams, in proportion to its group."""
+    problem = plan.problem
+    return problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize // problem.group_size
+
+
+def parts_size(plan: Plan) -> tuple[int, int]:
+    """Numbers of (out, lse) partial results of split decoding; none if a single split writes the result itself."""
+    # Packed rows past the last sequence are filled in by the merge.
+    if plan.num_splits <= 1 and not plan.traits.PACKED_Q:
+        return 0, 0
+    rows = plan.num_splits * plan.sizes.total_q * plan.problem.num_heads
+    return rows * plan.problem.head_dim_v, rows
+
+
+def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
+    """The split kernel and, if its results are partial, the one that merges them."""
+    problem, config, splits = plan.problem, plan.config("decode"), plan.num_splits
+    num_out, num_lse = parts_size(plan)
+    # The lse parts come first: their number is no multiple of 4, the address of what vectors read is one of 16 bytes.
+    lse_bytes = -(-num_lse // 4) * 16
+    parts = {
+        "out_parts": Address("workspace", torch.float32, offset=lse_bytes) if num_out else None,
+        "lse_parts": Address("workspace", torch.float32) if num_lse else None,
+    }
+    arguments = score_arguments(plan, views) | _results(plan, views) | parts
+    arguments |= {"num_splits": splits, "SPLIT": num_out > 0}
+    rows = plan.sizes.seqlen_q * problem.group_size
+    config = Config(
+        max(config.block_m, triton.next_power_of_2(rows)), config.block_n, config.num_warps, config.num_stages
+    )
+    call = _tiled(decode.decode_kernel, splits * problem.num_kv_heads * problem.batch, arguments, config)
+    return [call, _combine_call(plan, views, parts)] if num_out else [call]
+
+
+def _combine_call(plan: Plan, views: Views, parts: dict[str, Any]) -> KernelCall:
+    arguments = parts | {
+        "out": query_rows(plan, "out", views["out"]),
+        "lse": stat_rows(plan, "lse", views["lse"]),
+        "cu_seqlens_q": single_address(views, "cu_seqlens_q"),
+        "total_q": plan.sizes.total_q,
+        # Packed tokens are addressed as one long sequence.
+        "seqlen_q": plan.sizes.total_q if plan.traits.PACKED_Q else plan.sizes.seqlen_q,
+        "num_heads": plan.problem.num_heads,
+        "num_splits": plan.num_splits,
+        "batch": plan.problem.batch,
+        "T": plan.traits,
+        "BLOCK_SPLITS": triton.next_power_of_2(plan.num_splits),
+    }
+    programs = plan.sizes.total_q * plan.problem.num_heads
+    return KernelCall(decode.combine_kernel, (programs, 1, 1), arguments, 4, 1)
+
+
+def stats_call(plan: Plan, views: Views) -> KernelCall:
+    """The kernel that writes lse in the unit of the scores, and delta, into the workspace."""
+    problem = plan.problem
+    dense = problem.kind == "dense"
+    num_rows, batch = (problem.seqlen_q, problem.batch) if dense else (problem.total_q, 1)
+
+    def rows(name: str) -> Any:
+        if dense:
+            return dense_rows(problem, name, views[name], problem.num_heads)
+        return packed_rows(name, views[name], problem.num_heads)
+
+    block_m = STATS_ROWS if plan.traits.BLOCK_DV <= 256 else STATS_ROWS // 4
+    arguments = {
+        "out": rows("out"),
+        "dout": rows("dout"),
+        "lse": stat_rows(plan, "lse", views["lse"], packed=True),
+        "dlse": stat_rows(plan, "dlse", views["dlse"], packed=True) if "dlse" in views else None,
+        "lse_unit": workspace_rows(plan, 0, packed=True)[0],
+        "delta": workspace_rows(plan, 1, packed=True)[0],
+        "num_rows": num_rows,
+        "num_heads": problem.num_heads,
+        "T": plan.traits,
+        "BLOCK_M": block_m,
+    }
+    programs = triton.cdiv(num_rows, block_m) * problem.num_heads * batch
+    return KernelCall(bwd.row_stats_kernel, (programs, 1, 1), arguments, 4, 1)
+
+
+def shared_arguments(plan: Plan, views: Views) -> dict[str, Any]:
+    """What every kernel of the backward that computes scores is given."""
+    return score_arguments(plan, views) | {
+        "dout": query_rows(plan, "dout", views["dout"]),
+        "lse_unit": workspace_rows(plan, 0)[0],
+        "delta": workspace_rows(plan, 1)[0],
+    }
+
+
+def key_gradient_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) -> KernelCall:
+    """The kernel that writes dK and dV: of paged keys as one fp32 row for each (sequence, key)."""
+    problem, config = plan.problem, plan.config("dkdv")
+    width = problem.head_dim + problem.head_dim_v
+    bytes_per_head = problem.seqlen_q * width * problem.dtype.itemsize * problem.group_size
+    if problem.kind == "paged":
+        rows = {n: dense_rows(problem, n, view, problem.num_kv_heads) for n, view in (("dk", dk), ("dv", dv))}
+    else:
+        rows = {n: key_rows(problem, n, view) for n, view in (("dk", dk), ("dv", dv))}
+    sizes = plan.sizes_streaming(config, bytes_per_head, 1)
+    arguments = shared | rows | {"sizes": sizes, "EARLY_DP": config.early_dp}
+    arguments |= query_descriptors(plan, shared, config)
+    programs = triton.cdiv(problem.seqlen_k, config.block_n) * problem.num_kv_heads * problem.batch
+    return _tiled(bwd.key_gradient_kernel, programs, arguments, config)
+
+
+def page_rows_shape(plan: Plan, dim: int) -> tuple[int, int, int, int]:
+    """The gradient of every key that a sequence reads, before pages are added up."""
+    problem = plan.problem
+    return problem.batch, problem.num_kv_heads, problem.seqlen_k, dim
+
+
+def gather_pages_call(plan: Plan, views: Views, name: str, target: View, dim: int) -> KernelCall:
+    """The kernel that adds the rows of gradient `name` (dk or dv) into `{name}_pages`."""
+    problem = plan.problem
+    page_size = problem.page_size
+    assert page_size is not None
+    rows = Allocation.contiguous(page_rows_shape(plan, dim), torch.float32).view
+    arguments = {
+        "rows": dense_rows(problem, name, rows, problem.num_kv_heads),
+        "pages": page_rows(f"{name}_pages", target, problem.num_kv_heads),
+        "order": Address("order", torch.int64, aligned=False),
+        "page_ends": Address("page_ends", torch.int64, aligned=False),
+        "seqlens_k": single_address(views, "seqlens_k"),
+        "num_kv_heads": problem.num_kv_heads,
+        "max_pages": problem.seqlen_k // page_size,
+        "PAGE_SIZE": page_size,
+        "BLOCK_S": min(PAGE_SLOTS, triton.next_power_of_2(page_size)),
+        "DIM": dim,
+        "BLOCK_D": padded(dim),
+    }
+    num_pages = problem.total_k // page_size
+    return KernelCall(pages.gather_pages_kernel, (num_pages * problem.num_kv_heads, 1, 1), arguments, 4, 1)
+
+
+def query_gradient_call(plan: Plan, shared: dict[str, Any], dq: View) -> KernelCall:
+    """The kernel that writes dQ."""
+    problem, config = plan.problem, plan.config("dq")
+    sizes = plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)
+    programs = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.num_heads * problem.batch
+    arguments = shared | {"dq": query_rows(plan, "dq", dq), "sizes": sizes} | key_descriptors(plan, shared, config)
+    return _tiled(bwd.query_gradient_kernel, programs, arguments, config)
+
+
+def bias_shares(plan: Plan) -> tuple[int, int]:
+    """(programs that share the repetitions of a bias tile, bias tiles)."""
+    shape, config = plan.problem.bias_shape, plan.config("dbias")
+    assert shape is not None
+    tiles = shape[0] * shape[1] * triton.cdiv(shape[2], config.block_m) * triton.cdiv(shape[3], config.block_n)
+    # Enough programs for two waves; the partial sums stay below the size of the bias times that.
+    return max(1, min(64, 2 * plan.device.num_sms // max(1, tiles))), tiles
+
+
+def bias_gradient_call(plan: Plan, shared: dict[str, Any], dbias: View) -> KernelCall:
+    """The kernel that writes the shares of dbias."""
+    shape = plan.problem.bias_shape
+    assert shape is not None
+    shares, tiles = bias_shares(plan)
+    arguments = shared | {
+        "dbias": Address("dbias", dbias.dtype),
+        # Which dimensions are broadcast is compiled in.
+        "shape": tuple(Fixed(1) if size == 1 else size for size in shape),
+        "num_shares": shares,
+    }
+    return _tiled(bias_gradient.bias_gradient_kernel, shares * tiles, arguments, plan.config("dbias"))
+
+
+def _tiled(kernel: Any, programs: int, arguments: dict[str, Any], config: Config) -> KernelCall:
+    tiles = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    return KernelCall(kernel, (programs, 1, 1), arguments | tiles, config.num_warps, config.num_stages)

@@ -1,0 +1,160 @@
+"""A CUDA driver that launches nothing: Triton's own launcher runs against it on any machine with a C compiler.
+
+`libcuda.so.1` is replaced by a few functions that succeed, and a `cuLaunchKernelEx` that keeps the grid and a copy of
+every kernel parameter. So host code is tested (and timed) down to the last instruction before a real driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+__all__ = ["FakeCuda", "Launched", "fake_cuda"]
+
+SOURCE = r"""
+#include <stdint.h>
+#include <stddef.h>
+#include <string.h>
+typedef struct { unsigned grid[3], block[3], shared; void* stream; } Config;
+enum { MAX_PARAMS = 256, MAX_BYTES = 128 };
+static unsigned num_params, sizes[MAX_PARAMS];
+static struct { uint64_t launches, maps, grid[3], block, shared, stream; } seen;
+static unsigned char bytes[MAX_PARAMS * MAX_BYTES];
+void fake_expect(unsigned count, const unsigned* lengths) {
+  num_params = count; memcpy(sizes, lengths, count * sizeof(unsigned)); memset(&seen, 0, sizeof seen);
+}
+void* fake_seen(void) { return &seen; }
+void* fake_bytes(void) { return bytes; }
+int cuLaunchKernelEx(const Config* config, void* function, void** params, void** extra) {
+  seen.launches++; seen.block = config->block[0]; seen.shared = config->shared; seen.stream = (uint64_t)config->stream;
+  for (int i = 0; i < 3; ++i) seen.grid[i] = config->grid[i];
+  for (unsigned i = 0; i < num_params; ++i) memcpy(bytes + i * MAX_BYTES, params[i], sizes[i]);
+  return 0;
+}
+int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* shape,
+                           const uint64_t* strides, const unsigned* box) {
+  seen.maps++; memset(map, 0, 128); memcpy(map, &address, 8); memcpy((char*)map + 8, shape, 8 * rank); return 0;
+}
+int cuCtxGetCurrent(void** context) { *context = (void*)1; return 0; }
+int cuCtxSetCurrent(void* context) { return 0; }
+int cuDeviceGet(int* device, int index) { *device = index; return 0; }
+int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)1; return 0; }
+int cuModuleLoadData(void** module, const void* data) { *module = (void*)2; return 0; }
+int cuModuleGetFunction(void** function, void* module, const char* name) { *function = (void*)3; return 0; }
+int cuFuncGetAttribute(int* value, int attribute, void* function) { *value = 1024; return 0; }
+int cuFuncSetAttribute(void* function, int attribute, int value) { return 0; }
+int cuFuncSetCacheConfig(void* function, int config) { return 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int device) { *value = 232448; return 0; }
+int cuPointerGetAttribute(void** data, int attribute, void* pointer) { *data = pointer; return 0; }
+int cuCtxGetLimit(size_t* value, int limit) { *value = 0; return 0; }
+int cuCtxSetLimit(int limit, size_t value) { return 0; }
+int cuGetErrorString(int code, const char** text) { *text = "fake"; return 0; }
+"""
+MAX_BYTES = 128
+FORMATS = {"i32": "<i", "i64": "<q", "fp32": "<f", "u8": "<B"}
+
+
+class Launched(NamedTuple):
+    """What reached the driver since `expect`."""
+
+    launches: int
+    maps: int
+    grid: tuple[int, int, int]
+    threads: int
+    stream: int
+    parameters: list[Any]
+
+
+class FakeCuda:
+    """The handle of a test on the driver."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.fake_seen.restype = library.fake_bytes.restype = ctypes.c_void_p
+        self._kinds: list[str] = []
+
+    def expect(self, signature: tuple[Any, ...] = ()) -> None:
+        """Start counting; the parameters of later launches are read by this signature (see compilation.Types)."""
+        self._kinds = list(_flat(signature))
+        sizes = [_size(kind) for kind in self._kinds]
+        self._library.fake_expect(len(sizes), (ctypes.c_uint * max(1, len(sizes)))(*sizes))
+
+    def seen(self) -> Launched:
+        """Launches since `expect`, and the last one's grid and parameters."""
+        launches, maps, x, y, z, threads, _, stream = (ctypes.c_uint64 * 8).from_address(self._library.fake_seen())
+        count = max(1, len(self._kinds) * MAX_BYTES)
+        data = bytes((ctypes.c_char * count).from_address(self._library.fake_bytes()))
+        values = [_value(kind, data[i * MAX_BYTES :]) for i, kind in enumerate(self._kinds)]
+        return Launched(launches, maps, (x, y, z), threads, stream, values)
+
+
+def _flat(kind: Any) -> Iterator[str]:
+    if isinstance(kind, tuple):
+        for element in kind:
+            yield from _flat(element)
+    elif kind.startswith("tensordesc"):
+        rank = kind.split("]")[0].count(",") + 1
+        yield from ["map", *["i32"] * rank, *["i64"] * rank]
+    elif kind != "constexpr":
+        yield kind
+
+
+def _size(kind: str) -> int:
+    return MAX_BYTES if kind == "map" else 8 if kind.startswith("*") else struct.calcsize(FORMATS[kind])
+
+
+def _value(kind: str, data: bytes) -> Any:
+    form = "<Q" if kind == "map" or kind.startswith("*") else FORMATS[kind]
+    return struct.unpack_from(form, data)[0]
+
+
+@contextlib.contextmanager
+def installed(folder: Path) -> Iterator[FakeCuda]:
+    """Triton launches into the fake driver within the block."""
+    import triton
+    from triton.backends.nvidia.driver import CudaDriver
+
+    path = folder / "libcuda.so.1"
+    (folder / "cuda.c").write_text(SOURCE)
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-w",
+        "-O1",
+        "-Wl,-soname,libcuda.so.1",
+        "-o",
+        str(path),
+        str(folder / "cuda.c"),
+    ]
+    subprocess.run(command, check=True)
+    library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    with triton.knobs.nvidia.scope():
+        triton.knobs.nvidia.libcuda_path = str(folder)
+        driver = CudaDriver()
+        driver.get_current_device = lambda: 0
+        driver.get_current_stream = lambda _: 7
+        driver.get_device_capability = lambda _: (9, 0)
+        triton.runtime.driver.set_active(driver)
+        yield FakeCuda(library)
+        triton.runtime.driver._active = None
+
+
+@pytest.fixture(scope="session")
+def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCuda]:
+    """The fake driver, if it can be built here."""
+    triton = pytest.importorskip("triton")
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    if bool(triton.knobs.runtime.interpret):
+        pytest.skip("kernels are interpreted, not launched")
+    with installed(tmp_path_factory.mktemp("cuda")) as fake:
+        yield fake
