@@ -16,6 +16,7 @@ from torch import Tensor
 from tilewise.api import attention, attention_paged
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations.translation import places
+from tilewise.kv.writing import write_rows
 from tilewise.nn.rotary import rotate
 
 __all__ = ["Rotary", "Store", "append_and_attend"]
@@ -43,12 +44,13 @@ class Store:
         """Tokens a sequence may have."""
         return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
 
-    def slots(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The first two indices into k and v of token `position` of `sequence`."""
+    def slots(self, sequence: Tensor, position: Tensor) -> Tensor:
+        """The slot of token `position` of `sequence`, counted through the first two dimensions of k and v."""
+        length = self.k.shape[1]
         if self.table is not None:
-            page_size = self.k.shape[1]
-            return self.table[sequence, position // page_size].long(), position % page_size
-        return sequence if self.batch_idx is None else self.batch_idx[sequence].long(), position
+            return self.table[sequence, position // length].long() * length + position % length
+        row = sequence if self.batch_idx is None else self.batch_idx[sequence].long()
+        return row * length + position
 
     def pages(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """(k, v, block_table) for `attention_paged`, over the same memory."""
@@ -161,9 +163,8 @@ def _append(store: Store, k: Tensor, v: Tensor, tokens: tuple[Tensor, Tensor], b
         sequence, position, k, v = sequence[inside], position[inside], k[inside], v[inside]
     fix = "Give the sequence more room in the cache (or more pages in its table)."
     _check_bound("cache_seqlens", position, store.capacity, "tokens of capacity", fix)
-    slots = store.slots(sequence, position)
-    store.k.index_put_(slots, k)
-    store.v.index_put_(slots, v)
+    rows = (k, v) if k.dim() == 3 else (k.flatten(0, 1), v.flatten(0, 1))
+    write_rows(*rows, store.k, store.v, store.slots(sequence, position).flatten())
 
 
 def _check_bound(name: str, position: Tensor, bound: int, what: str, fix: str) -> None:

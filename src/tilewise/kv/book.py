@@ -191,7 +191,7 @@ class PageBook:
         self._rows_free.append(row)
 
     def truncate(self, request: int, length: int) -> None:
-        """Drop tokens from the end (a rejected draft); pages that become empty go back."""
+        """Drop tokens from the end (a rejected draft, the rest of a prompt); pages that become empty go back."""
         state, used = self._state(request), self.num_pages_of(request)
         if not 0 <= length <= self.lengths[state.row]:
             expected = f"between 0 and {self.lengths[state.row]}, the tokens it has"

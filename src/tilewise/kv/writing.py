@@ -26,8 +26,13 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     the pages. No two rows have the same slot.
     """
     writer = WRITERS.get(k.device.type)
-    plain = type(k) is Tensor and type(v) is Tensor and not torch.compiler.is_compiling()
-    if writer is not None and plain and dispatch.load(writer).unavailable() is None:
+    plain = not torch.compiler.is_compiling() and all(type(t) is Tensor for t in (k, v, k_pages, v_pages))
+    if (
+        writer is not None
+        and plain
+        and k_pages.stride(-1) == v_pages.stride(-1) == 1
+        and dispatch.load(writer).unavailable() is None
+    ):
         write = dispatch.load(writer).write_rows  # type: ignore[attr-defined]
         write(contiguous_last(k), contiguous_last(v), k_pages, v_pages, slots.contiguous())
         return

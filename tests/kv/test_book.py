@@ -1,0 +1,391 @@
+"""Pages, prefixes and requests: the bookkeeping of the paged cache against a dictionary, and step by step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilewise.errors import InvalidProblem, OutOfPages
+from tilewise.kv import PageBook
+from tilewise.kv.groups import find_groups
+from tilewise.kv.pages import PageAllocator
+from tilewise.kv.prefix import PrefixIndex
+
+
+def advance(book: PageBook, *args: Any, **kwargs: Any) -> Any:
+    step = book.step(*args, **kwargs)
+    book.commit()
+    return step
+
+
+class Model:
+    """What a cache must be, in dictionaries: the tokens of every request, and what every slot holds for whom."""
+
+    def __init__(self, book: PageBook) -> None:
+        self.book = book
+        self.tokens: dict[int, list[int]] = {}
+        self.known: dict[int, int] = {}
+        self.contents: dict[int, tuple[int, ...]] = {}
+        self.steps = self.refused = 0
+
+    def add(self, tokens: list[int]) -> int:
+        request = self.book.add(tokens)
+        self.tokens[request] = tokens
+        self.known[request] = self.book.length(request)
+        return request
+
+    def fork(self, request: int) -> None:
+        child = self.book.fork(request)
+        self.tokens[child], self.known[child] = list(self.tokens[request]), self.known[request]
+
+    def free(self, request: int) -> None:
+        self.book.free(request)
+        del self.tokens[request], self.known[request]
+
+    def truncate(self, request: int, length: int) -> None:
+        self.book.truncate(request, length)
+        del self.tokens[request][length:]
+        self.known[request] = length
+
+    def step(self, counts: dict[int, int], ids: dict[int, int | None]) -> None:
+        requests = list(counts)
+        self.steps += 1
+        before = self.snapshot() if self.steps % 8 == 0 else None
+        try:
+            step = self.book.step(requests, list(counts.values()), [ids[r] for r in requests])
+        except OutOfPages:
+            self.refused += 1
+            assert before is None or self.snapshot() == before
+            return
+        size = self.book.page_size
+        for _, target in step.copies:
+            for slot in range(size):
+                self.contents.pop(target * size + slot, None)
+        copied = {
+            (target, slot): self.contents.get(source * size + slot)
+            for source, target in step.copies
+            for slot in range(size)
+        }
+        for (target, slot), content in copied.items():
+            if content is not None:
+                self.contents[target * size + slot] = content
+        slots = iter(step.slots.tolist())
+        for request in requests:
+            for _ in range(counts[request]):
+                if self.known[request] == len(self.tokens[request]):
+                    # Two different unknown tokens must never be taken for each other.
+                    self.tokens[request].append(-1 - next(self.unknown) if ids[request] is None else ids[request] or 0)
+                self.known[request] += 1
+                self.contents[next(slots)] = tuple(self.tokens[request][: self.known[request]])
+        self.book.commit()
+
+    unknown = iter(range(10**9))
+
+    def snapshot(self) -> Any:
+        book = self.book
+        return (
+            book.stats(),
+            {r: (book.length(r), book.pages_of(r), book.pending(r)) for r in self.tokens},
+            list(book.pages.references),
+        )
+
+    def check(self) -> None:
+        """Every request finds its own tokens in its pages, and the counts add up."""
+        book, held = self.book, dict[int, int]()
+        for request, tokens in self.tokens.items():
+            assert book.length(request) == self.known[request]
+            pages = book.pages_of(request)
+            for page in pages:
+                held[page] = held.get(page, 0) + 1
+            for position in range(self.known[request]):
+                slot = pages[position // book.page_size] * book.page_size + position % book.page_size
+                assert self.contents[slot] == tuple(tokens[: position + 1])
+        assert [held.get(page, 0) for page in range(book.pages.num_pages)] == book.pages.references
+        stats = book.stats()
+        assert stats.pages_held == len(held)
+        assert stats.pages_shared == sum(count > 1 for count in held.values())
+        assert stats.pages_free + stats.pages_idle + stats.pages_held == stats.num_pages
+        full = {
+            page for request in self.tokens for page in book.pages_of(request)[: self.known[request] // book.page_size]
+        }
+        fill = dict.fromkeys(full, book.page_size)
+        for request in self.tokens:
+            if self.known[request] % book.page_size:
+                last = book.pages_of(request)[-1]
+                fill[last] = max(fill.get(last, 0), self.known[request] % book.page_size)
+        assert stats.tokens_stored == sum(fill.values())
+        assert stats.slots_wasted == len(held) * book.page_size - stats.tokens_stored
+        assert len(book.index) >= stats.pages_idle
+
+
+def play(seed: int, operations: int, *, num_pages: int, page_size: int, sharing: bool, collide: bool) -> PageBook:
+    rng = random.Random(seed)
+    key = (lambda before, tokens: hash((before, tokens)) % 5) if collide else (lambda b, t: hash((b, t)))
+    book = PageBook(num_pages, page_size, max_seqlen=6 * page_size, prefix_sharing=sharing, key=key)
+    model = Model(book)
+    for number in range(operations):
+        live = list(model.tokens)
+        choice = rng.random()
+        if not live or choice < 0.15:
+            # Few different ids: prefixes repeat all the time.
+            model.add([rng.randrange(2) for _ in range(rng.randint(1, 5 * page_size))])
+        elif choice < 0.22:
+            model.fork(rng.choice(live))
+        elif choice < 0.27:
+            request = rng.choice(live)
+            model.truncate(request, rng.randint(0, model.known[request]))
+        elif choice < 0.45:
+            model.free(rng.choice(live))
+        elif choice < 0.5:
+            request = rng.choice(live)
+            model.known[request] = book.reuse(request)
+        else:
+            step(model, rng, live)
+        if number % 32 == 0 or number > operations - 20:
+            model.check()
+    for request in list(model.tokens):
+        model.free(request)
+    model.check()
+    assert book.pages.available == num_pages
+    assert operations < 1000 or model.refused > 0
+    return book
+
+
+def step(model: Model, rng: random.Random, live: list[int]) -> None:
+    counts: dict[int, int] = {}
+    ids: dict[int, int | None] = {}
+    for request in rng.sample(live, rng.randint(1, min(8, len(live)))):
+        pending, room = model.book.pending(request), model.book.max_seqlen - model.known[request]
+        if pending == 0 and room == 0:
+            continue
+        counts[request] = rng.randint(1, min(pending, room)) if pending else 1
+        ids[request] = None if pending or rng.random() < 0.2 else rng.randrange(2)
+    if counts:
+        model.step(counts, ids)
+
+
+@pytest.mark.parametrize(("page_size", "collide"), [(4, False), (1, True)], ids=["", "hashes collide"])
+def test_ten_thousand_operations_against_the_model(page_size: int, collide: bool) -> None:
+    book = play(7 * page_size, 10_000, num_pages=40, page_size=page_size, sharing=True, collide=collide)
+    stats = book.stats()
+    assert collide or stats.evictions > 0
+    assert stats.hit_tokens > 0
+    assert page_size == 1 or stats.copies > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_pages=st.integers(1, 24),
+    page_size=st.integers(1, 5),
+    sharing=st.booleans(),
+    collide=st.booleans(),
+)
+def test_any_operations_against_the_model(
+    seed: int, num_pages: int, page_size: int, sharing: bool, collide: bool
+) -> None:
+    play(seed, 100, num_pages=num_pages, page_size=page_size, sharing=sharing, collide=collide)
+
+
+def test_the_paging_example_step_by_step() -> None:
+    """20 pages of 4 tokens, requests of 5, 14, 3 and 8 tokens, at most 16 each."""
+    lengths = {"A": 5, "B": 14, "C": 3, "D": 8}
+    # Contiguous: every request reserves its maximum.
+    reserved = dict.fromkeys(lengths, 16 // 4)
+    used = {name: -(-length // 4) for name, length in lengths.items()}
+    assert sum(reserved.values()) == 16
+    assert sum(used.values()) == 9
+    assert sum(reserved.values()) - sum(used.values()) == 7
+    # Paged: pages go out on demand.
+    book = PageBook(20, 4, max_seqlen=16, prefix_sharing=False)
+    requests = {}
+    for name, length in lengths.items():
+        requests[name] = book.add(range(length))
+        assert book.pages_of(requests[name]) == []
+        advance(book, [requests[name]])
+        assert len(book.pages_of(requests[name])) == used[name]
+    assert book.stats().pages_held == 9
+    assert book.stats().slots_wasted == 9 * 4 - 30
+    assert book.pages_of(requests["C"]) == [6]
+    # D grows by a token: its two pages are full, so it takes a third.
+    advance(book, [requests["D"]])
+    assert len(book.pages_of(requests["D"])) == 3
+    # C ends, and E gets its page.
+    book.free(requests["C"])
+    requests["E"] = book.add(range(2))
+    advance(book, [requests["E"]])
+    assert book.pages_of(requests["E"]) == [6]
+    assert book.stats().pages_held == 10
+    # Ten more pages are there for requests that a reservation of 16 tokens each would have refused.
+    more = [book.add(range(3)) for _ in range(10)]
+    advance(book, more)
+    assert book.stats().pages_free == 0
+    with pytest.raises(OutOfPages, match="takes 1 pages and 0 of 20 are available"):
+        advance(book, [book.add([1])])
+
+
+def test_pages_are_taken_and_given_back_in_constant_time_and_counted() -> None:
+    told: list[int] = []
+    pool = PageAllocator(3, told.append)
+    first, second, third = pool.take(), pool.take(), pool.take()
+    with pytest.raises(OutOfPages):
+        pool.take()
+    pool.hold(first)
+    assert (pool.shared, pool.held, pool.available) == (1, 3, 0)
+    pool.drop(first)
+    pool.drop(first, remembered=True)
+    pool.drop(second, remembered=True)
+    assert (pool.idle, pool.available, pool.shared) == (2, 2, 0)
+    # The page that has been idle longest goes first, and its owner is told.
+    assert pool.take() == first
+    assert told == [first]
+    pool.hold(second)
+    assert pool.idle == 0
+    pool.drop(third)
+    assert pool.take() == third
+    assert pool.evictions == 1
+
+
+def test_a_hash_hit_is_checked_by_tokens_and_predecessor() -> None:
+    index = PrefixIndex(2, key=lambda _before, _tokens: 0)
+    entry = index.insert(None, (1, 2), 5)
+    assert entry is not None
+    assert [found.page for found in index.follow([1, 2, 9])] == [5]
+    assert list(index.follow([1, 3])) == []
+    assert index.insert(None, (3, 4), 6) is None
+    assert index.insert(entry, (1, 2), 7) is None
+    assert index.insert(None, (1, 2), 8) is entry
+    index.forget(5)
+    assert len(index) == 0
+    assert list(index.follow([1, 2])) == []
+
+
+def test_prefixes_are_shared_but_never_the_last_token() -> None:
+    book = PageBook(16, 4)
+    first = book.add(range(12))
+    advance(book, [first])
+    second = book.add(range(12))
+    assert book.length(second) == 8
+    assert book.pages_of(second) == book.pages_of(first)[:2]
+    third = book.add([*range(12), 99])
+    assert book.length(third) == 12
+    assert book.stats().hit_rate == 20 / 37
+    # The second one computed the page that the first has: both keep theirs.
+    advance(book, [second])
+    assert book.pages_of(second)[2] != book.pages_of(first)[2]
+
+
+def test_pages_of_a_step_are_shared_only_once_they_are_written() -> None:
+    book = PageBook(16, 4)
+    first = book.add(range(9))
+    book.step([first])
+    waiting = book.add(range(9))
+    assert book.length(waiting) == 0
+    book.commit()
+    assert book.reuse(waiting) == 8
+    assert book.pages_of(waiting) == book.pages_of(first)[:2]
+
+
+def test_freed_prefixes_are_found_until_their_pages_are_needed() -> None:
+    book = PageBook(4, 4)
+    first = book.add(range(9))
+    advance(book, [first])
+    book.free(first)
+    assert (book.stats().pages_idle, book.stats().pages_free) == (2, 2)
+    assert book.pages_for(range(9)) == 3
+    again = book.add(range(9))
+    assert book.length(again) == 8
+    book.free(again)
+    other = book.add([7] * 12)
+    advance(book, [other])
+    # The end of the old prefix went first, its beginning is still there.
+    assert book.stats().evictions == 1
+    assert book.length(book.add(range(9))) == 4
+
+
+def test_generated_tokens_are_found_by_their_ids() -> None:
+    book = PageBook(16, 2)
+    first = book.add([1, 2, 3])
+    advance(book, [first])
+    advance(book, [first], tokens=[4])
+    assert book.length(book.add([1, 2, 3, 4, 5])) == 4
+    silent = book.add([9, 9, 9])
+    advance(book, [silent])
+    advance(book, [silent])
+    advance(book, [silent], tokens=[9])
+    advance(book, [silent], tokens=[9])
+    assert book.length(book.add([9] * 7)) == 2
+
+
+def test_a_fork_copies_the_page_it_writes_to() -> None:
+    book = PageBook(8, 4)
+    parent = book.add(range(6))
+    advance(book, [parent])
+    child = book.fork(parent)
+    assert book.pages_of(child) == book.pages_of(parent)
+    assert book.stats().pages_shared == 2
+    step = advance(book, [parent, child])
+    # The first one to write copies, the last holder keeps the page.
+    assert [source for source, _ in step.copies] == [1]
+    assert book.pages_of(parent)[0] == book.pages_of(child)[0]
+    assert book.pages_of(parent)[1] != book.pages_of(child)[1] == 1
+    assert book.stats().copies == 1
+    assert advance(book, [parent, child]).copies == []
+
+
+def test_groups_are_cut_where_most_is_saved() -> None:
+    table = np.array([[1, 2, 3, 4], [1, 2, 3, 5], [1, 9, 9, 9], [7, 8, 8, 8], [7, 8, 8, 8]], np.int32)
+    rows, shareable = np.array([4, 0, 2, 1, 3]), np.array([3, 4, 4, 3, 4])
+    groups = find_groups(table, rows, shareable)
+    assert [(group.places.tolist(), group.num_pages) for group in groups] == [([1, 3], 3), ([0, 4], 3)]
+    # With a short stem after the fork, everybody shares the first page.
+    groups = find_groups(table, rows, np.array([0, 2, 2, 2, 0]))
+    assert [(group.places.tolist(), group.num_pages) for group in groups] == [([1, 2, 3], 1)]
+    assert find_groups(table, np.array([0, 3]), np.array([4, 4])) == []
+    assert find_groups(table, np.array([0, 1]), np.array([0, 0])) == []
+
+
+BAD: dict[str, tuple[Callable[[PageBook, int], object], str]] = {
+    "unknown request": (lambda book, a: book.step([a, 77]), "request: expected a request that was added"),
+    "finished request": (lambda book, _: book.step([0]), "0, which is finished"),
+    "double free": (lambda book, _: book.free(0), "which is finished"),
+    "fork of nothing": (lambda book, _: book.fork(-1), "request: expected"),
+    "twice in a step": (lambda book, a: book.step([a, a]), "requests: expected each request once"),
+    "no tokens": (lambda book, _: book.add([]), "between 1 and max_seqlen = 16 tokens, got 0"),
+    "prompt too long": (lambda book, _: book.add([1] * 17), "between 1 and max_seqlen = 16 tokens, got 17"),
+    "beyond the length": (lambda book, a: book.step([a], [13]), "at most max_seqlen = 16 tokens for request"),
+    "no count": (lambda book, a: book.step([a], [0]), "at least 1 for request"),
+    "counts too few": (lambda book, a: book.step([a], []), "counts: expected 1 entries"),
+    "ids too many": (lambda book, a: book.step([a], None, [1, 2]), "tokens: expected 1 entries"),
+    "id of many": (lambda book, a: book.step([a], [2], [1]), "tokens: expected None for request"),
+    "more than the prompt": (lambda book, _: book.step([1], [6]), "at most 5, the rest of its prompt"),
+    "truncated upwards": (lambda book, a: book.truncate(a, 5), "between 0 and 4, the tokens it has"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named_and_changes_nothing(name: str) -> None:
+    call, message = BAD[name]
+    book = PageBook(8, 4, max_seqlen=16)
+    book.free(book.add([5]))
+    model = Model(book)
+    waiting, live = model.add([1] * 5), model.add(list(range(4)))
+    assert waiting == 1
+    model.step({live: 4}, {live: None})
+    before = model.snapshot()
+    with pytest.raises(InvalidProblem, match=message):
+        call(book, live)
+    assert model.snapshot() == before
+    model.check()
+
+
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
+def test_sizes_are_checked(sizes: tuple[int, int]) -> None:
+    with pytest.raises(InvalidProblem, match="at least 1"):
+        PageBook(*sizes)
