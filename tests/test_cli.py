@@ -145,7 +145,7 @@ def test_doctor_shows_the_cpu_cache(tmp_path: Path) -> None:
         "path": str(tmp_path),
         "writable": True,
         "entries": 1,
-        "entries_when_full": len(cache.PROGRAMS),
+        "entries_when_full": len(cache.programs()),
         "size_bytes": 5,
     }
 
@@ -170,7 +170,7 @@ def stub_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 
 
 def test_warmup_fills_the_cache_and_says_what_it_left_out(stub_compiler: Path) -> None:
-    count = len(cache.PROGRAMS)
+    count = len(cache.programs())
     assert f"cpu: {count} of {count} programs, {5 * count} B in {stub_compiler}" in succeed("warmup")
     assert "reference: skipped, " in succeed("warmup")
     filled = {found["name"]: found for found in read("warmup")["backends"]}

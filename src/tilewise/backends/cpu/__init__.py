@@ -79,14 +79,14 @@ class CpuBackend:
 
     def cache_state(self) -> Mapping[str, Any]:
         """Where compiled programs are kept, and how many of them for this version and processor."""
-        from tilewise.backends.cpu.cache import PROGRAMS, cache_state
+        from tilewise.backends.cpu.cache import cache_state, programs
 
         state = cache_state()
         return {
             "path": str(state.path),
             "writable": state.writable,
             "entries": state.entries,
-            "entries_when_full": len(PROGRAMS),
+            "entries_when_full": len(programs()),
             "size_bytes": state.size,
         }
 

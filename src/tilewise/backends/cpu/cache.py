@@ -20,17 +20,21 @@ from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding
 
 from tilewise import settings
+from tilewise.backends.cpu.isa import host
 from tilewise.version import __version__
 
-__all__ = ["PROGRAMS", "CacheState", "Program", "cache_state", "program", "warmup"]
+__all__ = ["PROGRAMS", "CacheState", "Program", "cache_state", "program", "programs", "warmup"]
 
 # Entry points: the module is imported only to compile.
 PROGRAMS = {
     "forward": "tilewise.backends.cpu.forward",
+    "forward_matrix": "tilewise.backends.cpu.forward_matrix",
     "decode": "tilewise.backends.cpu.decode",
     "backward": "tilewise.backends.cpu.backward",
     "write_rows": "tilewise.backends.cpu.writing",
 }
+# Programs for processors with a matrix unit only.
+MATRIX_PROGRAMS = ("forward_matrix",)
 SUFFIX = ".tilewise-cpu"
 _lock = threading.Lock()
 
@@ -51,6 +55,12 @@ class CacheState(NamedTuple):
     writable: bool
     entries: int
     size: int
+
+
+def programs() -> tuple[str, ...]:
+    """The programs that this machine runs."""
+    has_matrix = host().matrix is not None
+    return tuple(name for name in PROGRAMS if has_matrix or name not in MATRIX_PROGRAMS)
 
 
 def cache_dir() -> Path:
@@ -85,7 +95,7 @@ def file_name(name: str) -> str:
 def cache_state() -> CacheState:
     """The state of the cache, for `tilewise doctor`."""
     path = cache_dir()
-    files = [path / file_name(name) for name in PROGRAMS]
+    files = [path / file_name(name) for name in programs()]
     sizes = [file.stat().st_size for file in files if file.is_file()]
     return CacheState(path, _is_writable(path), len(sizes), sum(sizes))
 
@@ -99,9 +109,10 @@ def _is_writable(path: Path) -> bool:
 
 def warmup(progress: Callable[[str, int, int], None] | None = None) -> CacheState:
     """Compile and keep every program; `progress(name, done, total)` is told before each one."""
-    for done, name in enumerate(PROGRAMS):
+    names = programs()
+    for done, name in enumerate(names):
         if progress is not None:
-            progress(name, done, len(PROGRAMS))
+            progress(name, done, len(names))
         program(name)
     return cache_state()
 

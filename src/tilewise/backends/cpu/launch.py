@@ -259,6 +259,35 @@ def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, i
     return places(floats)
 
 
+@functools.lru_cache(maxsize=256)
+def matrix_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, int]:
+    """The same for the forward pass on a matrix unit; packed head dims are whole tiles."""
+    isa, unit = host(), host().matrix
+    assert unit is not None
+    block_m = round_up(block_m, isa.panel)
+    width, width_v = round_up(problem.head_dim, unit.depth), round_up(problem.head_dim_v, unit.depth)
+    floats = {
+        f.WS_Q: block_m * width // 2,
+        f.WS_ACC: block_m * (width_v + 2),
+        f.WS_ACC_T: block_m * width_v,
+        f.WS_K: unit.keys * width // 2,
+        f.WS_V: unit.keys * width_v // 2,
+        f.WS_V_ROWS: unit.keys * width_v // 2,
+        f.WS_SCORES: unit.keys * isa.panel,
+        f.WS_WEIGHTS: unit.keys * isa.panel // 2,
+        f.WS_PRODUCT: unit.depth * isa.panel,
+        f.WS_EXTRA: (isa.block_n + isa.lanes) * isa.panel,
+        f.WS_STAGE: isa.panel * max(width, isa.block_n),
+        f.WS_MAX: isa.panel,
+        f.WS_ALPHA: isa.panel,
+        f.WS_ROWS: ROW_TABLE_FIELDS * block_m,
+        f.WS_PANELS: PANEL_BOUNDS_BYTES // 4 * (block_m // isa.panel),
+        f.WS_TILES: 32,
+    }
+    offsets, size = places(floats)
+    return offsets | {f.DIM_PADDED: width, f.DIM_V_PADDED: width_v}, size
+
+
 def places(floats: dict[int, int]) -> tuple[Block, int]:
     """Offsets of buffers one after another, each on its own cache lines, and the bytes they take together."""
     offsets: Block = {}
@@ -316,10 +345,18 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
         clear_unused_rows(int(q_lengths.sum()), out, lse)
     keep: list[Tensor] = []
     values = operand_values(problem, operands, out, lse, keep)
-    offsets, size = forward_workspace(problem, plan.block_m)
+    name = forward_program(problem)
+    offsets, size = (matrix_workspace if name == "forward_matrix" else forward_workspace)(problem, plan.block_m)
     put(values, offsets)
-    run_items("decode" if schedule.decodes(problem) else "forward", values, plan, size, count)
+    run_items(name, values, plan, size, count)
     return out, lse
+
+
+def forward_program(problem: AttentionProblem) -> str:
+    """The program for a forward pass."""
+    if schedule.decodes(problem):
+        return "decode"
+    return "forward_matrix" if problem.dtype == torch.bfloat16 and host().matrix is not None else "forward"
 
 
 def run_items(name: str, values: list[int], plan: Schedule, workspace_bytes: int, count: int) -> None:

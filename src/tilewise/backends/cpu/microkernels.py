@@ -7,6 +7,9 @@ so that no kernel has a tail.
 
 from __future__ import annotations
 
+import functools
+import math
+
 from tilewise.backends.cpu.compiler import kernel
 from tilewise.backends.cpu.emit import Emitter, Value
 
@@ -138,16 +141,19 @@ def accumulate_keys(
 
 @kernel("iiii")
 def row_max(e: Emitter, s: Value, num_keys: Value, running_max: Value, vectors: Value) -> None:
-    """running_max = max(running_max, s[num_keys]) for the first `vectors` vectors of a panel; num_keys is even."""
+    """running_max = max(running_max, s[num_keys]) for the first `vectors` vectors of a panel; num_keys is a multiple of
+    score_keys or of 4.
+    """
+    # Several chains: a maximum takes four cycles, and there is little else to do meanwhile.
+    chains = math.gcd(e.isa.score_keys, 4)
 
     def column(offset: Value, top_at: Value) -> None:
         def step(n: Value, *tops: Value) -> list[Value]:
             place = e.b.add(offset, e.b.mul(n, e.i64(4 * e.isa.panel)))
             return [e.maximum(top, e.load(e.at(place, u * e.isa.panel))) for u, top in enumerate(tops)]
 
-        # Two chains: a maximum takes four cycles, and decode has little else to do meanwhile.
-        tops = e.loop(num_keys, 2, [e.load(top_at)] * 2, step)
-        e.store(top_at, e.maximum(*tops))
+        tops = e.loop(num_keys, chains, [e.load(top_at)] * chains, step)
+        e.store(top_at, functools.reduce(e.maximum, tops))
 
     _per_vector(e, vectors, lambda at: column(e.b.add(s, at), e.b.add(running_max, at)))
 

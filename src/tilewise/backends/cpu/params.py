@@ -45,7 +45,9 @@ WS_DOUT, WS_DSCORES, WS_Q_ROWS, WS_DOUT_ROWS, WS_DQ, WS_DK, WS_DV, WS_CAP, WS_ON
     range(113, 125)
 )
 LSE_HIGH, LSE_LOW, LSE_TO_LOG2, TO_LOG2, WS_K_COLUMNS = range(125, 130)
-BLOCK_FIELDS = 130
+# Forward on a matrix unit.
+WS_ACC_T, WS_WEIGHTS, WS_PRODUCT, WS_V_ROWS, WS_TILES = range(130, 135)
+BLOCK_FIELDS = 135
 
 # Bits of WORK: what a backward pass produces.
 MAKES_DQ, MAKES_DKV, MAKES_DBIAS = 1, 2, 4

@@ -1,0 +1,203 @@
+"""Forward pass of bf16 on a matrix unit: the tile loop of forward.py with both products done on tiles of 16 x 16.
+
+The rows of an item, their panels, the clipping of keys, the softmax and all features are the same. Scores and row sums
+are fp32; P is rounded to bf16 for the product with V, as V is. The running result is transposed, [dim][query], until
+the item is finished.
+"""
+
+from __future__ import annotations
+
+from tilewise.backends.cpu import params as f
+from tilewise.backends.cpu.compiler import driver
+from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, drop, mask_band
+from tilewise.backends.cpu.forward import acc_state
+from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
+from tilewise.backends.cpu.isa import AMX
+from tilewise.backends.cpu.matrix import (
+    matrix_scores,
+    matrix_values,
+    pack_halves,
+    pack_weights,
+    start_tiles,
+    stop_tiles,
+    transpose_queries,
+    transpose_values,
+)
+from tilewise.backends.cpu.merging import MINUS_INF, finish_rows, merge_chunks
+from tilewise.backends.cpu.microkernels import row_max, softmax
+from tilewise.backends.cpu.packing import fill, scale_rows, untranspose_panel
+from tilewise.backends.cpu.scoring import (
+    BLOCK_N,
+    ENTRY_BYTES,
+    LANES,
+    MAX_FIRST,
+    MAX_LAST,
+    MIN_FIRST,
+    MIN_LAST,
+    PANEL_BYTES,
+    change_scores,
+    k_length,
+    kv_address,
+    prepare_rows,
+    q_length,
+    q_start,
+    run_length,
+)
+
+__all__ = ["forward_matrix"]
+
+KEYS, STEP = AMX.keys, AMX.depth
+VALUE_BYTES = 2 * KEYS
+
+
+@driver
+def pack_queries(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
+    """Rows of q into panels of pairs; they are not scaled, as they must stay bf16."""
+    width, q_len, stage = field(p, f.DIM_PADDED), q_length(p, batch), ws + field(p, f.WS_STAGE)
+    base = field(p, f.Q) + batch * field(p, f.Q_BATCH) + q_start(p, batch) * field(p, f.Q_ROW)
+    row = first_row
+    for panel in range((count + PANEL - 1) // PANEL):
+        lane = 0
+        rows = min(PANEL, count - panel * PANEL)
+        while lane < rows:
+            if row == q_len:
+                row = 0
+                head += 1
+            run = min(rows - lane, q_len - row)
+            source = base + head * field(p, f.Q_HEAD) + row * field(p, f.Q_ROW)
+            place = stage + 2 * lane * width
+            pack_halves(source, field(p, f.Q_ROW), run, field(p, f.HEAD_DIM), place, 2 * width, width)
+            lane += run
+            row += run
+        fill(stage + 2 * rows * width, (PANEL - rows) * width // 2, 0.0)
+        transpose_queries(stage, 2 * width, width, ws + field(p, f.WS_Q) + 2 * panel * PANEL * width)
+
+
+@driver
+def pack_rows_tile(
+    p: int, tensor: int, dim: int, width: int, batch: int, kv_head: int, begin: int, end: int, target: int
+) -> None:
+    """Rows [begin, end) of K or V as rows of `width`, zero beyond dim, and zero rows up to a whole step."""
+    row = begin
+    while row < end:
+        count = run_length(p, row, end)
+        source, place = kv_address(p, tensor, batch, kv_head, row), target + 2 * (row - begin) * width
+        pack_halves(source, field(p, tensor + 3), count, dim, place, 2 * width, width)
+        row += count
+    padded = (end - begin + STEP - 1) // STEP * STEP
+    fill(target + 2 * (end - begin) * width, (padded - end + begin) * width // 2, 0.0)
+
+
+@driver
+def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, size: int, k: int) -> None:
+    """Scores of a panel with `size` keys from `first_key` on, all features applied, and their maxima."""
+    s, tile_max = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_MAX)
+    width, vectors = field(p, f.DIM_PADDED), (num_rows + LANES - 1) // LANES
+    table, bounds = ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES, ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
+    q = ws + field(p, f.WS_Q) + 2 * panel * PANEL * width
+    for j in range(0, size, STEP):
+        matrix_scores(k + 2 * j * width, 2 * width, width, q, s + 4 * j * PANEL)
+    if scalar_bits(field(p, f.Q_SCALE)) != 1.0:
+        scale_rows(s, size * PANEL, scalar_bits(field(p, f.Q_SCALE)))
+    if (field(p, f.FEATURES) & f.CHANGES_SCORES) != 0:
+        valid = min(size, load_i64(bounds + MAX_LAST) + 1 - first_key)
+        for j in range(0, size, BLOCK_N):
+            part, place = min(BLOCK_N, size - j), s + 4 * j * PANEL
+            change_scores(p, ws, place, part, min(part, valid - j), first_key + j, table, num_rows, 0)
+    else:
+        # Keys in [inner, outer) are seen by every row.
+        inner = min(size, max(0, load_i64(bounds + MAX_FIRST) - first_key))
+        outer = max(inner, min(size, load_i64(bounds + MIN_LAST) + 1 - first_key))
+        if inner > 0:
+            mask_band(s, inner, first_key, table, vectors)
+        if outer < size:
+            mask_band(s + 4 * outer * PANEL, size - outer, first_key + outer, table, vectors)
+    fill(tile_max, PANEL, MINUS_INF)
+    row_max(s, size, tile_max, vectors)
+
+
+@driver
+def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int) -> None:
+    """One panel against keys [begin, end) of the tile at k0: scores, softmax, and values into the accumulator."""
+    s, size, first_key = ws + field(p, f.WS_SCORES), end - begin, k0 + begin
+    tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
+    width_v, vectors = field(p, f.DIM_V_PADDED), (num_rows + LANES - 1) // LANES
+    panel_scores(p, ws, panel, num_rows, first_key, size, ws + field(p, f.WS_K) + 2 * begin * field(p, f.DIM_PADDED))
+    running = acc_state(p, ws) + 4 * panel * PANEL
+    row_sum, to_log2 = running + 4 * field(p, f.BLOCK_M), scalar_bits(field(p, f.TO_LOG2))
+    softmax(s, size, running, row_sum, tile_max, alpha, vectors, to_log2)
+    if field(p, f.FEATURES) & f.HAS_DROPOUT:
+        table, low, high = ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES, field(p, f.SEED_LOW), field(p, f.SEED_HIGH)
+        threshold, keep = field(p, f.DROPOUT_THRESHOLD), scalar_bits(field(p, f.KEEP_SCALE))
+        drop(s, size, first_key, table, batch, low, high, threshold, keep, vectors)
+    weights, product = ws + field(p, f.WS_WEIGHTS), ws + field(p, f.WS_PRODUCT)
+    pack_weights(s, size, weights)
+    v, acc = ws + field(p, f.WS_V) + 2 * begin, ws + field(p, f.WS_ACC_T) + 4 * panel * PANEL * width_v
+    for d in range(0, width_v, STEP):
+        matrix_values(v + d * VALUE_BYTES, VALUE_BYTES, weights, size, product, acc + 4 * d * PANEL, alpha)
+
+
+@driver
+def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
+    """Stream the keys that any row of the block sees, tile by tile, panel by panel."""
+    panels, bounds = (count + PANEL - 1) // PANEL, ws + field(p, f.WS_PANELS)
+    width, width_v = field(p, f.DIM_PADDED), field(p, f.DIM_V_PADDED)
+    k, v, rows_v = ws + field(p, f.WS_K), ws + field(p, f.WS_V), ws + field(p, f.WS_V_ROWS)
+    first, last = f.UNBOUNDED, -1
+    for panel in range(panels):
+        first = min(first, load_i64(bounds + panel * PANEL_BYTES + MIN_FIRST))
+        last = max(last, load_i64(bounds + panel * PANEL_BYTES + MAX_LAST))
+    k0 = max(0, first) // KEYS * KEYS
+    while k0 <= last:
+        size = min(KEYS, last + 1 - k0)
+        pack_rows_tile(p, f.K, field(p, f.HEAD_DIM), width, batch, kv_head, k0, k0 + size, k)
+        pack_rows_tile(p, f.V, field(p, f.HEAD_DIM_V), width_v, batch, kv_head, k0, k0 + size, rows_v)
+        transpose_values(rows_v, 2 * width_v, (size + STEP - 1) // STEP * STEP, width_v, v, VALUE_BYTES)
+        for panel in range(panels):
+            low = max(0, load_i64(bounds + panel * PANEL_BYTES + MIN_FIRST) - k0)
+            high = min(size, load_i64(bounds + panel * PANEL_BYTES + MAX_LAST) + 1 - k0)
+            if low < high:
+                begin, end = low // STEP * STEP, (high + STEP - 1) // STEP * STEP
+                panel_step(p, ws, batch, panel, min(PANEL, count - panel * PANEL), k0, begin, end)
+        k0 += KEYS
+
+
+@driver
+def matrix_item(p: int, ws: int, item: int) -> None:
+    """One work item: the rows of a schedule entry for one head (or the heads of a group), against one chunk of keys."""
+    unit = item % field(p, f.UNITS)
+    place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * ENTRY_BYTES
+    batch, first_row, count = load_i64(place), load_i64(place + 8), load_i64(place + 16)
+    chunk, num_chunks = load_i64(place + 24), load_i64(place + 32)
+    head, width_v = unit * field(p, f.HEADS_PER_UNIT), field(p, f.DIM_V_PADDED)
+    k_len, k_begin = k_length(p, batch), chunk * field(p, f.CHUNK)
+    k_end = k_len if chunk == num_chunks - 1 else min(k_len, k_begin + field(p, f.CHUNK))
+    prepare_rows(p, ws, batch, head, first_row, count, k_begin, k_end)
+    pack_queries(p, ws, batch, head, first_row, count)
+    padded = (count + PANEL - 1) // PANEL * PANEL
+    block, state, acc = ws + field(p, f.WS_ACC), acc_state(p, ws), ws + field(p, f.WS_ACC_T)
+    fill(acc, padded * width_v, 0.0)
+    fill(state, padded, MINUS_INF)
+    fill(state + 4 * field(p, f.BLOCK_M), padded, 0.0)
+    tile_loop(p, ws, batch, head // field(p, f.GROUP_SIZE), count)
+    for row in range(0, padded, PANEL):
+        untranspose_panel(acc + 4 * row * width_v, width_v, block + 4 * row * width_v, 4 * width_v)
+    if num_chunks == 1:
+        finish_rows(p, batch, head, first_row, count, block)
+    else:
+        merge_chunks(p, block, item, batch, head, first_row, count, chunk, num_chunks)
+
+
+@driver
+def forward_matrix(p: int) -> None:
+    """What each thread runs: take work items until none is left."""
+    counters = p + 8 * f.BLOCK_FIELDS
+    ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
+    tiles = ws + field(p, f.WS_TILES)
+    start_tiles(tiles, tiles + 64)
+    while True:
+        item = atomic_add(counters + 64, 1)
+        if item >= field(p, f.NUM_ITEMS):
+            break
+        matrix_item(p, ws, item)
+    stop_tiles(tiles + 64)
