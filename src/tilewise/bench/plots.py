@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,17 +9,10 @@ from typing import Any, NamedTuple
 
 from tilewise.bench.cases import Case
 from tilewise.bench.results import CaseResult, Results
-from tilewise.errors import TilewiseError
+from tilewise.figures import INK, OTHERS, OURS, render
 
 __all__ = ["write_plots"]
 
-# Text and lines are drawn in this colour, then follow the reader's scheme: matplotlib cannot say "currentColor". The
-# light scheme's grey has a contrast above 4 with white and with near-black, for a dark page on a light system.
-INK = "#123456"
-STYLE = "<style>svg{color:#6e7781}@media(prefers-color-scheme:dark){svg{color:#c9d1d9}}</style>"
-# Legible on white and on black (contrast above 3 with both); tilewise is always the first.
-OURS = ("#e8590c", "#d6336c", "#f08c00")
-OTHERS = ("#1c7ed6", "#2b8a3e", "#9c36b5", "#0c8599", "#868e96", "#a07050", "#5f6fd0")
 MOST_COLUMNS = 3
 
 
@@ -67,16 +59,10 @@ def _family(case: Case) -> str | None:
 
 
 def _svg(panels: Sequence[Panel], measure: str, device: str) -> str:
-    mpl = _matplotlib()
-    dark_on_none = {
-        "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
-        "axes.facecolor": "none", "figure.facecolor": "none", "svg.fonttype": "none", "svg.hashsalt": "tilewise",
-        "axes.spines.top": False, "axes.spines.right": False, "font.size": 9, "font.family": "sans-serif",
-    }  # fmt: skip
-    with mpl.rc_context(dark_on_none):
-        columns = min(MOST_COLUMNS, len(panels))
-        rows = math.ceil(len(panels) / columns)
-        figure = mpl.figure.Figure(figsize=(3.4 * columns, 2.7 * rows + 0.6), layout="constrained")
+    columns = min(MOST_COLUMNS, len(panels))
+    rows = math.ceil(len(panels) / columns)
+
+    def draw(figure: Any) -> None:
         axes = figure.subplots(rows, columns, squeeze=False).flatten()
         colours = _colours(panels)
         for ax, panel in zip(axes, panels, strict=False):
@@ -86,20 +72,8 @@ def _svg(panels: Sequence[Panel], measure: str, device: str) -> str:
         handles = {line.get_label(): line for ax in axes for line in ax.get_lines()}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
         figure.suptitle(f"{measure}, {device}")
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
-    text = buffer.getvalue().replace(INK, "currentColor")
-    head, body = text.split("<defs>", 1)
-    return f"{head}{STYLE}<defs>{body}"
 
-
-def _matplotlib() -> Any:
-    try:
-        import matplotlib as mpl
-        import matplotlib.figure
-    except ImportError as error:
-        raise TilewiseError("plots need matplotlib: pip install 'tilewise[bench]'") from error
-    return mpl
+    return render(draw, 3.4 * columns, 2.7 * rows + 0.6)
 
 
 def _colours(panels: Sequence[Panel]) -> dict[str, str]:

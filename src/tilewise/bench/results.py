@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tilewise import outputs
 from tilewise.bench.cases import Bar, Case
 from tilewise.bench.timing import Summary
 from tilewise.errors import InvalidProblem
@@ -102,28 +103,12 @@ def document(results: Results, verdicts: Sequence[Any] = ()) -> dict[str, Any]:
 def write(results: Results, path: Path, verdicts: Sequence[Any] = ()) -> None:
     """The document as a file."""
     text = json.dumps(document(results, verdicts), indent=1, allow_nan=False) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(path, error) from error
+    outputs.write(path, text, "output")
 
 
 def ensure_writable(path: Path) -> None:
     """Known before an hour of measurements, not after it."""
-    is_new = not path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a", encoding="utf-8").close()
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> InvalidProblem:
-    got = f"{path} ({error.strerror})"
-    return InvalidProblem("output", "a file that can be written", got, "Choose another path with --output.")
+    outputs.ensure_writable(path, "output")
 
 
 def read(path: Path) -> Results:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -13,6 +14,7 @@ from tilewise.cli.console import JsonOption, print_json
 from tilewise.device import DEVICES
 from tilewise.errors import InvalidProblem
 from tilewise.plan import explain
+from tilewise.plan.plots import write_plot
 from tilewise.validation.flags import Window
 
 __all__ = ["EXAMPLE", "command"]
@@ -62,6 +64,8 @@ def command(
     backward: Annotated[bool, typer.Option("--backward", help="Plan the gradients too.")] = False,
     backend: Annotated[str, typer.Option(help="Ask for one backend.")] = "auto",
     device: Annotated[str | None, typer.Option(help=f"This machine, or: {', '.join(DEVICES)}.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw roofline and traffic into this .svg (matplotlib).")] = None,
+    tiles: Annotated[bool, typer.Option("--tiles", help="List tile sizes: what each takes, what fits.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Show which backend would run a problem and why, its tiles, FLOPs, traffic, memory and least possible time.
@@ -90,6 +94,11 @@ def command(
         print_json(plan.to_dict())
     else:
         typer.echo(str(plan))
+        if tiles:
+            typer.echo(f"\n{plan.advice.table()}")
+    if plot is not None:
+        write_plot(plan, plot)
+        typer.echo(f"written: {plot}", err=True)
     if plan.backend is None:
         raise typer.Exit(1)
 

@@ -11,6 +11,7 @@ On a CPU one core's cache holds everything, with one tile of K and V.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from tilewise.device import DeviceSpec
@@ -22,7 +23,9 @@ from tilewise.units import format_bytes
 __all__ = ["TileAdvice", "TileOption", "advise"]
 
 # The shapes that kernels ship, from the largest: fewer rows cost traffic, so rows come first.
-CANDIDATES = tuple(TileGrid(block_m, block_n) for block_m in (128, 64, 32, 16) for block_n in (block_m, block_m // 2))
+CANDIDATES = tuple(
+    itertools.starmap(TileGrid, ((128, 128), (128, 64), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16)))
+)
 STAGES = 2
 # Of the 255 registers that a thread can have, 32 are left for addresses, statistics and the next operands.
 ACCUMULATOR_REGISTERS = 255 - 32
@@ -54,6 +57,20 @@ class TileAdvice:
     def option(self, tile: TileGrid) -> TileOption | None:
         """What is said of one size, None if it is not among the options."""
         return next((option for option in self.options if option.tile == tile), None)
+
+    def table(self) -> str:
+        """All options, a line each."""
+        lines = [
+            f"{'tile':<11}{'fast memory':>13}{'registers':>11}{'FLOP/byte':>11}  fits {format_bytes(self.capacity)}?"
+        ]
+        for option in self.options:
+            registers = str(option.registers_per_thread or "-")
+            verdict = f"no: {option.refused}" if option.refused else "yes"
+            lines.append(
+                f"{_name(option.tile):<11}{format_bytes(option.fast_bytes):>13}{registers:>11}"
+                f"{option.flops_per_byte:>11.0f}  {verdict}"
+            )
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         """One sentence: what fits and what the next larger one would take."""

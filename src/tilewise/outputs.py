@@ -1,0 +1,35 @@
+"""Files that commands write: a path that cannot be written is known before the work, and named with its option."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tilewise.errors import InvalidProblem
+
+__all__ = ["ensure_writable", "write"]
+
+
+def ensure_writable(path: Path, option: str) -> None:
+    """Known before an hour of measurements, not after it; `option` gave the path: "output" for --output."""
+    is_new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a", encoding="utf-8").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise _unwritable(path, option, error) from error
+
+
+def write(path: Path, text: str, option: str) -> None:
+    """Text to a file, whose folder is made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, option, error) from error
+
+
+def _unwritable(path: Path, option: str, error: OSError) -> InvalidProblem:
+    got = f"{path} ({error.strerror})"
+    return InvalidProblem(option, "a file that can be written", got, f"Choose another path with --{option}.")
