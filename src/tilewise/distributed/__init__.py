@@ -1,0 +1,25 @@
+"""Attention beyond one device: sequences spread over the ranks of a torch.distributed group.
+
+    from tilewise.distributed import context_parallel_attention, shard
+    q, k, v = (shard(t, mesh) for t in (q, k, v))
+    out = context_parallel_attention(q, k, v, mesh, causal=True)
+
+`predict` says how long a step takes and what it holds on 1 to 1024 devices, and which method is better for a link.
+"""
+
+from tilewise.distributed.attention import context_parallel_attention
+from tilewise.distributed.scaling import LINKS, Prediction, compare, predict
+from tilewise.distributed.sharding import position_ids, shard, unshard
+from tilewise.distributed.transport import PeerFailure
+
+__all__ = [
+    "LINKS",
+    "PeerFailure",
+    "Prediction",
+    "compare",
+    "context_parallel_attention",
+    "position_ids",
+    "predict",
+    "shard",
+    "unshard",
+]

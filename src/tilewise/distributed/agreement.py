@@ -1,0 +1,85 @@
+"""Ranks that call with different arguments would wait for each other for ever; they are compared on first use instead.
+
+Every rank describes its call in words. One number a rank is exchanged the first time a rank sees a description; only
+when they differ are the descriptions themselves exchanged, and the error names what differs and on which ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from tilewise.distributed.transport import Group, all_gather, failures_named
+from tilewise.errors import InvalidProblem, TilewiseError
+
+__all__ = ["Description", "agree", "refuse"]
+
+# What a rank was called with, by the names of the arguments; hashable, so that it is compared once.
+Description = tuple[tuple[str, str], ...]
+
+# A rank whose arguments are wrong in themselves tells its peers under this name.
+FAILED = "arguments"
+
+
+@functools.cache
+def _agreed() -> WeakKeyDictionary[Group, set[Description]]:
+    """What each group has agreed on; weakly, because a group that outlives the interpreter's end aborts the process."""
+    return WeakKeyDictionary()
+
+
+def agree(description: Description, group: Group, where: torch.device) -> None:
+    """Return if every rank of the group calls alike, else raise InvalidProblem on all of them; remembered."""
+    known = _agreed().setdefault(group, set())
+    if description not in known:
+        _compare(description, group, where)
+        known.add(description)
+
+
+def refuse(error: TilewiseError, group: Group, where: torch.device) -> NoReturn:
+    """Tell the peers, if they are comparing too, that this rank cannot take part; its own error is raised after."""
+    # Once calls have agreed, peers may be past comparing: they find out by their timeout, this rank should not wait.
+    if not _agreed().get(group):
+        try:
+            _compare(((FAILED, f"{type(error).__name__}: {error}"),), group, where)
+        except TilewiseError as joint:
+            raise error from joint
+    raise error
+
+
+def _compare(description: Description, group: Group, where: torch.device) -> None:
+    world = dist.get_world_size(group)
+    if world == 1:
+        return
+    digest = int.from_bytes(hashlib.blake2b(repr(description).encode(), digest_size=8).digest(), "big", signed=True)
+    with failures_named("comparing the arguments of all ranks"):
+        digests = all_gather(torch.tensor([digest], device=where), group).tolist()
+        if len(set(digests)) == 1:
+            return
+        texts: list[Description] = [()] * world
+        dist.all_gather_object(texts, description, group=group)
+    raise _difference(texts)
+
+
+def _difference(texts: list[Description]) -> InvalidProblem:
+    tables = [dict(text) for text in texts]
+    failed = {rank: table[FAILED] for rank, table in enumerate(tables) if FAILED in table}
+    if failed:
+        rank, reason = next(iter(failed.items()))
+        return InvalidProblem(FAILED, "valid ones on every rank", f"on rank {rank} {reason}", "Correct them there.")
+    for name in dict.fromkeys(name for table in tables for name in table):
+        values: dict[str, list[int]] = {}
+        for rank, table in enumerate(tables):
+            values.setdefault(table.get(name, "nothing"), []).append(rank)
+        if len(values) > 1:
+            got = ", ".join(f"{value} on rank {_ranks(ranks)}" for value, ranks in values.items())
+            return InvalidProblem(name, "the same on every rank of the group", got, "Call with equal arguments.")
+    return InvalidProblem(FAILED, "the same on every rank", "digests that differ", "Call with equal arguments.")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

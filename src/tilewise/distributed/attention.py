@@ -1,0 +1,211 @@
+"""The call: attention over a sequence that is spread over ranks. docs/distributed.md explains it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise import validation
+from tilewise.distributed.agreement import refuse
+from tilewise.distributed.heads import heads_attention
+from tilewise.distributed.operators import Settings, Tensors, context_parallel, describe, whole_lengths
+from tilewise.distributed.scaling import best_method
+from tilewise.distributed.sharding import Sharding
+from tilewise.distributed.transport import Group, MeshOrGroup, group_of
+from tilewise.errors import InvalidProblem, TilewiseError
+from tilewise.validation.flags import Window, seed_tensor
+
+__all__ = ["Method", "context_parallel_attention"]
+
+Method = Literal["auto", "ring", "all_gather", "heads"]
+
+CHOICES = {"method": ("auto", "ring", "all_gather", "heads"), "sharding": ("zigzag", "contiguous")}
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh_or_group: MeshOrGroup = None,
+    *,
+    method: Method = ...,
+    sharding: Sharding = ...,
+    cu_seqlens: Tensor | None = ...,
+    seqlen: int | None = ...,
+    seqlen_k: int | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout: float = ...,
+    seed: int | Tensor | None = ...,
+    scale: float | None = ...,
+    layout: str = ...,
+    deterministic: bool | None = ...,
+    backend: str = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh_or_group: MeshOrGroup = None,
+    *,
+    method: Method = ...,
+    sharding: Sharding = ...,
+    cu_seqlens: Tensor | None = ...,
+    seqlen: int | None = ...,
+    seqlen_k: int | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout: float = ...,
+    seed: int | Tensor | None = ...,
+    scale: float | None = ...,
+    layout: str = ...,
+    deterministic: bool | None = ...,
+    backend: str = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh_or_group: MeshOrGroup = None,
+    *,
+    method: Method = "auto",
+    sharding: Sharding = "zigzag",
+    cu_seqlens: Tensor | None = None,
+    seqlen: int | None = None,
+    seqlen_k: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of this rank's queries to the keys of all ranks of a group or one-dimensional DeviceMesh.
+
+    q, k, v are this rank's shards, as `shard` makes them: as `tilewise.attention` takes them, or with the `cu_seqlens`
+    of all documents (the same on every rank) packed rows (rows, heads, dim). All ranks hold equally many rows; `seqlen`
+    (and `seqlen_k`, where keys are others) is the length of the whole sequence without padding. Returns this rank's
+    rows of out, and of lse if `return_lse`; rows of padding are 0 and -inf. Differentiable in q, k, v, sinks (each rank
+    gets its rows' part) and through lse; every rank must take part in the backward. Rejects what differs between ranks.
+
+        >>> out = context_parallel_attention(q, k, v, mesh["context"], causal=True)  # doctest: +SKIP
+    """
+    group = group_of(mesh_or_group)
+    try:
+        tensors, settings = _judged(
+            q, k, v, group, method=method, sharding=sharding, cu_seqlens=cu_seqlens, seqlen=seqlen, seqlen_k=seqlen_k,
+            causal=causal, window=window, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, dropout=dropout,
+            seed=seed, scale=scale, layout=layout, deterministic=deterministic, backend=backend, return_lse=return_lse,
+        )  # fmt: skip
+    except TilewiseError as error:
+        refuse(error, group, getattr(q, "device", torch.device("cpu")))
+    if settings.method == "heads":
+        out, lse = _by_heads(tensors, settings, group)
+    else:
+        out, lse = context_parallel(tensors, settings)
+    return (out, lse) if return_lse else out
+
+
+def _judged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    *,
+    method: str,
+    sharding: str,
+    cu_seqlens: Tensor | None,
+    seqlen: int | None,
+    seqlen_k: int | None,
+    causal: bool,
+    window: Window | None,
+    alibi_slopes: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float,
+    seed: int | Tensor | None,
+    scale: float | None,
+    layout: str,
+    deterministic: bool | None,
+    backend: str,
+    return_lse: bool,
+) -> tuple[Tensors, Settings]:
+    """The arguments as the op takes them, or InvalidProblem."""
+    for name, value in (("method", method), ("sharding", sharding)):
+        if value not in CHOICES[name]:
+            raise InvalidProblem(
+                name, "one of " + ", ".join(map(repr, CHOICES[name])), repr(value), "Name one of them."
+            )
+    for name, length in (("seqlen", seqlen), ("seqlen_k", seqlen_k)):
+        _check_length(name, length)
+    validation.require_tensors(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens)
+    q, k, v = validation.autocast(q, k, v)
+    grads = [validation.needs_grad(t) for t in (q, k, v, sinks)]
+    flags = validation.normalise(
+        causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, layout=layout,
+        deterministic=deterministic, backend=backend, return_lse=return_lse, needs_grad=any(grads),
+    )  # fmt: skip
+    if dropout > 0.0 and seed is None:
+        fix = "Every rank drops what one device would; draw a seed on one rank and broadcast it."
+        raise InvalidProblem("seed", "an integer, the same on every rank, because dropout is on", None, fix)
+    rank = 4 if cu_seqlens is None else 3
+    if q.dim() != rank:
+        expected = f"{rank} dimensions " + ("with cu_seqlens" if rank == 3 else "without cu_seqlens")
+        raise InvalidProblem("q", expected, f"shape {tuple(q.shape)}", "Packed rows are (rows, heads, dim).")
+    tensors = Tensors(q, k, v, alibi_slopes, sinks, seed_tensor(seed, dropout), cu_seqlens)
+    if method == "auto":
+        method = _best(tensors, layout if cu_seqlens is None else "packed", flags.causal, dist.get_world_size(group))
+    settings = Settings(
+        flags.causal, flags.window_left, flags.window_right, flags.scale, flags.softcap, flags.dropout,
+        layout if cu_seqlens is None else "packed", seqlen, seqlen_k, method, sharding, flags.deterministic, backend,
+        grads, group.group_name,
+    )  # fmt: skip
+    return tensors, settings
+
+
+def _check_length(name: str, length: Any) -> None:
+    if length is None:
+        return
+    if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 0:
+        raise InvalidProblem(name, "None or an integer >= 0", repr(length), "It is the length without padding.")
+
+
+def _best(tensors: Tensors, layout: str, causal: bool, world: int) -> str:
+    q, k = tensors.q, tensors.k
+    rows, heads = {"bhsd": (2, 1), "bshd": (1, 2), "packed": (0, 1)}[layout]
+    device = "h200" if q.is_cuda else "cpu"
+    return best_method(
+        world, q.shape[heads], k.shape[heads], q.shape[rows], q.shape[-1], causal=causal, device=device,
+        itemsize=q.dtype.itemsize,
+    )  # fmt: skip
+
+
+def _by_heads(tensors: Tensors, settings: Settings, group: Group) -> tuple[Tensor, Tensor]:
+    world = dist.get_world_size(group)
+    if not torch.compiler.is_compiling():
+        try:
+            describe(tensors, settings, world)
+        except TilewiseError as error:
+            refuse(error, group, tensors.q.device)
+    rows = {"bhsd": 2, "bshd": 1, "packed": 0}[settings.layout]
+    lengths = whole_lengths(settings, world, tensors.q.shape[rows], tensors.k.shape[rows])
+    return heads_attention(tensors, settings, group, lengths)

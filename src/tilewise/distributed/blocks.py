@@ -1,0 +1,291 @@
+"""One piece at a time: the library's own forward and backward on rows of two shards, and the sum over pieces.
+
+Partial results are merged in fp32 through lse. The backward of a piece gets the lse and out of the whole row, which
+makes its probabilities, and so its gradients, exactly those of the whole problem restricted to the piece's keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import device, dispatch
+from tilewise.backends.base import Backend
+from tilewise.canonical import canonical, contiguous_last
+from tilewise.distributed.pieces import Piece
+from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.problem import AttentionProblem
+
+__all__ = ["Call", "Running", "Saved", "piece_backward", "piece_forward", "sink_gradient"]
+
+# Keys that share one draw of random words.
+KEYS_PER_DRAW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What all pieces of a call share. `slopes` are fp32 (heads,), or one row per batch entry or packed document;
+    `head` is the first of the heads at hand, which dropout counts.
+    """
+
+    scale: float
+    softcap: float | None
+    dropout: float
+    deterministic: bool
+    needs_grad: bool
+    backend: str
+    offset: int = 0
+    packed: bool = False
+    slopes: Tensor | None = None
+    seed: Tensor | None = None
+    head: int = 0
+
+    def for_heads(self, start: int, stop: int) -> Call:
+        """The same call for some of its query heads."""
+        slopes = None if self.slopes is None else self.slopes[..., start:stop]
+        return replace(self, slopes=slopes, head=start)
+
+
+class Block(NamedTuple):
+    """A piece as a backend takes it; `shift` is added to its lse, the first `hidden` keys are not there."""
+
+    problem: AttentionProblem
+    operands: Operands
+    shift: Tensor | None
+    hidden: int
+
+
+class Running(NamedTuple):
+    """Rows being summed up: out in the accumulator's dtype, lse beside it; both heads first."""
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def empty(cls, q: Tensor, head_dim_v: int) -> Running:
+        """Nothing seen yet, for queries heads first."""
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = torch.zeros((*q.shape[:3], head_dim_v), dtype=dtype, device=q.device)
+        return cls(out, torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device))
+
+    def for_heads(self, start: int, stop: int) -> Running:
+        """The same memory, some of the heads."""
+        return Running(self.out[:, start:stop], self.lse[:, start:stop])
+
+    def rows(self, start: int, stop: int) -> Running:
+        """The same memory, some of the rows."""
+        return Running(self.out[:, :, start:stop], self.lse[:, :, start:stop])
+
+    def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
+        """Merge a partial result over other keys into these rows; an empty row (lse -inf) adds nothing."""
+        total, before = self.rows(start, stop)
+        after = torch.logaddexp(before, lse)
+        top = torch.where(after == -math.inf, 0.0, after)
+        total.mul_(torch.exp(before - top).unsqueeze(-1))
+        total.addcmul_(out.to(total.dtype), torch.exp(lse - top).unsqueeze(-1))
+        before.copy_(after)
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """The extra logit of each head, once for every row, in the order of the contract: after all keys."""
+        logits = sinks.to(self.lse.dtype).view(1, -1, 1)
+        after = torch.logaddexp(self.lse, logits)
+        self.out.mul_(torch.exp(self.lse - after).unsqueeze(-1))
+        self.lse.copy_(after)
+
+
+class Saved(NamedTuple):
+    """Whole rows over all keys and their cotangents, heads first: what a backward starts from."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+    def for_heads(self, start: int, stop: int) -> Saved:
+        """Some of the heads."""
+        out, lse, dout = (t[:, start:stop] for t in self[:3])
+        return Saved(out, lse, dout, None if self.dlse is None else self.dlse[:, start:stop])
+
+    def rows_of(self, piece: Piece, shift: Tensor | None) -> Saved:
+        """A piece's rows, with lse as the piece's own scores count it."""
+        out, lse, dout = (t[:, :, piece.q_start : piece.q_stop] for t in self[:3])
+        dlse = None if self.dlse is None else self.dlse[:, :, piece.q_start : piece.q_stop].contiguous()
+        return Saved(out, (lse if shift is None else lse - shift).contiguous(), dout, dlse)
+
+    def packed(self) -> Saved:
+        """As packed rows: (rows, heads, dim) and (heads, rows)."""
+        out, dout = self.out[0].transpose(0, 1), self.dout[0].transpose(0, 1)
+        return Saved(out, self.lse[0], dout, None if self.dlse is None else self.dlse[0])
+
+
+def piece_forward(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a piece's rows, heads first; q, k and v are whole shards, heads first."""
+    block = _block(call, piece, q, k, v)
+    problem = block.problem
+    out, lse = _backend(problem, q.device, call.backend).forward(problem, canonical(problem, block.operands))
+    if problem.kind == "varlen":
+        out, lse = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+    return out, lse if block.shift is None else lse + block.shift
+
+
+def piece_backward(
+    call: Call,
+    piece: Piece,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: Saved,
+    wanted: Wanted,
+) -> Gradients:
+    """A piece's part of dq, dk, dv, heads first, for its rows only; `saved` are whole rows over all keys."""
+    block = _block(call, piece, q, k, v)
+    problem = block.problem
+    rows = saved.rows_of(piece, block.shift)
+    if problem.kind == "varlen":
+        rows = rows.packed()
+    backend, operands = _backend(problem, q.device, call.backend), canonical(problem, block.operands)
+    if backend.name == "reference":
+        rows = _as_of_the_piece(*backend.forward(problem, operands), rows)
+    dout = contiguous_last(rows.dout)
+    asked = Wanted(wanted.dq, wanted.dk, wanted.dv)
+    dq, dk, dv = backend.backward(problem, operands, rows.out, rows.lse, dout, rows.dlse, asked)[:3]
+    if problem.kind == "varlen":
+        dq, dk, dv = (None if g is None else g.transpose(0, 1).unsqueeze(0) for g in (dq, dk, dv))
+    if block.hidden:
+        dk, dv = (None if g is None else g[:, :, block.hidden :] for g in (dk, dv))
+    return Gradients(dq, dk, dv)
+
+
+def _as_of_the_piece(part: Tensor, part_lse: Tensor, rows: Saved) -> Saved:
+    """The cotangents of a piece's own results, for the reference, which recomputes lse instead of taking it.
+
+    By the chain rule of merging: with the piece's share w = exp(part_lse - lse) of a row, dout becomes w dout and dlse
+    w (dout . (part - out) + dlse).
+    """
+    heads_last = part.dim() == 3
+    share = torch.exp(part_lse - torch.where(rows.lse == -math.inf, 0.0, rows.lse))
+    pull = (rows.dout * (part - rows.out)).sum(-1)
+    dlse = share * ((pull.t() if heads_last else pull) + (0.0 if rows.dlse is None else rows.dlse))
+    weight = share.t() if heads_last else share
+    return Saved(part, part_lse, rows.dout * weight.unsqueeze(-1), dlse)
+
+
+def sink_gradient(sinks: Tensor, saved: Saved) -> Tensor:
+    """This rank's rows' part: the sum over rows of exp(sink - lse) * (dlse - rowsum(dout * out))."""
+    out, lse, dout, dlse = saved
+    wide = torch.float64
+    delta = (out.to(wide) * dout.to(wide)).sum(-1)
+    pull = -delta if dlse is None else dlse.to(wide) - delta
+    # Rows of padding have lse -inf: no share of theirs may become infinite.
+    share = torch.where(lse == -math.inf, 0.0, torch.exp(sinks.to(wide).view(1, -1, 1) - lse.to(wide)))
+    return (share * pull).sum((0, 2)).to(sinks.dtype)
+
+
+def _backend(problem: AttentionProblem, where: torch.device, requested: str) -> Backend:
+    return dispatch.select(problem, device.of(where), requested).backend
+
+
+def _block(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> Block:
+    q = q[:, :, piece.q_start : piece.q_stop]
+    k, v = (t[:, :, piece.k_start : piece.k_stop] for t in (k, v))
+    if piece.cu_seqlens is not None:
+        return _packed_block(call, piece, *(t[0].transpose(0, 1) for t in (q, k, v)))
+    hidden = piece.where.k0 % KEYS_PER_DRAW if call.dropout > 0.0 else 0
+    mask = None
+    if hidden:
+        k, v = (torch.cat([t.new_zeros((*t.shape[:2], hidden, t.shape[3])), t], 2) for t in (k, v))
+        mask = (torch.arange(k.shape[2], device=k.device) >= hidden).view(1, 1, 1, -1)
+    slopes, bias, shift = _tilt(call, piece, q.device)
+    operands = Operands(q, k, v, bias=bias, mask=mask, alibi_slopes=slopes, seed=_seed(call, piece, hidden))
+    return Block(_problem(call, piece, operands), operands, shift, hidden)
+
+
+def _packed_block(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> Block:
+    assert piece.cu_seqlens is not None
+    cu_seqlens = _index_tensor(piece.cu_seqlens, q.device)
+    slopes = call.slopes
+    if slopes is not None and slopes.dim() == 2:
+        slopes = slopes[piece.document : piece.document + len(piece.cu_seqlens) - 1]
+    operands = Operands(q, k, v, cu_seqlens, cu_seqlens, alibi_slopes=slopes, seed=_seed(call, piece, 0))
+    return Block(_problem(call, piece, operands), operands, None, 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _index_tensor(values: tuple[int, ...], where: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=where)
+
+
+def _tilt(call: Call, piece: Piece, where: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """ALiBi as (slopes, bias, shift): by the call's own distances where they are right, else split in two.
+
+    With all keys on one side of the queries the distance is a number of the key plus one of the row. The key's part is
+    a bias (0 for the nearest key); the row's leaves the softmax alone and moves lse.
+    """
+    slopes = call.slopes
+    if slopes is None:
+        return None, None, None
+    if slopes.dim() == 2 and call.packed:
+        slopes = slopes[piece.document : piece.document + 1]
+    if piece.side == "aligned":
+        return slopes, None, None
+    slope = slopes.reshape(-1, slopes.shape[-1], 1)
+    q0, _, k0, k1 = piece.where
+    rows = torch.arange(piece.num_q, device=where) + (q0 + call.offset)
+    keys = torch.arange(piece.num_k, device=where)
+    if piece.side == "past":
+        beyond, nearest = piece.num_k - 1 - keys, rows - (k1 - 1)
+    else:
+        beyond, nearest = keys, k0 - rows
+    return None, (-slope * beyond).unsqueeze(2), -slope * nearest
+
+
+def _seed(call: Call, piece: Piece, hidden: int) -> Tensor | None:
+    """The seed, followed by where the piece's random numbers are counted from: batch, head, row and key."""
+    if call.seed is None or call.dropout == 0.0:
+        return None
+    origin = [piece.document, call.head, piece.where.q0, piece.where.k0 - hidden]
+    return torch.cat([call.seed.reshape(1), torch.tensor(origin, dtype=torch.int64, device=call.seed.device)])
+
+
+def _problem(call: Call, piece: Piece, operands: Operands) -> AttentionProblem:
+    q, k, v = operands[:3]
+    packed = operands.cu_seqlens_q is not None
+    batch = len(piece.cu_seqlens) - 1 if piece.cu_seqlens is not None else q.shape[0]
+    longest = _longest(piece.cu_seqlens) if piece.cu_seqlens is not None else 0
+    rows, keys = (q.shape[0], k.shape[0]) if packed else (q.shape[2], k.shape[2])
+    bias, mask = operands.bias, operands.mask
+    return AttentionProblem(
+        kind="varlen" if packed else "dense",
+        dtype=q.dtype,
+        batch=batch,
+        seqlen_q=longest if packed else rows,
+        seqlen_k=longest if packed else keys,
+        total_q=rows if packed else batch * rows,
+        total_k=keys if packed else batch * keys,
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        scale=call.scale,
+        causal=piece.right == 0,
+        window_left=piece.left,
+        window_right=None if piece.right == 0 else piece.right,
+        softcap=call.softcap,
+        dropout=call.dropout,
+        bias_shape=None if bias is None else (bias.shape[0], bias.shape[1], 1, keys),
+        bias_dtype=None if bias is None else bias.dtype,
+        mask_shape=None if mask is None else (1, 1, 1, keys),
+        has_alibi=operands.alibi_slopes is not None,
+        deterministic=call.deterministic,
+        needs_grad=call.needs_grad,
+    )
+
+
+def _longest(cu_seqlens: tuple[int, ...]) -> int:
+    return max(b - a for a, b in itertools.pairwise(cu_seqlens))

@@ -1,0 +1,128 @@
+"""The head-parallel variant (all-to-all, known as Ulysses): every rank gets the whole sequence for some of the heads.
+
+Two exchanges instead of a ring, and one plain attention call between them, so whatever that call can do works here.
+Heads need not divide evenly; K/V heads that several ranks need are sent to each of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise import ops
+from tilewise.distributed.operators import Settings, Tensors, exchange_heads, heads_of
+from tilewise.distributed.sharding import as_shards, in_order
+from tilewise.distributed.transport import Group
+from tilewise.errors import Unsupported
+from tilewise.operands import Flags, Operands
+
+__all__ = ["Assignment", "assign", "heads_attention"]
+
+
+class Assignment(NamedTuple):
+    """The heads of one rank: query heads first .. last-1, and the K/V head for each group of them."""
+
+    first: int
+    last: int
+    kv_heads: tuple[int, ...]
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.last - self.first
+
+
+def assign(rank: int, world: int, num_heads: int, num_kv_heads: int) -> Assignment:
+    """Consecutive query heads, as evenly as they go; each K/V head once if all serve equally many of them, else one per
+    query head.
+    """
+    first, last = num_heads * rank // world, num_heads * (rank + 1) // world
+    served = [head * num_kv_heads // num_heads for head in range(first, last)]
+    distinct = sorted(set(served))
+    even = len({served.count(kv_head) for kv_head in distinct}) <= 1
+    return Assignment(first, last, tuple(distinct if even else served))
+
+
+def heads_attention(
+    tensors: Tensors, settings: Settings, group: Group, seqlens: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's rows, by way of whole sequences; differentiable. `seqlens` leave out padding."""
+    heads = heads_of(settings.layout)
+    q, k, v = (heads(t) for t in tensors[:3])
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    if q.shape[1] < world:
+        reason = f"method='heads' needs at least as many query heads as ranks, {q.shape[1]} < {world}"
+        raise Unsupported(f"{reason}; method='ring' and method='all_gather' do not")
+    every = [assign(r, world, q.shape[1], k.shape[1]) for r in range(world)]
+    own = every[rank]
+    context = str(settings._replace(group=""))
+    whole = [
+        _to_sequences(
+            t,
+            [list(a.kv_heads) if is_kv else list(range(a.first, a.last)) for a in every],
+            rank,
+            settings,
+            length,
+            context,
+        )
+        for t, is_kv, length in ((q, False, seqlens[0]), (k, True, seqlens[1]), (v, True, seqlens[1]))
+    ]
+    out, lse = _attention(whole, tensors, settings, own)
+    counts = [a.num_heads for a in every]
+    out = _to_shards(out, counts, rank, settings, q.shape[2], 0.0)
+    lse = _to_shards(lse.unsqueeze(-1), counts, rank, settings, q.shape[2], float("-inf")).squeeze(-1)
+    if settings.layout == "bshd":
+        return out.transpose(1, 2), lse
+    return (out[0].transpose(0, 1), lse[0]) if settings.layout == "packed" else (out, lse)
+
+
+def _attention(whole: list[Tensor], tensors: Tensors, settings: Settings, own: Assignment) -> tuple[Tensor, Tensor]:
+    """The plain call on whole sequences (batch, some heads, seqlen, dim)."""
+    mine = slice(own.first, own.last)
+    slopes, sinks, seed = tensors.alibi_slopes, tensors.sinks, tensors.seed
+    if seed is not None:
+        origin = torch.tensor([0, own.first, 0, 0], dtype=torch.int64, device=seed.device)
+        seed = torch.cat([seed.reshape(1), origin])
+    flags = Flags(
+        causal=settings.causal, window_left=settings.window_left, window_right=settings.window_right,
+        scale=settings.scale, softcap=settings.softcap, dropout=settings.dropout,
+        deterministic=settings.deterministic, needs_grad=any(settings.grads), backend=settings.backend,
+    )  # fmt: skip
+    slopes, sinks = (None if t is None else t[..., mine] for t in (slopes, sinks))
+    q, k, v = whole
+    if tensors.cu_seqlens is None:
+        return ops.attention("dense", Operands(q, k, v, alibi_slopes=slopes, sinks=sinks, seed=seed), flags)
+    documents = tensors.cu_seqlens.to(device=q.device, dtype=torch.int32)
+    q, k, v = (t[0].transpose(0, 1) for t in whole)
+    out, lse = ops.attention(
+        "varlen", Operands(q, k, v, documents, documents, alibi_slopes=slopes, sinks=sinks, seed=seed), flags
+    )
+    return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+
+
+def _to_sequences(
+    tensor: Tensor, heads: list[list[int]], rank: int, settings: Settings, seqlen: int, context: str
+) -> Tensor:
+    """(batch, all heads, own rows, dim) to (batch, own heads, all tokens, dim)."""
+    world, count = len(heads), len(heads[rank])
+    order = torch.tensor([head for some in heads for head in some], device=tensor.device)
+    sent = tensor.transpose(0, 1).index_select(0, order)
+    received = exchange_heads(sent, [len(some) for some in heads], [count] * world, settings.group, context)
+    rows = received.unflatten(0, (world, count)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+    return in_order(rows, 2, world, settings.sharding).narrow(2, 0, seqlen)
+
+
+def _to_shards(tensor: Tensor, counts: list[int], rank: int, settings: Settings, rows: int, padding: float) -> Tensor:
+    """(batch, own heads, all tokens, dim) to (batch, all heads, own rows, dim)."""
+    world = len(counts)
+    missing = world * rows - tensor.shape[2]
+    if missing:
+        empty = tensor.new_full((*tensor.shape[:2], missing, tensor.shape[3]), padding)
+        tensor = torch.cat([tensor, empty], 2)
+    shards = as_shards(tensor, 2, world, settings.sharding).unflatten(2, (world, rows))
+    sent = shards.permute(2, 1, 0, 3, 4).flatten(0, 1)
+    received = exchange_heads(sent, [counts[rank]] * world, counts, settings.group, "")
+    return received.transpose(0, 1)

@@ -1,0 +1,329 @@
+"""The `torch.library` ops: tilewise::context_parallel with its backward, and tilewise::exchange_heads.
+
+Communication stays inside of ops with fakes and autograd of their own, so that torch.compile(fullgraph=True) around a
+model sees one opaque node and every rank runs the same sequence of exchanges. Groups travel by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise import validation
+from tilewise.distributed.agreement import Description, agree, refuse
+from tilewise.distributed.blocks import Call, Saved, sink_gradient
+from tilewise.distributed.gathering import gather_backward, gather_forward
+from tilewise.distributed.pieces import Layout
+from tilewise.distributed.ring import Heads, ring_backward, ring_forward
+from tilewise.distributed.sharding import chunks_per_rank
+from tilewise.distributed.transport import Group, all_to_all, group_named
+from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
+from tilewise.operands import Flags, Operands, Wanted
+
+__all__ = ["Settings", "Tensors", "context_parallel", "describe", "exchange_heads", "heads_of", "whole_lengths"]
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call, in the order of the op's schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    seed: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
+class Settings(NamedTuple):
+    """Everything about a call that is not a tensor, in the order of the op's schema; `layout` is "packed" for packed
+    rows, `grads` says which of q, k, v, sinks want a gradient.
+    """
+
+    causal: bool
+    window_left: int | None
+    window_right: int | None
+    scale: float | None
+    softcap: float | None
+    dropout: float
+    layout: str
+    seqlen: int | None
+    seqlen_k: int | None
+    method: str
+    sharding: str
+    deterministic: bool
+    backend: str
+    grads: Sequence[bool]
+    group: str
+
+
+SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? cu_seqlens, bool causal, "
+    "SymInt? window_left, SymInt? window_right, float? scale, float? softcap, float dropout, str layout, "
+    "SymInt? seqlen, SymInt? seqlen_k, str method, str sharding, bool deterministic, str backend, bool[] grads, "
+    "str group"
+)
+COUNT = len(Tensors._fields)
+
+
+def heads_of(layout: str) -> Heads:
+    """From the caller's layout to (batch, heads, rows, dim); a view."""
+    if layout == "bhsd":
+        return lambda t: t
+    if layout == "bshd":
+        return lambda t: t.transpose(1, 2)
+    return lambda t: t.transpose(0, 1).unsqueeze(0)
+
+
+def context_parallel(tensors: Tensors, settings: Settings) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries, differentiable."""
+    return cast("tuple[Tensor, Tensor]", _OP(*tensors, *settings))
+
+
+def exchange_heads(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: str, context: str) -> Tensor:
+    """Rows to every rank and back, see `transport.all_to_all`; differentiable. `context` is compared on first use."""
+    return cast("Tensor", _EXCHANGE(tensor, list(send), list(receive), group, context))
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    tensors, settings = Tensors(*args[:COUNT]), Settings(*args[COUNT:])
+    group = group_named(settings.group)
+    layout, call = _checked(tensors, settings, group)
+    q, k, v = tensors[:3]
+    heads = heads_of(settings.layout)
+    run = gather_forward if settings.method == "all_gather" else ring_forward
+    running = run(call, layout, q, k, v, heads, group)
+    if tensors.sinks is not None:
+        # Rows of padding see neither keys nor the sink.
+        for chunk in layout.q_shard(dist.get_rank(group)):
+            running.rows(chunk.row, chunk.row + chunk.stop - chunk.start).add_sinks(tensors.sinks)
+    out = q.new_empty(_out_shape(q, v))
+    heads(out).copy_(running.out)
+    return out, running.lse[0] if settings.layout == "packed" else running.lse
+
+
+def _backward(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tensors, settings = Tensors(*args[:COUNT]), Settings(*args[COUNT:])
+    group = group_named(settings.group)
+    layout, call = _checked(tensors, settings, group)
+    q, k, v = tensors[:3]
+    heads, packed = heads_of(settings.layout), settings.layout == "packed"
+    dout = torch.zeros_like(out) if dout is None else dout
+    rows = (heads(out), lse.unsqueeze(0) if packed else lse, heads(dout))
+    saved = Saved(*rows, dlse.unsqueeze(0) if packed and dlse is not None else dlse)
+    wanted = Wanted(*settings.grads[:3])
+    run = gather_backward if settings.method == "all_gather" else ring_backward
+    gradients = run(call, layout, q, k, v, saved, wanted, heads, group)
+    dq = q.new_empty(q.shape if wanted.dq else (0,))
+    if gradients.dq is not None:
+        heads(dq).copy_(gradients.dq)
+    dk, dv = (t.new_empty(0) if g is None else g.to(t.dtype) for t, g in ((k, gradients.dk), (v, gradients.dv)))
+    dsinks = q.new_empty(0)
+    if settings.grads[3] and tensors.sinks is not None:
+        dsinks = sink_gradient(tensors.sinks, saved)
+    return dq, dk, dv, dsinks
+
+
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    tensors, settings = Tensors(*args[:COUNT]), Settings(*args[COUNT:])
+    q, v = tensors.q, tensors.v
+    out = q.new_empty(_out_shape(q, v))
+    shape = heads_of(settings.layout)(q).shape[:3]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty(shape[1:] if settings.layout == "packed" else shape, dtype=dtype)
+
+
+def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    tensors, settings = Tensors(*args[4 : 4 + COUNT]), Settings(*args[4 + COUNT :])
+    sources = (tensors.q, tensors.k, tensors.v, tensors.sinks)
+    return tuple(
+        t.new_empty(t.shape) if want and t is not None else tensors.q.new_empty(0)
+        for t, want in zip(sources, settings.grads, strict=True)
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:COUNT])
+    ctx.settings = inputs[COUNT:]
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    # Takes part even if no gradient came in: peers may wait for this rank's gradients of their keys.
+    out, lse, *tensors = ctx.saved_tensors
+    settings = Settings(*ctx.settings)
+    dq, dk, dv, dsinks = (
+        gradient if want else None
+        for gradient, want in zip(_BACKWARD(dout, dlse, out, lse, *tensors, *settings), settings.grads, strict=True)
+    )
+    return (dq, dk, dv, None, dsinks, None, None, *(None for _ in settings))
+
+
+def _out_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    return (*q.shape[:-1], v.shape[-1])
+
+
+def _checked(tensors: Tensors, settings: Settings, group: Group) -> tuple[Layout, Call]:
+    """Judge this rank's arguments, compare them with the other ranks', and describe the whole problem."""
+    where = tensors.q.device
+    try:
+        layout, call = describe(tensors, settings, dist.get_world_size(group))
+    except TilewiseError as error:
+        refuse(error, group, where)
+    agree(_description(tensors, settings, layout), group, where)
+    return layout, call
+
+
+def describe(tensors: Tensors, settings: Settings, world: int) -> tuple[Layout, Call]:
+    """What is asked: the layout over ranks, and what all pieces of it share; InvalidProblem where it makes no sense."""
+    q, k, v = tensors[:3]
+    packed = settings.layout == "packed"
+    documents: tuple[int, ...] | None = None
+    local = [t.unsqueeze(0) if packed else t for t in (q, k, v)]
+    slopes = tensors.alibi_slopes
+    flags = Flags(
+        causal=settings.causal, window_left=settings.window_left, window_right=settings.window_right,
+        scale=settings.scale, softcap=settings.softcap, dropout=settings.dropout,
+        layout="bshd" if packed else settings.layout, needs_grad=any(settings.grads), backend=settings.backend,
+    )  # fmt: skip
+    # Slopes of packed documents have a row a document; the rest is judged as the local call would be.
+    own = None if packed and slopes is not None and slopes.dim() == 2 else slopes
+    operands = Operands(local[0], local[1], local[2], alibi_slopes=own, sinks=tensors.sinks, seed=tensors.seed)
+    problem = validation.describe("dense", operands, flags)
+    rows_q, rows_k = problem.seqlen_q, problem.seqlen_k
+    _check_lengths(settings, world, rows_q, rows_k)
+    seqlen, seqlen_k = whole_lengths(settings, world, rows_q, rows_k)
+    if packed:
+        documents = _checked_documents(tensors, world, rows_q, rows_k)
+        seqlen = seqlen_k = documents[-1]
+    left, right = problem.band
+    layout = Layout(
+        world, settings.sharding, rows_q, rows_k, seqlen, seqlen_k, left, right, documents, slopes is not None,
+        settings.dropout > 0.0,
+    )  # fmt: skip
+    call = Call(
+        problem.scale, settings.softcap, settings.dropout, settings.deterministic, any(settings.grads),
+        settings.backend, layout.offset, packed, slopes, tensors.seed,
+    )  # fmt: skip
+    return layout, call
+
+
+def whole_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> tuple[int, int]:
+    """The lengths of the whole sequences of queries and keys, without padding as far as the caller says."""
+    seqlen = world * rows_q if settings.seqlen is None else settings.seqlen
+    if settings.seqlen_k is not None:
+        return seqlen, settings.seqlen_k
+    return seqlen, seqlen if rows_k == rows_q else world * rows_k
+
+
+def _check_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> None:
+    lengths = whole_lengths(settings, world, rows_q, rows_k)
+    for name, length, rows in (("seqlen", lengths[0], rows_q), ("seqlen_k", lengths[1], rows_k)):
+        if rows % chunks_per_rank(settings.sharding):
+            fix = "Pad the shards: `shard` does."
+            raise InvalidProblem("q" if name == "seqlen" else "k", "an even number of rows for zigzag", rows, fix)
+        if not 0 <= length <= world * rows:
+            expected = f"at most {world} ranks x {rows} rows = {world * rows}"
+            raise InvalidProblem(name, expected, length, "It is the length of the whole sequence without padding.")
+
+
+def _checked_documents(tensors: Tensors, world: int, rows_q: int, rows_k: int) -> tuple[int, ...]:
+    """The documents' borders in the whole sequence."""
+    documents = () if tensors.cu_seqlens is None else tuple(tensors.cu_seqlens.tolist())
+    fix = "Pass the running totals of the lengths of all documents of the whole sequence, the same on every rank."
+    if len(documents) == 0 or documents[0] != 0:
+        raise InvalidProblem("cu_seqlens", "running totals that start with 0", documents, fix)
+    if any(b < a for a, b in itertools.pairwise(documents)):
+        raise InvalidProblem("cu_seqlens", "entries that never decrease", documents, fix)
+    if rows_q != rows_k:
+        raise InvalidProblem("k", f"{rows_q} rows as q has", rows_k, "Packed documents attend to themselves.")
+    if documents[-1] > world * rows_q:
+        expected = f"a last entry of at most {world} ranks x {rows_q} rows"
+        raise InvalidProblem("cu_seqlens", expected, documents[-1], fix)
+    slopes = tensors.alibi_slopes
+    shapes = ((tensors.q.shape[1],), (len(documents) - 1, tensors.q.shape[1]))
+    if slopes is not None and tuple(slopes.shape) not in shapes:
+        expected = f"shape {shapes[0]} or {shapes[1]}"
+        raise InvalidProblem("alibi_slopes", expected, tuple(slopes.shape), "Give one slope per head or document.")
+    return documents
+
+
+def _description(tensors: Tensors, settings: Settings, layout: Layout) -> Description:
+    """The call in words, by argument; what may differ from rank to rank (the seed's value, the group's name) is not
+    in it.
+    """
+    shapes = [
+        (name, "None" if t is None else f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}")
+        for name, t in zip(Tensors._fields, tensors, strict=True)
+        if name not in ("seed", "cu_seqlens")
+    ]
+    flags = [(name, str(value)) for name, value in settings._asdict().items() if name != "group"]
+    lengths = [("seqlen", f"{layout.seqlen_q}, {layout.seqlen_k}"), ("cu_seqlens", str(layout.documents))]
+    return (*shapes, *flags, *lengths)
+
+
+def _exchange(tensor: Tensor, send: list[int], receive: list[int], group: str, context: str) -> Tensor:
+    members = group_named(group)
+    if context:
+        shape = f"{str(tensor.dtype).removeprefix('torch.')} (heads, batch, rows, dim) = ({sum(send)}, {_rest(tensor)})"
+        agree((("flags", context), ("shape", shape)), members, tensor.device)
+    return all_to_all(tensor.contiguous(), send, receive, members)
+
+
+def _rest(tensor: Tensor) -> str:
+    return ", ".join(map(str, tensor.shape[1:]))
+
+
+def _exchange_fake(tensor: Tensor, _send: list[int], receive: list[int], _group: str, _context: str) -> Tensor:
+    return tensor.new_empty((sum(receive), *tensor.shape[1:]))
+
+
+def _exchange_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    _, ctx.send, ctx.receive, ctx.group, _ = inputs
+
+
+def _exchange_autograd(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return _EXCHANGE(gradient, ctx.receive, ctx.send, ctx.group, ""), None, None, None, None
+
+
+def _refuse_second_derivatives(*_: Any) -> None:
+    raise Unsupported("second derivatives of attention are not computed; take them of a formula in plain torch instead")
+
+
+def _register(library: torch.library.Library) -> None:
+    saved = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse"
+    tags = (torch.Tag.pt2_compliant_tag,)
+    library.define(f"context_parallel({SCHEMA}) -> (Tensor out, Tensor lse)", tags=tags)
+    library.define(
+        f"context_parallel_backward({saved}, {SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)", tags=tags
+    )
+    library.define(
+        "exchange_heads(Tensor tensor, SymInt[] send, SymInt[] receive, str group, str context) -> Tensor", tags=tags
+    )
+    for name, real, fake in (
+        ("context_parallel", _forward, _forward_fake),
+        ("context_parallel_backward", _backward, _backward_fake),
+        ("exchange_heads", _exchange, _exchange_fake),
+    ):
+        library.impl(name, real, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tilewise::{name}", fake, lib=library)
+    register = torch.library.register_autograd
+    register("tilewise::context_parallel", _autograd, setup_context=_save, lib=library)
+    register("tilewise::context_parallel_backward", _refuse_second_derivatives, lib=library)
+    register("tilewise::exchange_heads", _exchange_autograd, setup_context=_exchange_save, lib=library)
+
+
+# The library lives as long as the process: dropping it would unregister the ops.
+_LIBRARY = torch.library.Library("tilewise", "FRAGMENT")
+_register(_LIBRARY)
+_OP: Any = torch.ops.tilewise.context_parallel.default
+_BACKWARD: Any = torch.ops.tilewise.context_parallel_backward.default
+_EXCHANGE: Any = torch.ops.tilewise.exchange_heads.default

@@ -1,0 +1,181 @@
+"""Who holds which tokens: a sequence is cut into equal chunks, and each rank holds one (contiguous) or two (zigzag).
+
+Zigzag gives rank r the chunks r and 2 * world - 1 - r, an early and a late one, so that every rank has the same causal
+work. The last chunks may be padding: every shard has the same number of rows, so that exchanges have one size.
+
+    >>> [[(c.start, c.stop) for c in shard_of(rank, 2, 4, 7, "zigzag")] for rank in range(2)]
+    [[(0, 2), (6, 7)], [(2, 4), (4, 6)]]
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.distributed.transport import Group, MeshOrGroup, group_of
+from tilewise.errors import InvalidProblem
+
+__all__ = [
+    "Chunk",
+    "Shard",
+    "Sharding",
+    "chunk_order",
+    "chunks_per_rank",
+    "position_ids",
+    "shard",
+    "shard_of",
+    "unshard",
+]
+
+Sharding = Literal["zigzag", "contiguous"]
+
+# Rows of a chunk that `shard` makes come in fours: one draw of random words serves four keys.
+ROWS_MULTIPLE = 4
+
+
+class Chunk(NamedTuple):
+    """Tokens start .. stop-1 of the sequence, from row `row` of a shard on; padding is left out."""
+
+    start: int
+    stop: int
+    row: int
+
+
+Shard = tuple[Chunk, ...]
+
+
+def chunks_per_rank(sharding: str) -> int:
+    """Chunks in a shard."""
+    return 2 if sharding == "zigzag" else 1
+
+
+def chunk_order(world: int, sharding: str) -> list[int]:
+    """The chunks of all ranks, in the order in which the shards lie one after another."""
+    if sharding == "contiguous":
+        return list(range(world))
+    return [chunk for rank in range(world) for chunk in (rank, 2 * world - 1 - rank)]
+
+
+def shard_of(rank: int, world: int, rows: int, seqlen: int, sharding: str) -> Shard:
+    """What a rank holds of a sequence of `seqlen` tokens in shards of `rows` rows; a chunk of padding is left out."""
+    count = chunks_per_rank(sharding)
+    size = rows // count
+    chunks = chunk_order(world, sharding)[rank * count : (rank + 1) * count]
+    return tuple(
+        Chunk(chunk * size, min(chunk * size + size, seqlen), index * size)
+        for index, chunk in enumerate(chunks)
+        if chunk * size < seqlen
+    )
+
+
+def shard(tensor: Tensor, mesh_or_group: MeshOrGroup = None, *, dim: int = 2, sharding: Sharding = "zigzag") -> Tensor:
+    """This rank's part of a tensor that every rank has whole, cut along `dim` and padded with zeros to equal shards.
+
+    `dim` is 2 for (batch, heads, seqlen, dim), 1 for layout "bshd" or token ids (batch, seqlen), 0 for packed rows.
+    Differentiable: the gradient is this rank's part, the rest is zero.
+    """
+    group = group_of(mesh_or_group)
+    dim = _checked_dim(tensor, dim, sharding)
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    seqlen, count = tensor.shape[dim], chunks_per_rank(sharding)
+    size = -(-seqlen // (world * count * ROWS_MULTIPLE)) * ROWS_MULTIPLE
+    parts = []
+    for chunk in chunk_order(world, sharding)[rank * count : (rank + 1) * count]:
+        start, stop = (min(at * size, seqlen) for at in (chunk, chunk + 1))
+        parts.append(_padded(tensor.narrow(dim, start, stop - start), dim, size))
+    return torch.cat(parts, dim)
+
+
+def unshard(
+    tensor: Tensor,
+    mesh_or_group: MeshOrGroup = None,
+    *,
+    dim: int = 2,
+    seqlen: int | None = None,
+    sharding: Sharding = "zigzag",
+) -> Tensor:
+    """The whole tensor on every rank, from the shards of all: the inverse of `shard`. Not differentiable.
+
+    `seqlen` is the length without padding; None keeps every row.
+    """
+    group = group_of(mesh_or_group)
+    dim = _checked_dim(tensor, dim, sharding)
+    world = dist.get_world_size(group)
+    parts = _gathered(tensor.detach(), group, world)
+    whole = in_order(torch.cat(parts, dim), dim, world, sharding)
+    return whole if seqlen is None else whole.narrow(dim, 0, seqlen)
+
+
+def position_ids(
+    rows: int,
+    mesh_or_group: MeshOrGroup = None,
+    *,
+    sharding: Sharding = "zigzag",
+    cu_seqlens: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The position of each of this rank's `rows` rows in the sequence, int64; for rotary embeddings and the like.
+
+    With the documents' `cu_seqlens`, the position within the document. Rows of padding count on.
+    """
+    group = group_of(mesh_or_group)
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    _check_rows(rows, sharding)
+    whole = torch.arange(rows * world)
+    if cu_seqlens is not None:
+        borders = cu_seqlens.to(device="cpu", dtype=torch.int64)
+        document = torch.searchsorted(borders, whole, right=True) - 1
+        whole = whole - borders[document]
+    size = rows // chunks_per_rank(sharding)
+    count = chunks_per_rank(sharding)
+    chunks = chunk_order(world, sharding)[rank * count : (rank + 1) * count]
+    return torch.cat([whole[chunk * size : (chunk + 1) * size] for chunk in chunks]).to(device or "cpu")
+
+
+def in_order(tensor: Tensor, dim: int, world: int, sharding: str) -> Tensor:
+    """Shards that lie one after another along `dim`, as one sequence."""
+    if sharding == "contiguous" or world == 1:
+        return tensor
+    pieces = tensor.chunk(2 * world, dim)
+    order = chunk_order(world, sharding)
+    return torch.cat([pieces[order.index(chunk)] for chunk in range(2 * world)], dim)
+
+
+def as_shards(tensor: Tensor, dim: int, world: int, sharding: str) -> Tensor:
+    """One sequence, as shards that lie one after another along `dim`: the inverse of `in_order`."""
+    if sharding == "contiguous" or world == 1:
+        return tensor
+    pieces = tensor.chunk(2 * world, dim)
+    return torch.cat([pieces[chunk] for chunk in chunk_order(world, sharding)], dim)
+
+
+def _gathered(tensor: Tensor, group: Group, world: int) -> list[Tensor]:
+    from tilewise.distributed.transport import all_gather
+
+    return list(all_gather(tensor.contiguous(), group).view(world, *tensor.shape).unbind(0))
+
+
+def _padded(part: Tensor, dim: int, size: int) -> Tensor:
+    missing = size - part.shape[dim]
+    if missing == 0:
+        return part
+    shape = [*part.shape[:dim], missing, *part.shape[dim + 1 :]]
+    return torch.cat([part, part.new_zeros(shape)], dim)
+
+
+def _checked_dim(tensor: Tensor, dim: int, sharding: str) -> int:
+    if sharding not in ("zigzag", "contiguous"):
+        raise InvalidProblem("sharding", "'zigzag' or 'contiguous'", repr(sharding), "zigzag balances causal work.")
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise InvalidProblem(
+            "dim", f"a dimension of the tensor {tuple(tensor.shape)}", dim, "Name the token dimension."
+        )
+    return dim % tensor.dim()
+
+
+def _check_rows(rows: int, sharding: str) -> None:
+    if rows % chunks_per_rank(sharding):
+        raise InvalidProblem("rows", "an even number for zigzag shards", rows, "Pad the shard, as `shard` does.")
