@@ -8,7 +8,7 @@ from typing import Any
 
 from tilewise.errors import TilewiseError
 
-__all__ = ["INK", "OTHERS", "OURS", "render"]
+__all__ = ["INK", "OTHERS", "OURS", "render", "require"]
 
 # Text and lines are drawn in this colour, then follow the reader's scheme: matplotlib cannot say "currentColor". The
 # light scheme's grey has a contrast above 4 with white and with near-black, for a dark page on a light system.
@@ -26,7 +26,7 @@ RULES = {
 
 def render(draw: Callable[[Any], None], width: float, height: float) -> str:
     """What `draw` puts on a matplotlib figure of so many inches, the same text for the same drawing."""
-    mpl = _matplotlib()
+    mpl = require()
     with mpl.rc_context(RULES):
         figure = mpl.figure.Figure(figsize=(width, height), layout="constrained")
         draw(figure)
@@ -36,7 +36,8 @@ def render(draw: Callable[[Any], None], width: float, height: float) -> str:
     return f"{head}{STYLE}<defs>{body}"
 
 
-def _matplotlib() -> Any:
+def require() -> Any:
+    """Import matplotlib, or an error that says how to get it."""
     try:
         import matplotlib as mpl
         import matplotlib.figure
