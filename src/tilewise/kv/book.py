@@ -26,6 +26,11 @@ Span = tuple[int, int, int]
 FIRST_ROWS, FIRST_COLUMNS = 16, 16
 
 
+def consecutive(first: Ints, counts: Ints) -> Ints:
+    """`counts[i]` numbers from `first[i]` on, one run after another."""
+    return np.arange(int(counts.sum())) + np.repeat(first - np.cumsum(counts) + counts, counts)
+
+
 class CacheStats(NamedTuple):
     """What a cache holds now, and what it has done so far.
 
@@ -419,9 +424,7 @@ class PageBook:
         if len(counts) == int(counts.sum()):
             row, position = rows, before
         else:
-            row = np.repeat(rows, counts)
-            starts = np.cumsum(counts) - counts
-            position = np.arange(len(row)) + np.repeat(before - starts, counts)
+            row, position = np.repeat(rows, counts), consecutive(before, counts)
         pages = self.table[row, position // self.page_size].astype(np.int64)
         slots: Ints = pages * self.page_size + position % self.page_size
         return slots

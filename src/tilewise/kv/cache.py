@@ -102,7 +102,7 @@ class PagedKVCache:
 
     def truncate(self, request: int, length: int) -> None:
         """Forget the tokens of a request past `length`, such as rejected drafts."""
-        self._refuse_unwritten([request])
+        self._refuse_unwritten(request)
         self.book.truncate(request, length)
 
     def free(self, request: int) -> None:
@@ -133,8 +133,7 @@ class PagedKVCache:
         whose prompt goes on; without ids the pages of new tokens are not found again by other requests. Prompts
         and single tokens may be mixed. Raises OutOfPages before anything is changed if the pages do not suffice.
         """
-        if self._step is not None:
-            self._refuse_unwritten([request for request in self._step.requests if request in self.book])
+        self._refuse_unwritten(None)
         step = self.book.step(requests, counts, tokens)
         if step.copies:
             self._copy(step.copies)
@@ -243,11 +242,11 @@ class PagedKVCache:
             flags |= {"cu_seqlens_q": self.cu_seqlens_q(), "max_seqlen_q": int(self._step.counts.max())}
         return flags
 
-    def _refuse_unwritten(self, requests: Sequence[int]) -> None:
-        """A step that was never written would leave rubbish in its slots."""
+    def _refuse_unwritten(self, only: int | None) -> None:
+        """A step that was never written would leave rubbish in the slots of its requests (or of the `only` one)."""
         if self._step is None or len(self._written) == len(self.k):
             return
-        waiting = [request for request in requests if request in self._step.requests]
+        waiting = [request for request in self._step.requests if request in self.book and only in (None, request)]
         if waiting:
             missing = sorted(set(range(len(self.k))) - self._written)
             fix = f"Append layers {missing}, or free request {waiting[0]}."

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.cascade import Group, SharedPrefix
-from tilewise.kv.book import PageBook, Step
+from tilewise.kv.book import PageBook, Step, consecutive
 from tilewise.kv.groups import PrefixGroup
 
 __all__ = ["BatchTables", "HostTables", "StagedTables", "Tables", "round_columns"]
@@ -78,25 +78,22 @@ class Tables:
     def parts(self, step: Step, groups: list[PrefixGroup]) -> Parts:
         """Prefixes, the rows of their queries, and how many pages each place leaves out of its own table."""
         size, table = self.book.page_size, self.book.table
-        ends = np.cumsum(step.counts)
-        members = [
-            np.concatenate([np.arange(ends[place] - step.counts[place], ends[place]) for place in group.places])
-            for group in groups
-        ]
-        rows = np.concatenate(members)
+        order = np.concatenate([group.places for group in groups])
+        counts = step.counts[order]
+        rows = consecutive((np.cumsum(step.counts) - step.counts)[order], counts)
+        members = np.add.reduceat(counts, running_totals(np.array([len(group.places) for group in groups]))[:-1])
         prefix = np.zeros((len(groups), max(group.num_pages for group in groups)), np.int64)
         shift = np.zeros(len(step.rows), np.int64)
         for number, group in enumerate(groups):
             prefix[number, : group.num_pages] = table[step.rows[group.places[0]], : group.num_pages]
             shift[group.places] = group.num_pages
-        counts = np.array([len(member) for member in members], np.int64)
         lengths = np.array([group.num_pages * size for group in groups], np.int64)
         described = tuple(
-            Group(len(group.places), len(member), group.num_pages * size)
-            for group, member in zip(groups, members, strict=True)
+            Group(len(group.places), count, group.num_pages * size)
+            for group, count in zip(groups, members.tolist(), strict=True)
         )
         in_order = bool((rows == np.arange(len(rows))).all())
-        return Parts(described, prefix, lengths, running_totals(counts), None if in_order else rows, shift)
+        return Parts(described, prefix, lengths, running_totals(members), None if in_order else rows, shift)
 
 
 class HostTables(Tables):

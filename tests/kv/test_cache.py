@@ -1,0 +1,358 @@
+"""`PagedKVCache` with its tensors: appending, forking, attention over pages against dense attention, and its errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise import cascade
+from tilewise.kv.tables import StagedTables, round_columns
+
+HEADS, KV_HEADS, DIM, DIM_V, LAYERS = 4, 2, 16, 24, 2
+Rows = tuple[Tensor, Tensor]
+
+
+class Shadow:
+    """A cache beside the rows it should hold: K and V are functions of a token and all tokens before it."""
+
+    def __init__(self, page_size: int, dtype: torch.dtype, num_pages: int = 0, **options: Any) -> None:
+        pages = num_pages or -(-2000 // page_size)
+        self.cache = tw.PagedKVCache(
+            pages, page_size, LAYERS, KV_HEADS, DIM, dtype=dtype, device="cpu", head_dim_v=DIM_V, **options
+        )
+        # What nobody wrote must not matter.
+        self.cache.k.fill_(torch.nan)
+        self.cache.v.fill_(torch.nan)
+        self.dtype = dtype
+        self.tokens: dict[int, list[int]] = {}
+        self.known: dict[int, Tensor] = {}
+
+    def add(self, tokens: list[int]) -> int:
+        request = self.cache.add(tokens)
+        self.tokens[request] = list(tokens)
+        return request
+
+    def fork(self, request: int) -> int:
+        child = self.cache.fork(request)
+        self.tokens[child] = list(self.tokens[request])
+        return child
+
+    def rows(self, request: int, layer: int) -> Rows:
+        """K and V (tokens, heads, dim) of everything the request has."""
+        length, state, rows = self.cache.length(request), 0, []
+        for token in self.tokens[request][:length]:
+            state = hash((state, token, layer)) % 2**40
+            if state not in self.known:
+                generator = torch.Generator().manual_seed(state)
+                self.known[state] = torch.randn(KV_HEADS, DIM + DIM_V, generator=generator).to(self.dtype)
+            rows.append(self.known[state])
+        both = torch.stack(rows)
+        return both[..., :DIM], both[..., DIM:]
+
+    def step(self, requests: list[int], ids: dict[int, int] | None = None, **arguments: Any) -> list[int]:
+        """One step with both layers appended; returns the new tokens of each request."""
+        ids = ids or {}
+        before = {request: self.cache.length(request) for request in requests}
+        tokens = [ids.get(request) for request in requests]
+        for request, token in ids.items():
+            self.tokens[request].append(token)
+        total = self.cache.step(requests, tokens=tokens, **arguments)
+        counts = [self.cache.length(request) - before[request] for request in requests]
+        assert sum(counts) == total
+        for layer in range(LAYERS):
+            new = [
+                tuple(part[-count:] for part in self.rows(request, layer))
+                for request, count in zip(requests, counts, strict=True)
+            ]
+            self.cache.append(torch.cat([k for k, _ in new]), torch.cat([v for _, v in new]), layer=layer)
+        return counts
+
+    def check(self, requests: list[int], counts: list[int], *, exact: bool = True, **flags: Any) -> None:
+        """Attention over the pages is attention over the rows: of packed sequences, bit for bit if `exact`."""
+        torch.manual_seed(sum(counts))
+        q = torch.randn(sum(counts), HEADS, DIM).to(self.dtype)
+        for layer in range(LAYERS):
+            out, lse = self.cache.attention(q, layer=layer, return_lse=True, **flags)
+            rows = [self.rows(request, layer) for request in requests]
+            dense = dense_attention(q, rows, counts, self.dtype, **flags)
+            if exact:
+                assert torch.equal(out, dense[0])
+                assert torch.equal(lse, dense[1])
+            else:
+                judge(out, dense[0], dense_attention(q.double(), rows, counts, torch.float64, **flags)[0])
+
+
+def dense_attention(q: Tensor, rows: list[Rows], counts: list[int], dtype: torch.dtype, **flags: Any) -> Any:
+    lengths = torch.tensor([len(k) for k, _ in rows])
+    cu_q, cu_k = (torch.cat((torch.zeros(1), c.cumsum(0))).to(torch.int32) for c in (torch.tensor(counts), lengths))
+    k, v = (torch.cat(parts).to(dtype) for parts in zip(*rows, strict=True))
+    return tw.attention_varlen(q, k, v, cu_q, cu_k, causal=True, return_lse=True, **flags)
+
+
+def judge(out: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """At most twice the error of the plain call, and a few ulp."""
+    allowed = 2 * (plain.double() - exact).abs().max() + 4 * torch.finfo(out.dtype).eps * exact.abs().max()
+    assert (out.double() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128, 256])
+def test_a_life_of_requests_equals_dense_attention(page_size: int, dtype: torch.dtype) -> None:
+    shadow = Shadow(page_size, dtype, prefix_sharing=page_size != 1)
+    a, b, c = shadow.add(list(range(300))), shadow.add(list(range(7))), shadow.add(list(range(290)) + [1] * 41)
+    # Prefill, in chunks, together with a short prompt.
+    shadow.check([a, b], shadow.step([a, b], counts=[150, 7]))
+    # A prompt's second chunk, a decoding request, and a prompt that finds what is there.
+    shadow.cache.reuse(c)
+    shadow.check([a, b, c], shadow.step([a, b, c], {b: 77}, counts=[150, 1, shadow.cache.pending(c)]))
+    # Decoding only, in another order, over a page's end.
+    for number in range(3):
+        shadow.check([c, a, b], shadow.step([c, a, b], dict.fromkeys((a, b, c), number)))
+    child = shadow.fork(b)
+    shadow.check([b, child], shadow.step([b, child], {b: 5, child: 6}))
+    shadow.cache.free(a)
+    shadow.check([child], shadow.step([child], {child: 9}))
+    assert shadow.cache.stats().copies == (1 if page_size > 1 else 0)
+    for request in (b, c, child):
+        shadow.cache.free(request)
+    assert shadow.cache.stats().pages_held == 0
+
+
+def test_a_decoding_batch_equals_dense_decoding_bit_for_bit() -> None:
+    shadow = Shadow(64, torch.float32)
+    request = shadow.add(list(range(200)))
+    shadow.step([request])
+    shadow.step([request], {request: 1})
+    q = torch.randn(1, HEADS, DIM)
+    k, v = shadow.rows(request, 0)
+    dense = tw.attention(q.view(1, HEADS, 1, DIM), k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+    assert torch.equal(shadow.cache.attention(q), dense.view(1, HEADS, DIM_V))
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cascade at any size."""
+    monkeypatch.setattr(cascade, "OVERHEAD_SECONDS", {})
+
+
+def shared_batch(page_size: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Shadow, list[int]]:
+    """Five requests: three with one prefix of 100 tokens, two with another of 50, in no order."""
+    shadow = Shadow(page_size, dtype)
+    first, second = shadow.add([*range(100), 1]), shadow.add([*range(1000, 1050), 1])
+    shadow.step([first, second])
+    others = [shadow.add([*range(100), n]) for n in (2, 3)] + [shadow.add([*range(1000, 1050), 4, 5])]
+    shadow.step(others)
+    return shadow, [first, second, others[2], others[0], others[1]]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("flags", [{}, {"softcap": 2.0}, {"sinks": True}], ids=["plain", "softcap", "sinks"])
+def test_shared_prefixes_are_attended_once(dtype: torch.dtype, flags: dict[str, Any]) -> None:
+    shadow, requests = shared_batch(dtype=dtype)
+    flags = {**flags, "sinks": torch.linspace(-1, 2, HEADS).to(dtype)} if "sinks" in flags else flags
+    counts = shadow.step(requests, dict.fromkeys(requests, 8))
+    shared = shadow.cache.shared_prefix()
+    assert shared is not None
+    assert shared.groups == (cascade.Group(3, 3, 96), cascade.Group(2, 2, 48))
+    assert shared.keys_saved == 2 * 96 + 48
+    shadow.check(requests, counts, exact=False, **flags)
+    # One alone shares nothing and is exact.
+    shadow.check(requests[:1], shadow.step(requests[:1], {requests[0]: 3}))
+    assert shadow.cache.shared_prefix() is None
+
+
+@pytest.mark.usefixtures("eager")
+def test_prompts_behind_a_shared_prefix() -> None:
+    shadow, requests = shared_batch()
+    late = [shadow.add(list(range(100)) + [50 + n] * (20 + n)) for n in range(3)]
+    batch = [*late, requests[1]]
+    counts = shadow.step(batch, {requests[1]: 2})
+    assert max(counts) > 20
+    shared = shadow.cache.shared_prefix()
+    assert shared is not None
+    assert shared.rows is None
+    shadow.check(batch, counts, exact=False)
+
+
+def test_the_plan_says_what_becomes_of_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    shadow, requests = shared_batch()
+    shadow.step(requests)
+    q = torch.randn(5, HEADS, DIM)
+    small = shadow.cache.explain(q)
+    assert small.cascade is not None
+    assert small.cascade.startswith("no: reading the shared keys once saves")
+    monkeypatch.setattr(cascade, "OVERHEAD_SECONDS", {})
+    plan = shadow.cache.explain(q)
+    assert plan.cascade is not None
+    assert plan.cascade.startswith("96 keys once for 3 queries of 3 sequences, 48 keys once for 2 queries of 2")
+    assert "cascade" in str(plan)
+    assert plan.to_dict()["cascade"] == plan.cascade
+    refused = shadow.cache.explain(q, window=(30, 0)).cascade
+    assert refused == "no: a window ends in another place of the prefix for every sequence"
+    slopes = torch.ones(HEADS)
+    assert (
+        shadow.cache.explain(q, alibi_slopes=slopes).cascade
+        == "no: alibi_slopes is another one for every sequence of a group"
+    )
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("flags", [{"window": (30, 0)}, {"alibi_slopes": torch.linspace(0.1, 1, HEADS)}])
+def test_what_cannot_be_shared_is_computed_as_ever(flags: dict[str, Any]) -> None:
+    shadow, requests = shared_batch()
+    shadow.check(requests, shadow.step(requests, dict.fromkeys(requests, 8)), **flags)
+
+
+def test_the_mirror_on_a_device_follows_the_host() -> None:
+    shadow, requests = shared_batch()
+    cache = shadow.cache
+    mirror = StagedTables(cache.book, cache.device)
+    steps: list[tuple[list[int], dict[int, int]]] = [
+        (requests[:4], dict.fromkeys(requests[:4], 1)),
+        (requests[3::-1], dict.fromkeys(requests[:4], 2)),
+        ([requests[1], shadow.add([7] * 40)], {requests[1]: 5}),
+        *(([shadow.fork(requests[0]), requests[0]], {}) for _ in range(20)),
+    ]
+    cache.free(requests.pop())
+    for batch, ids in steps:
+        shadow.step(batch, ids)
+        step = cache._step
+        assert step is not None
+        mine, theirs = cache._batch, mirror.batch(step)
+        assert mine is not None
+        columns = -(-int(cache.seqlens().max()) // 16)
+        assert torch.equal(mine.block_table[:, :columns], theirs.block_table[:, :columns])
+        for name in ("seqlens_k", "cu_seqlens_q", "slots"):
+            a, b = getattr(mine, name), getattr(theirs, name)
+            assert (a is None and b is None) or (torch.equal(a, b) and a.dtype == b.dtype)
+        shared = cache.shared_prefix()
+        if shared is not None:
+            groups = tw_groups(cache)
+            for a, b in zip(shared, mirror.shared(step, groups), strict=True):
+                assert torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+
+
+def tw_groups(cache: tw.PagedKVCache) -> Any:
+    from tilewise.kv.groups import find_groups
+
+    assert cache._step is not None
+    return find_groups(cache.book.table, cache._step.rows, cache._step.before // cache.book.page_size)
+
+
+def test_tables_ask_for_few_different_sizes() -> None:
+    sizes = [round_columns(columns) for columns in range(1, 1025)]
+    assert len(set(sizes)) == 36
+    assert all(columns <= size < 1.25 * columns for columns, size in enumerate(sizes, 1))
+
+
+def test_rows_of_any_layout_are_written_and_nothing_else() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        cache = tw.PagedKVCache(40, 5, 1, 3, 7, dtype=dtype, device="cpu", head_dim_v=9)
+        cache.k.fill_(-1)
+        cache.v.fill_(-1)
+        rows = cache.step([cache.add(range(33)), cache.add(range(100, 171))])
+        qkv = torch.randn(rows, 3, 2 * 7 + 9).to(dtype)
+        k, v = qkv[..., :14:2], qkv[..., 14:]
+        cache.append(k, v)
+        flat_k, flat_v = cache.k.flatten(1, 2)[0], cache.v.flatten(1, 2)[0]
+        assert torch.equal(flat_k[cache.slots()], k)
+        assert torch.equal(flat_v[cache.slots()], v)
+        untouched = torch.ones(200, dtype=torch.bool)
+        untouched[cache.slots()] = False
+        assert (flat_k[untouched] == -1).all()
+        assert (flat_v[untouched] == -1).all()
+
+
+def rows_of(count: int, dim: int = DIM, **options: Any) -> Tensor:
+    return torch.zeros(count, KV_HEADS, dim, **options)
+
+
+BAD: dict[str, tuple[Callable[[tw.PagedKVCache], object], str]] = {
+    "rows": (lambda c: c.append(rows_of(3), rows_of(3, DIM_V)), "k: expected shape .4, 2, 16."),
+    "dtype": (lambda c: c.append(rows_of(4).double(), rows_of(4, DIM_V)), "k: expected dtype torch.float32"),
+    "device": (lambda c: c.append(rows_of(4), rows_of(4, DIM_V, device="meta")), "v: expected device cpu"),
+    "layer": (lambda c: c.append(rows_of(4), rows_of(4, DIM_V), layer=2), "layer: expected between 0 and 1"),
+    "step before append": (lambda c: c.step([0]), r"every layer of the step before appended, got 2 missing"),
+    "truncate before append": (lambda c: c.truncate(0, 1), "every layer of the step before appended"),
+    "float tokens": (lambda c: c.add(torch.ones(3)), "tokens: expected a 1-D tensor of ids"),
+    "finished": (lambda c: c.fork(1), "1, which is finished"),
+    "table elsewhere": (
+        lambda c: tw.attention_paged(
+            torch.zeros(1, HEADS, DIM), *c.pages(), c.block_table().to("meta"), c.seqlens()
+        ),
+        "block_table: expected",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named_and_changes_nothing(name: str) -> None:
+    call, message = BAD[name]
+    cache = Shadow(4, torch.float32).cache
+    request = cache.add(torch.arange(4))
+    cache.free(cache.add([1, 2]))
+    cache.step([request])
+    before, contents = cache.stats(), cache.k.clone()
+    with pytest.raises(tw.InvalidProblem, match=message):
+        call(cache)
+    assert cache.stats() == before
+    assert torch.equal(cache.k.isnan(), contents.isnan())
+    for layer in range(LAYERS):
+        cache.append(rows_of(4), rows_of(4, DIM_V), layer=layer)
+    assert cache.length(request) == 4
+    assert cache.step([request]) == 1
+
+
+def test_tensors_of_a_step_need_a_step() -> None:
+    cache = tw.PagedKVCache(4, 4, 1, 1, 8, dtype=torch.float32, device="cpu")
+    for call in (cache.block_table, cache.seqlens, cache.cu_seqlens_q, cache.slots, cache.shared_prefix):
+        with pytest.raises(tw.InvalidProblem, match="before its tensors are asked for"):
+            call()
+    with pytest.raises(tw.InvalidProblem, match="num_layers: expected at least 1"):
+        tw.PagedKVCache(4, 4, 0, 1, 8, dtype=torch.float32, device="cpu")
+
+
+def test_a_failed_step_is_left_by_freeing_its_requests() -> None:
+    shadow = Shadow(4, torch.float32)
+    doomed, other = shadow.add(list(range(9))), shadow.add(list(range(9)))
+    shadow.cache.step([doomed])
+    shadow.cache.free(doomed)
+    shadow.check([other], shadow.step([other]))
+
+
+def test_out_of_pages_leaves_everything_as_it_was() -> None:
+    shadow = Shadow(4, torch.float32, num_pages=3)
+    request = shadow.add(list(range(8)))
+    counts = shadow.step([request])
+    shadow.check([request], counts)
+    other = shadow.add([5] * 5)
+    before = shadow.cache.stats()
+    with pytest.raises(tw.OutOfPages, match="takes 3 pages and 1 of 3"):
+        shadow.cache.step([request, other])
+    assert shadow.cache.stats() == before
+    assert shadow.cache.pages_for([5] * 5) == 2 > shadow.cache.available_pages()
+    shadow.check([request], shadow.step([request], {request: 3}))
+
+
+def test_a_step_of_256_requests_costs_little_host_time() -> None:
+    cache = tw.PagedKVCache(256 * 70, 16, 1, 1, 8, dtype=torch.float32, device="cpu")
+    requests = [cache.add([n, *range(500 + n)]) for n in range(256)]
+    total = cache.step(requests)
+    rows = torch.zeros(total, 1, 8)
+    cache.append(rows, rows)
+    times = []
+    for _ in range(32):
+        start = time.thread_time()
+        cache.step(requests, tokens=requests)
+        cache.shared_prefix()
+        times.append(time.thread_time() - start)
+        cache.append(rows[:256], rows[:256])
+    # About 0.3 ms on an idle core; the limit that must hold is 1 ms.
+    assert min(times) < 1e-3
