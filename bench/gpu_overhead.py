@@ -11,8 +11,8 @@ PyTorch first, then timed in layers, each a part of the one before:
     driver    the C launcher alone, all arguments given
     torch     SDPA on the same tensors
 
-`lengths` is the number of kernels that 20 sequence lengths compile beyond those of the first call: 0, or 1 in the Hopper
-backward, which has a kernel for whole key tiles.
+`lengths` is the number of kernels that 20 sequence lengths compile beyond those of the first call: 0, or 1 in the
+Hopper backward, which has a kernel for whole key tiles.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import device as devices
-from tilewise.backends.triton import arguments, configs, launch, planning
+from tilewise.backends.gpu.compilation import compile_call
+from tilewise.backends.gpu.launching import Launches, View
+from tilewise.backends.gpu.symbols import KernelCall
+from tilewise.backends.triton import arguments, configs, launch, passes, planning
 from tilewise.backends.triton.configs import Config, Pass
 from tilewise.bench import machine
 from tilewise.operands import Operands
@@ -65,7 +68,7 @@ def problem_of(
 
 
 class Inputs:
-    """A dense problem with its tensors and everything a single kernel of the backward needs."""
+    """A dense problem with its tensors and everything a single kernel needs."""
 
     def __init__(self, problem: AttentionProblem, backward: bool) -> None:
         self.problem = p = problem
@@ -73,45 +76,45 @@ class Inputs:
         self.q = torch.randn(p.batch, p.num_heads, p.seqlen_q, p.head_dim, device="cuda", dtype=p.dtype)
         self.k, self.v = (torch.randn(kv_shape, device="cuda", dtype=p.dtype) for _ in range(2))
         self.operands = Operands(self.q, self.k, self.v)
-        self.plan = planning.plan_for(p, devices.of(self.q.device), False)
+        self.device, self.index = devices.of(self.q.device), self.q.get_device()
+        self.plan = planning.plan_for(p, self.device, False)
         self.out, self.lse = torch.empty_like(self.q), torch.empty(p.lse_shape, device="cuda")
+        self.tensors: dict[str, Tensor] = {"q": self.q, "k": self.k, "v": self.v, "out": self.out, "lse": self.lse}
         if backward:
-            self.out, self.lse = launch.run_forward(p, self.operands)
+            out, lse = launch.run_forward(p, self.operands)
+            self.out.copy_(out)
+            self.lse.copy_(lse)
             self.dout = torch.randn_like(self.q)
             self.dq, self.dk, self.dv = (torch.empty_like(t) for t in (self.q, self.k, self.v))
-            self.lse_unit, self.delta = torch.empty_like(self.lse), torch.empty_like(self.lse)
-            self.stats().start()
-            rows = arguments.dense_rows
-            self.shared = arguments.score_arguments(self.plan, self.operands) | {
-                "dout": rows(self.dout),
-                "lse_unit": rows(self.lse_unit),
-                "delta": rows(self.delta),
-            }
+            workspace = torch.empty(2 * arguments.workspace_rows(self.plan, 0)[1], device="cuda")
+            made = {"dout": self.dout, "dq": self.dq, "dk": self.dk, "dv": self.dv, "workspace": workspace}
+            self.tensors |= made
+            self.runner([passes.stats_call(self.plan, self.views)])()
 
-    def stats(self) -> launch.Launch:
-        """What the backward starts with: lse in its unit, and delta."""
-        return launch.stats_launch(self.plan, self.out, self.dout, self.lse, None, self.lse_unit, self.delta)
+    @property
+    def views(self) -> dict[str, View]:
+        """What the calls are described for."""
+        return {name: View(t.stride(), t.dtype, aligned=True) for name, t in self.tensors.items()}
 
-    def launch(self, direction: Pass, config: Config) -> launch.Launch:
+    def runner(self, calls: list[KernelCall]) -> Run:
+        """The calls, compiled and ready to be started."""
+        ready = Launches(calls, tuple(self.tensors), self.device, self.index)
+        return functools.partial(ready.run, tuple(self.tensors.values()))
+
+    def call(self, direction: Pass, config: Config) -> KernelCall:
         """One kernel with the given tiles."""
-        rows = arguments.dense_rows
+        views = self.views
         with configs.overridden({direction: config}):
             if direction == "forward":
-                return launch.forward_launches(self.plan, self.operands, self.out, self.lse)[0]
+                return passes.forward_calls(self.plan, views)[0]
+            shared = passes.shared_arguments(self.plan, views)
             if direction == "dkdv":
-                return launch.key_gradient_launch(self.plan, self.shared, rows(self.dk), rows(self.dv))
-            return launch.query_gradient_launch(self.plan, self.shared, self.dq)
+                return passes.key_gradient_call(self.plan, shared, views["dk"], views["dv"])
+            return passes.query_gradient_call(self.plan, shared, views["dq"])
 
-
-def start(item: launch.Launch) -> Any:
-    """Launch; returns the compiled kernel."""
-    return item.kernel[item.programs](**item.arguments, num_warps=item.num_warps, num_stages=item.num_stages)
-
-
-def start_all(items: list[launch.Launch]) -> None:
-    """Launch one after the other."""
-    for item in items:
-        start(item)
+    def launch(self, direction: Pass, config: Config) -> Run:
+        """The same, ready to be started."""
+        return self.runner([self.call(direction, config)])
 
 
 def attempt(label: str, make: Callable[[], Run]) -> dict[str, Run]:
@@ -130,8 +133,9 @@ def check(direction: Pass, dim: int, causal: bool, config: Config) -> dict[str, 
     began = time.time()
     try:
         inputs = Inputs(problem_of(2, 4, 2, 300, 557, dim, causal), direction != "forward")
-        compiled = start(inputs.launch(direction, config))
+        inputs.launch(direction, config)()
         torch.cuda.synchronize()
+        compiled = compile_call(inputs.call(direction, config), inputs.device, inputs.index)
         record |= {"registers": compiled.n_regs, "spills": compiled.n_spills, "smem": compiled.metadata.shared}
         worst = worst_error(inputs, direction)
         if not worst < 0.03:
@@ -239,7 +243,7 @@ def tune_cell(direction: Pass, p: AttentionProblem, good: list[Config], records:
     inputs = Inputs(p, direction != "forward")
 
     def timed(candidates: list[Config]) -> dict[str, float]:
-        return round_robin({short(c): functools.partial(start, inputs.launch(direction, c)) for c in candidates})
+        return round_robin({short(c): inputs.launch(direction, c) for c in candidates})
 
     taken = timed(good)
     if not taken:
@@ -304,10 +308,10 @@ def compare_cell(p: AttentionProblem, chosen: dict[Pass, Config], with_flex: boo
     flex = compiled_flex(p) if with_flex else None
     for backward in (False, True):
         inputs = Inputs(p, True)
-        passes: tuple[Pass, ...] = ("dkdv", "dq") if backward else ("forward",)
-        items = [inputs.stats()] if backward else []
-        items += [inputs.launch(name, chosen[name]) for name in passes]
-        taken = round_robin({"tilewise": functools.partial(start_all, items)} | peer_runs(p, inputs, backward, flex))
+        directions: tuple[Pass, ...] = ("dkdv", "dq") if backward else ("forward",)
+        calls = [passes.stats_call(inputs.plan, inputs.views)] if backward else []
+        calls += [inputs.call(name, chosen[name]) for name in directions]
+        taken = round_robin({"tilewise": inputs.runner(calls)} | peer_runs(p, inputs, backward, flex))
         direction = "backward" if backward else "forward"
         report(cell_name(direction, p) + " peers", p, direction, taken, records)
 
@@ -328,9 +332,10 @@ def graph_of(run: Run) -> Run:
 def decode_run(inputs: Inputs, config: Config, splits: int) -> Run:
     """Split-KV decoding and its merge."""
     plan = inputs.plan._replace(num_splits=splits)
+    inputs.tensors["workspace"] = torch.empty(sum(passes.parts_size(plan)) + 4, device="cuda")
     with configs.overridden({"decode": config}):
-        items = launch.decode_launches(plan, inputs.operands, inputs.out, inputs.lse)
-    return graph_of(functools.partial(start_all, items))
+        calls = passes.decode_calls(plan, inputs.views)
+    return graph_of(inputs.runner(calls))
 
 
 def cudnn_decode_run(inputs: Inputs) -> Run:
