@@ -27,8 +27,8 @@ TAKEN: dict[str, dict[str, Any]] = {
     "sinks": {"has_sinks": True, "needs_grad": True},
     "packed": {"kind": "varlen", "needs_grad": True},
     "deterministic": {"deterministic": True, "needs_grad": True},
-    "wide heads forward": {"head_dim": 256, "head_dim_v": 256},
-    "unequal forward": {"head_dim": 192, "head_dim_v": 128},
+    "wide heads": {"head_dim": 256, "head_dim_v": 256, "needs_grad": True},
+    "unequal": {"head_dim": 192, "head_dim_v": 128, "needs_grad": True, "deterministic": True},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp32": ({"dtype": torch.float32}, "float32"),
@@ -43,8 +43,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "odd values": ({"head_dim_v": 100}, "head_dim_v 100"),
     "negative scale": ({"scale": -1.0}, "scale"),
     "no keys": ({"seqlen_k": 0, "total_k": 0}, "nothing to compute"),
-    "wide backward": ({"head_dim": 192, "head_dim_v": 192, "needs_grad": True}, "head_dim up to 128"),
-    "unequal backward": ({"head_dim": 128, "head_dim_v": 64, "needs_grad": True}, "head_dim_v"),
 }
 
 

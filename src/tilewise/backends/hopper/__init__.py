@@ -32,7 +32,6 @@ HEAD_DIM_STEP = 8
 MIN_HEAD_DIM, MAX_HEAD_DIM = 40, 256
 # Decoding one token for 32/8 heads reads K and V at 379 to 1437 GB/s here, at 2341 to 4387 in Triton's split-KV kernel.
 FEW_ROWS = 64
-MAX_BACKWARD_HEAD_DIM = 128
 # Gluon is experimental: its names move between Triton releases.
 TRITON_RELEASES = ("3.6",)
 
@@ -104,15 +103,6 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield f"{problem.seqlen_q} query rows a K/V head fill no warpgroup: split-KV decoding is up to ten times faster"
     if problem.scale <= 0:
         yield f"scale {problem.scale} is not positive (the running maximum is taken before scaling)"
-    if problem.needs_grad:
-        yield from _backward_refusals(problem)
-
-
-def _backward_refusals(problem: AttentionProblem) -> Iterator[str]:
-    if problem.head_dim != problem.head_dim_v:
-        yield "the backward wants head_dim_v equal to head_dim"
-    if problem.head_dim > MAX_BACKWARD_HEAD_DIM:
-        yield f"the backward wants head_dim up to {MAX_BACKWARD_HEAD_DIM}, here {problem.head_dim}"
 
 
 @functools.cache

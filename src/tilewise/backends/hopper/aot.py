@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends.hopper.backward import backward_kernel
+from tilewise.backends.hopper.backward_wide import backward_wide_kernel
 from tilewise.backends.hopper.compilation import compile_kernel
 from tilewise.backends.hopper.configs import BackwardConfig, ForwardConfig
 from tilewise.backends.hopper.forward import forward_kernel
@@ -30,7 +31,7 @@ __all__ = ["Resources", "compile_backward", "compile_forward", "compile_query_gr
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 HOPPER = GPUTarget("cuda", 90, 32)
-GLUON_DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+GLUON_DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "i32": gl.int32}
 
 
 @dataclass(frozen=True)
@@ -83,19 +84,21 @@ def compile_forward(config: ForwardConfig, dtype: str = "bf16") -> Any:
 
 def compile_backward(config: BackwardConfig, dtype: str = "bf16") -> Any:
     """The main backward kernel of one configuration."""
-    queries, keys = (
-        descriptor_type(dtype, tile_box(rows, config.D, packed=config.IS_VARLEN)) for rows in (config.BLOCK_M, 64)
-    )
+
+    def desc(rows: int, columns: int) -> str | None:
+        return descriptor_type(dtype, tile_box(rows, columns, packed=config.IS_VARLEN)) if columns else None
+
     index = "*i32" if config.IS_VARLEN else None
     signature = {
-        "q_desc": queries,
-        "dout_desc": queries,
-        "k_desc": keys,
-        "v_desc": keys,
+        "q_desc": desc(config.BLOCK_M, config.D),
+        "dout_desc": desc(config.BLOCK_M, config.DV),
+        "k_desc": desc(64, config.D),
+        "v_desc": desc(64, config.DV),
+        "dk_desc": desc(64, config.D),
+        "dv_desc": desc(64, config.DV),
         "stats_desc": descriptor_type("fp32", [2 * config.BLOCK_M]),
-        "dq_desc": descriptor_type("fp32", [128, 32]) if config.FUSED else None,
-        "dk_desc": keys,
-        "dv_desc": keys,
+        "units_desc": descriptor_type("fp32", [config.BLOCK_M]) if config.FIXED_POINT else None,
+        "dq_desc": descriptor_type("i32" if config.FIXED_POINT else "fp32", [128, 32]) if config.FUSED else None,
         "cu_seqlens_q": index,
         "cu_seqlens_k": index,
         "counter_ptr": "*i32",
@@ -104,7 +107,17 @@ def compile_backward(config: BackwardConfig, dtype: str = "bf16") -> Any:
         "scale": "fp32",
         "sizes": Sizes(*("i32",) * len(Sizes._fields)),  # type: ignore[arg-type]
     }
-    return compile_kernel(backward_kernel, signature, {"C": config}, (), HOPPER)
+    if not config.WIDE:
+        return compile_kernel(backward_kernel, signature, {"C": config}, (), HOPPER)
+    signature |= {
+        "q_rest": desc(config.BLOCK_M, config.D_REST),
+        "dout_rest": desc(config.BLOCK_M, config.DV_REST),
+        "k_rest": desc(64, config.D_REST),
+        "v_rest": desc(64, config.DV_REST),
+        "dk_rest": desc(64, config.D_REST),
+        "dv_rest": desc(64, config.DV_REST),
+    }
+    return compile_kernel(backward_wide_kernel, signature, {"C": config}, (), HOPPER)
 
 
 def compile_query_gradient(config: BackwardConfig, dtype: str = "bf16") -> Any:

@@ -7,8 +7,7 @@ Grid: fused, one CTA per SM, persistent, key tiles from the counter; alone, one 
                P^T = exp2(S^T - lse), dS^T = P^T (dP^T - delta)
                dV += P^T dO, dK += dS^T Q           P^T, dS^T as register operands
                dQ = dS K                            dS of both warpgroups through shared memory
-             and dQ leaves by TMA reduce-add into an fp32 accumulator kept in the order of the wgmma registers, so that
-             every thread stores 16 bytes without bank conflicts (2-4 % at D=128).
+             and dQ leaves by TMA reduce-add (dq_tiles.py), in floating point or, to be repeatable, in integers.
 
 GQA walks the query heads of a group inside the CTA: dK and dV need no atomics. The row statistics are prepared by
 backward_rows.py: rows past the end, and rows without keys, have lse = +inf and so P = 0, without a mask.
@@ -24,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_mailbox, make_ring, start
+from tilewise.backends.hopper.dq_tiles import add_block, row_units
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import barrier_sync, exp2, uniform
-from tilewise.backends.hopper.reduction import reduce_add
 from tilewise.backends.hopper.schedule import (
     key_span,
     lengths_of,
@@ -50,6 +49,7 @@ class Pipeline:
     q_smem: gl.shared_memory_descriptor
     dout_smem: gl.shared_memory_descriptor
     stats_smem: gl.shared_memory_descriptor
+    units_smem: gl.shared_memory_descriptor
     k_smem: gl.shared_memory_descriptor
     v_smem: gl.shared_memory_descriptor
     ds_smem: gl.shared_memory_descriptor
@@ -60,11 +60,12 @@ class Pipeline:
 
     @gluon.constexpr_function
     def __init__(
-        self, q_smem, dout_smem, stats_smem, k_smem, v_smem, ds_smem, dq_smem, query_ring, key_ring, tiles
-    ):  # fmt: skip
+        self, q_smem, dout_smem, stats_smem, units_smem, k_smem, v_smem, ds_smem, dq_smem, query_ring, key_ring, tiles
+    ):
         self.q_smem = q_smem
         self.dout_smem = dout_smem
         self.stats_smem = stats_smem
+        self.units_smem = units_smem
         self.k_smem = k_smem
         self.v_smem = v_smem
         self.ds_smem = ds_smem
@@ -78,15 +79,21 @@ class Pipeline:
 
 
 @gluon.jit
-def load_queries(q_desc, dout_desc, stats_desc, pipe, at, span, head, item, m_block, num_m, C: gl.constexpr):
+def load_queries(
+    q_desc, dout_desc, stats_desc, units_desc, pipe, at, span, head, item, m_block, num_m, C: gl.constexpr
+):
     """Start the copies of one query tile: Q, dO and its row statistics; the next slot."""
-    BYTES: gl.constexpr = 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes
+    UNITS_BYTES: gl.constexpr = 4 * C.BLOCK_M if C.FIXED_POINT else 0
+    BYTES: gl.constexpr = 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes + UNITS_BYTES
     row = m_block * C.BLOCK_M
     ready = pipe.query_ring.acquire(at, BYTES)
     tma.async_copy_global_to_shared(q_desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, pipe.q_smem.index(at.slot))
     tma.async_copy_global_to_shared(
         stats_desc, [(item * num_m + m_block) * (2 * C.BLOCK_M)], ready, pipe.stats_smem.index(at.slot)
     )
+    if C.FIXED_POINT:
+        place = [(item * num_m + m_block) * C.BLOCK_M]
+        tma.async_copy_global_to_shared(units_desc, place, ready, pipe.units_smem.index(at.slot))
     tma.async_copy_global_to_shared(
         dout_desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, pipe.dout_smem.index(at.slot)
     )
@@ -94,7 +101,9 @@ def load_queries(q_desc, dout_desc, stats_desc, pipe, at, span, head, item, m_bl
 
 
 @gluon.jit
-def producer(q_desc, dout_desc, k_desc, v_desc, stats_desc, counter_ptr, cu_seqlens, sizes, pipe, C: gl.constexpr):
+def producer(
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counter_ptr, cu_seqlens, sizes, pipe, C: gl.constexpr
+):
     """Feed the rings."""
     KEY_BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes
     at = start(C.NUM_STAGES)
@@ -117,7 +126,7 @@ def producer(q_desc, dout_desc, k_desc, v_desc, stats_desc, counter_ptr, cu_seql
         lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
         if lo < hi:  # the first query tile ahead of K and V: its place in the ring is free before theirs
             at = load_queries(
-                q_desc, dout_desc, stats_desc, pipe, at, q_span, kv_head * group, item * group, lo, num_m, C
+                q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group, item * group, lo, num_m, C
             )
         ready = pipe.key_ring.acquire(key_turn, KEY_BYTES)
         key_turn = key_turn.next()
@@ -131,8 +140,8 @@ def producer(q_desc, dout_desc, k_desc, v_desc, stats_desc, counter_ptr, cu_seql
             begin = gl.where(g == 0, lo + 1, lo)
             for m_block in range(begin, hi):
                 at = load_queries(
-                    q_desc, dout_desc, stats_desc, pipe, at, q_span, kv_head * group + g, item * group + g, m_block,
-                    num_m, C)  # fmt: skip
+                    q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group + g, item * group + g,
+                    m_block, num_m, C)  # fmt: skip
         if C.PERSISTENT:
             tile = next_tile(counter_ptr, sizes)
             tile = skip_empty(tile, counter_ptr, cu_seqlens[1], sizes, 128, False, C)
@@ -164,9 +173,7 @@ def mask_transposed(p, m_block, first_key, seqlen_q, seqlen_k, sizes, C: gl.cons
 
 
 @gluon.jit
-def add_query_gradient(
-    ds_slot, dsa, q, dk, dv_issued, pa, dq_desc, dq_row, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr
-):
+def add_query_gradient(at, dsa, q, dk, dv_issued, pa, dq_desc, dq_row, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr):
     """Issue dQ = dS K, 64 queries x 64 columns a warpgroup, and dK += dS^T Q under it; add dQ to the accumulator.
 
     At D=128 the warpgroups take halves of the columns, at D=64 halves of the 128 queries. Two dS buffers are enough:
@@ -180,8 +187,8 @@ def add_query_gradient(
     # products below need anyway (1-3 %).
     tma.store_wait(0)
     barrier_sync(8, 256)
-    ds0 = pipe.ds_smem.index(ds_slot).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
-    ds1 = pipe.ds_smem.index(ds_slot + 1).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
+    ds0 = pipe.ds_smem.index(at.slot * 2).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
+    ds1 = pipe.ds_smem.index(at.slot * 2 + 1).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
     k0 = pipe.k_smem.index(0).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
     k1 = pipe.k_smem.index(1).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
     zeros = gl.zeros([64, 64], gl.float32, accumulator_layout(64))
@@ -190,10 +197,8 @@ def add_query_gradient(
     dv, pa = warpgroup_mma_wait(2, deps=[dv_issued, pa])  # retires P^T: its registers are needed
     dk_issued = warpgroup_mma(dsa, q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[dq])
-    ordered = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
-    pipe.dq_smem.index(WARPGROUP).store(gl.reshape(ordered, [128, 32]))
-    fence_async_shared()  # orders the store of dQ before TMA reads it
-    reduce_add(dq_desc, [(dq_row * 2 + WARPGROUP) * 128, 0], pipe.dq_smem.index(WARPGROUP))
+    units = row_units(pipe.units_smem, at.slot, FIRST_QUERY, C)
+    add_block(dq, units, dq_desc, dq_row * 2 + WARPGROUP, pipe.dq_smem.index(WARPGROUP), C)
     return dk_issued, dv
 
 
@@ -235,7 +240,7 @@ def backward_step(
     dv_issued = warpgroup_mma(pa, dout, dv, is_async=True)
     if C.FUSED:
         dk_issued, dv = add_query_gradient(
-            at.slot * 2, dsa, q, dk, dv_issued, pa, dq_desc, dq_row, pipe, WARPGROUP, C)  # fmt: skip
+            at, dsa, q, dk, dv_issued, pa, dq_desc, dq_row, pipe, WARPGROUP, C)  # fmt: skip
     else:
         dk_issued = warpgroup_mma(dsa, q, dk, is_async=True)
         dv, pa = warpgroup_mma_wait(1, deps=[dv_issued, pa])
@@ -342,7 +347,7 @@ def consumer(
 
 
 @gluon.jit
-def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, dq_desc, C: gl.constexpr):
+def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C: gl.constexpr):
     """Allocate everything the roles share."""
     DTYPE: gl.constexpr = q_desc.dtype
     D: gl.constexpr = C.D
@@ -355,15 +360,20 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, dq_desc, C: gl.
     stats_smem = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 2 * BLOCK_M], stats_desc.layout)
     ds_smem = q_smem
     dq_smem = q_smem
+    units_smem = stats_smem
     if C.FUSED:
         DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
         ds_smem = gl.allocate_shared_memory(DTYPE, [2 * NUM_STAGES, 64, BLOCK_M], DS_LAYOUT)
-        dq_smem = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq_desc.layout)
+        dq_smem = gl.allocate_shared_memory(dq_desc.dtype, [2, 128, 32], dq_desc.layout)
+    if C.FIXED_POINT:
+        units_smem = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, BLOCK_M], units_desc.layout)
     key_ring = make_ring(1, 2)
     query_ring = make_ring(NUM_STAGES, 2)
     tiles = make_mailbox(2)
     fence_async_shared()  # the barriers are initialised before TMA reports to them
-    return Pipeline(q_smem, dout_smem, stats_smem, k_smem, v_smem, ds_smem, dq_smem, query_ring, key_ring, tiles)
+    return Pipeline(
+        q_smem, dout_smem, stats_smem, units_smem, k_smem, v_smem, ds_smem, dq_smem, query_ring, key_ring, tiles
+    )
 
 
 @gluon.jit(
@@ -371,14 +381,15 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, dq_desc, C: gl.
     do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "counter_ptr"],
 )
 def backward_kernel(
-    q_desc, dout_desc, k_desc, v_desc, stats_desc, dq_desc, dk_desc, dv_desc, cu_seqlens_q, cu_seqlens_k, counter_ptr,
-    scale_log2, cap_scale, scale, sizes, C: gl.constexpr,
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, dk_desc, dv_desc, cu_seqlens_q, cu_seqlens_k,
+    counter_ptr, scale_log2, cap_scale, scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and (FUSED) the fp32 dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys."""
+    """dK, dV and (FUSED) the dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys."""
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, dq_desc, C)
+    pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C)
     gl.warp_specialize([
         (consumer, (dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
         (consumer, (dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
-        (producer, (q_desc, dout_desc, k_desc, v_desc, stats_desc, counter_ptr, cu_seqlens, sizes, pipe, C)),
+        (producer, (
+            q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counter_ptr, cu_seqlens, sizes, pipe, C)),
     ], [4, 1], [240, 24])  # fmt: skip

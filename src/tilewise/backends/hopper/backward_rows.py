@@ -1,7 +1,9 @@
 """Before and after the main backward kernel, in plain Triton: row statistics and zeros, then dQ out of its accumulator.
 
-The accumulator holds, for every query tile of BLOCK_M rows, two 64 x 64 blocks in the order in which the wgmma
-registers of a warpgroup leave (backward.add_query_gradient): column halves at D=128, row halves at D=64.
+The accumulator holds, for every query tile of BLOCK_M rows, 64 x 64 blocks (row by row where there are several) in the
+order in which the wgmma registers of a warpgroup leave (dq_tiles.py). Summed in fixed point, a row counts units of its
+own: 2^30 of them are a bound of what the row's sum can be, |dQ_id| <= sum_j P_ij |dP_ij - delta_i| |K_jd|
+<= (|dO_i| max_j |V_j| + |delta_i|) max |K|, because P sums to 1.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -11,11 +13,17 @@ registers of a warpgroup leave (backward.add_query_gradient): column halves at D
 import triton
 import triton.language as tl
 
-__all__ = ["finish_queries_kernel", "prepare_rows_kernel"]
+__all__ = ["bound_keys_kernel", "finish_queries_kernel", "prepare_rows_kernel"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Strides come in units of 16 bytes, so that the compiler knows rows to be aligned without specialising on them.
 UNIT = tl.constexpr(8)
+# Programs that share the keys of a head when these are searched for their bounds.
+BOUND_PARTS = tl.constexpr(32)
+# Units in a row's bound: half of what 32 bits hold.
+BOUND_UNITS = tl.constexpr(2.0**30)
+# A row with a smaller bound gets the smallest unit whose inverse is a finite normal number.
+SMALLEST_BOUND, MOST_UNITS = tl.constexpr(2.0**-96), tl.constexpr(2.0**126)
 
 
 @triton.jit
@@ -40,16 +48,61 @@ def load_rows(ptr, strides, batch_idx, head, rows, inside, HEAD_DIM: tl.constexp
 
 
 @triton.jit(
-    do_not_specialize=["out_strides", "dout_strides", "num_heads", "seqlen_q", "total_q"],
+    do_not_specialize=["k_strides", "v_strides", "num_heads", "seqlen_k"],
+    do_not_specialize_on_alignment=["cu_seqlens"],
+)
+def bound_keys_kernel(
+    k_ptr, v_ptr, bounds_ptr, cu_seqlens, k_strides, v_strides, num_heads, seqlen_k,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Max |K_jd| and max |V_j|^2 of every BOUND_PARTS-th block of BLOCK_N keys; items are (batch, kv head) pairs.
+
+    Non-negative floats are compared as integers: NaN, above infinity, stays.
+    """
+    item = tl.program_id(0)
+    batch_idx = (item // num_heads).to(tl.int64)
+    head = (item % num_heads).to(tl.int64)
+    first, length = row_span(cu_seqlens, batch_idx, seqlen_k, PACKED)
+    memory_batch = batch_idx * 0 if PACKED else batch_idx
+    largest = tl.zeros([BLOCK_N], tl.int32)
+    longest = tl.zeros([BLOCK_N], tl.int32)
+    part = tl.program_id(1)
+    for row in range(part * BLOCK_N, length, BOUND_PARTS * BLOCK_N):
+        rows = row + tl.arange(0, BLOCK_N)
+        memory_rows = (first + rows).to(tl.int64)
+        k = load_rows(k_ptr, k_strides, memory_batch, head, memory_rows, rows < length, HEAD_DIM, BLOCK_D)
+        largest = tl.maximum(largest, tl.max(tl.cast(tl.abs(k), tl.int32, bitcast=True), 1))
+        v = load_rows(v_ptr, v_strides, memory_batch, head, memory_rows, rows < length, HEAD_DIM_V, BLOCK_DV)
+        longest = tl.maximum(longest, tl.cast(tl.sum(v * v, 1), tl.int32, bitcast=True))
+    at = bounds_ptr + item * (2 * BOUND_PARTS) + part
+    tl.store(at, tl.max(largest, 0))
+    tl.store(at + BOUND_PARTS, tl.max(longest, 0))
+
+
+@triton.jit
+def units_of(dout, delta, lse, bounds_ptr, item, group_size):
+    """How many units make 1, for rows of dQ: BOUND_UNITS make a bound of what the row's sum can be."""
+    at = bounds_ptr + item // group_size * (2 * BOUND_PARTS) + tl.arange(0, BOUND_PARTS)
+    largest = tl.cast(tl.max(tl.load(at), 0), tl.float32, bitcast=True)
+    longest = tl.cast(tl.max(tl.load(at + BOUND_PARTS), 0), tl.float32, bitcast=True)
+    bound = (tl.sqrt(tl.sum(dout * dout, 1)) * tl.sqrt(longest) + tl.abs(delta)) * largest
+    bound = tl.where(lse != lse, lse, bound)  # the integers of a NaN row would hide it, its unit does not
+    return tl.where(bound < SMALLEST_BOUND, MOST_UNITS, BOUND_UNITS / bound)
+
+
+@triton.jit(
+    do_not_specialize=["out_strides", "dout_strides", "num_heads", "group_size", "seqlen_q", "total_q"],
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_seqlens"],
 )
 def prepare_rows_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, dq_acc_ptr, cu_seqlens, out_strides, dout_strides, num_heads,
-    seqlen_q, total_q, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, dq_acc_ptr, bounds_ptr, cu_seqlens, out_strides,
+    dout_strides, num_heads, group_size, seqlen_q, total_q,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """[lse * log2(e) | delta - dlse] of one query tile, packed for one TMA load; its tile of the accumulator zeroed.
 
-    dlse enters here: dS = P (dP - delta + dlse).
+    dlse enters here: dS = P (dP - delta + dlse). With units_ptr also the rows' units of a sum in fixed point.
     """
     item = tl.program_id(0)
     m_block = tl.program_id(1)
@@ -72,30 +125,38 @@ def prepare_rows_kernel(
     stats = stats_ptr + tile * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     tl.store(stats, lse * LOG2E)
     tl.store(stats + BLOCK_M, delta)
+    if units_ptr is not None:
+        units = units_of(dout, delta, lse, bounds_ptr, item, group_size)
+        tl.store(units_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M), units)
     if dq_acc_ptr is not None:
-        zeros = dq_acc_ptr + tile * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
-        tl.store(zeros, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
+        for block in tl.static_range(DQ_BLOCKS):
+            zeros = dq_acc_ptr + (tile * DQ_BLOCKS + block) * 4096 + tl.arange(0, 4096)
+            tl.store(zeros, tl.zeros([4096], dq_acc_ptr.dtype.element_ty))
 
 
 @triton.jit(
     do_not_specialize=["scale", "dq_strides", "num_heads", "seqlen_q"], do_not_specialize_on_alignment=["cu_seqlens"]
 )
 def finish_queries_kernel(
-    dq_acc_ptr, dq_ptr, cu_seqlens, scale, dq_strides, num_heads, seqlen_q,
-    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
+    dq_acc_ptr, units_ptr, dq_ptr, cu_seqlens, scale, dq_strides, num_heads, seqlen_q,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One 64 x 64 block of dQ: scaled, rounded, in rows again."""
     item = tl.program_id(0)
     block = tl.program_id(1)
-    half = block % 2
+    part = block % DQ_BLOCKS
     batch_idx = (item // num_heads).to(tl.int64)
     head = (item % num_heads).to(tl.int64)
     first, length = row_span(cu_seqlens, batch_idx, seqlen_q, PACKED)
     at = (item * tl.num_programs(1) + block).to(tl.int64) * 4096
     x = tl.load(dq_acc_ptr + at + tl.arange(0, 4096)) * scale
     x = tl.reshape(tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5)), [64, 64])
-    rows = block // 2 * BLOCK_M + (half * 64 if BLOCK_D == 64 else 0) + tl.arange(0, 64)
-    cols = (0 if BLOCK_D == 64 else half * 64) + tl.arange(0, 64)
+    row_in_tile = part * 64 // BLOCK_D * 64 + tl.arange(0, 64)
+    if units_ptr is not None:
+        tile = (item * (tl.num_programs(1) // DQ_BLOCKS) + block // DQ_BLOCKS).to(tl.int64)
+        x = x / tl.load(units_ptr + tile * BLOCK_M + row_in_tile)[:, None]
+    rows = block // DQ_BLOCKS * BLOCK_M + row_in_tile
+    cols = part * 64 % BLOCK_D + tl.arange(0, 64)
     memory_batch = batch_idx * 0 if PACKED else batch_idx
     base = dq_ptr + (memory_batch * dq_strides[0] + head * dq_strides[1]) * UNIT
     memory_rows = (first + rows).to(tl.int64)

@@ -5,7 +5,7 @@ TFLOP/s in the comments: bf16, 16384 tokens, 2048 = heads x head_dim, at N = 102
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewise.problem import AttentionProblem
 
@@ -15,9 +15,11 @@ __all__ = [
     "ForwardTile",
     "backward_config",
     "column_parts",
+    "dq_blocks",
     "forward_config",
     "has_left",
     "has_right",
+    "split_config",
 ]
 
 
@@ -63,6 +65,8 @@ D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, RESCALE
 # Softcap and a left edge do not fit into the 160 registers of three warpgroups (64 spills in the hot loops).
 # Below this query length the tail of the causal triangle decides (D=64).
 SHORT_SEQLEN_Q = 2048
+# dK and dV of wider heads do not fit into the registers of one warpgroup.
+MAX_NARROW_HEAD_DIM = 128
 # Registers a consumer thread asks for, by number of warpgroups: 64 K registers an SM, 24 for the producer's threads.
 CONSUMER_REGS = {2: 240, 3: 160}
 
@@ -86,16 +90,26 @@ class ForwardConfig(ForwardTile):
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Everything the main backward kernels are compiled for.
+    """Everything the main backward kernels are compiled for; head dims are pairs of column parts.
 
-    FUSED: dQ is added to an fp32 accumulator by TMA; else a kernel of its own computes it, in a fixed order.
+    WIDE: the kernel whose warpgroups share the work by products instead of by keys (backward_wide.py), for more than
+    128 columns and for head_dim_v other than head_dim. NUM_STAGES slots in the ring of Q, DOUT_STAGES in a wide dO's.
+    FUSED: dQ is added to an accumulator by TMA; else a kernel of its own computes it, in a fixed order. FIXED_POINT:
+    the accumulator is of integers, so that the order of the additions does not matter (dq_tiles.py).
     PERSISTENT: as many CTAs as SMs, tiles from the counter. EVEN_K: every key tile is whole.
     """
 
     D: int = 128
+    D_REST: int = 0
+    DV: int = 128
+    DV_REST: int = 0
+    WIDE: bool = False
     BLOCK_M: int = 64
+    BLOCK_N: int = 128
     NUM_STAGES: int = 2
+    DOUT_STAGES: int = 2
     FUSED: bool = True
+    FIXED_POINT: bool = False
     PERSISTENT: bool = True
     EVEN_K: bool = True
     HAS_RIGHT: bool = False
@@ -105,31 +119,57 @@ class BackwardConfig:
     IS_VARLEN: bool = False
     # Of the kernel that computes dQ alone: its blocks are 128 queries and 128 keys.
     NUM_WARPGROUPS: int = 2
-    BLOCK_N: int = 128
 
 
 # Query rows in a tile, by padded head dim: what fits beside dK and dV in 240 registers a thread.
 BACKWARD_BLOCK_M = {64: 128, 128: 64}
-# Keys in a tile, 64 for each of two warpgroups.
-BACKWARD_BLOCK_N = 128
+# Shared memory of a wide CTA beside K, V and the rings, in 64-row tiles of 64 columns of 16 bits (8 KiB): P, dS, dQ.
+WIDE_EXTRA_TILES, WIDE_MAX_TILES = 7, 28
 
 
 def backward_config(problem: AttentionProblem) -> BackwardConfig:
-    """The configuration of a problem's backward; the deterministic one does 7 products instead of 5 (0.79-0.94x)."""
-    d, _ = column_parts(problem.head_dim)
+    """The configuration of a problem's backward."""
+    d, d_rest = column_parts(problem.head_dim)
+    dv, dv_rest = column_parts(problem.head_dim_v)
     packed = problem.kind == "varlen"
+    wide = (d, d_rest) != (dv, dv_rest) or d + d_rest > MAX_NARROW_HEAD_DIM
+    block_n = 64 if wide else 128
     return BackwardConfig(
         D=d,
-        BLOCK_M=BACKWARD_BLOCK_M[d],
-        FUSED=not problem.deterministic,
-        PERSISTENT=not problem.deterministic or packed,
-        EVEN_K=not packed and problem.seqlen_k % BACKWARD_BLOCK_N == 0,
+        D_REST=d_rest,
+        DV=dv,
+        DV_REST=dv_rest,
+        WIDE=wide,
+        BLOCK_M=64 if wide else BACKWARD_BLOCK_M[d],
+        BLOCK_N=block_n,
+        DOUT_STAGES=_dout_stages(d + d_rest, dv + dv_rest),
+        FIXED_POINT=problem.deterministic,
+        EVEN_K=not packed and problem.seqlen_k % block_n == 0,
         HAS_RIGHT=has_right(problem),
         IS_CAUSAL=has_right(problem) and problem.band[1] == 0,
         HAS_LEFT=has_left(problem),
         HAS_SOFTCAP=problem.softcap is not None,
         IS_VARLEN=packed,
     )
+
+
+def _dout_stages(width: int, width_v: int) -> int:
+    """Two where they fit beside K, V, two tiles of Q and what WIDE_EXTRA_TILES counts, else one (256 columns in both).
+
+    >>> [_dout_stages(d, dv) for d, dv in ((256, 256), (256, 192), (192, 128))]
+    [1, 2, 2]
+    """
+    return 2 if (3 * width + 3 * width_v) // 64 + WIDE_EXTRA_TILES <= WIDE_MAX_TILES else 1
+
+
+def dq_blocks(config: BackwardConfig) -> int:
+    """64 x 64 blocks of dQ in a query tile."""
+    return config.BLOCK_M * (config.D + config.D_REST) // 4096
+
+
+def split_config(config: BackwardConfig) -> BackwardConfig:
+    """The deterministic backward in two kernels, 7 products instead of 5: dK and dV, then dQ in a fixed order."""
+    return replace(config, FUSED=False, FIXED_POINT=False, PERSISTENT=config.IS_VARLEN)
 
 
 def column_parts(head_dim: int) -> tuple[int, int]:

@@ -16,7 +16,12 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["addressable", "contiguous", "counter_for", "describe", "describe_flat", "rows_allocation"]
 
-GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.int32: gl.int32}
+GLUON_DTYPES = {
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+    torch.int32: gl.int32,
+}
 # TMA takes addresses and strides that are multiples of this.
 TMA_BYTES = 16
 TMA_ELEMENTS = TMA_BYTES // 2

@@ -7,7 +7,19 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["LN2", "LOG2E", "NEG_INF", "barrier_sync", "exp2", "opaque", "pin", "tanh", "uniform"]
+__all__ = [
+    "LN2",
+    "LOG2E",
+    "NEG_INF",
+    "barrier_arrive",
+    "barrier_sync",
+    "exp2",
+    "opaque",
+    "pin",
+    "round_to_int",
+    "tanh",
+    "uniform",
+]
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -61,13 +73,26 @@ def uniform(x):
     )
 
 
+@gluon.jit
+def round_to_int(x):
+    """The nearest 32-bit integer; NaN becomes 0, what is too large the largest."""
+    return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
 @gluon.constexpr_function
-def _barrier_asm(index, threads):
-    return f"bar.sync {index}, {threads}; mov.u32 $0, $1;"
+def _barrier_asm(operation, index, threads):
+    return f"bar.{operation} {index}, {threads}; mov.u32 $0, $1;"
 
 
 @gluon.jit
 def barrier_sync(INDEX: gl.constexpr, THREADS: gl.constexpr):
     """A named hardware barrier between warpgroups; 8 to 15 are not used by Triton's own lowering."""
-    ASM: gl.constexpr = _barrier_asm(INDEX, THREADS)
+    ASM: gl.constexpr = _barrier_asm("sync", INDEX, THREADS)
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def barrier_arrive(INDEX: gl.constexpr, THREADS: gl.constexpr):
+    """This warpgroup's part of a named barrier, without waiting: what it has stored is seen by those who sync."""
+    ASM: gl.constexpr = _barrier_asm("arrive", INDEX, THREADS)
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)

@@ -167,31 +167,31 @@ def skip_empty(tile, counter_ptr, cu_seqlens, sizes, BLOCK: gl.constexpr, LAST_F
 
 @gluon.jit
 def query_tiles(first, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
-    """(begin, end) of the query tiles that see any of 128 keys from `first` on."""
+    """(begin, end) of the query tiles that see any of BLOCK_N keys from `first` on."""
     end = gl.cdiv(seqlen_q, C.BLOCK_M)
     begin = 0
     if C.HAS_RIGHT:
         begin = min(max(first - (seqlen_k - seqlen_q) - right_of(sizes, C), 0) // C.BLOCK_M, end)
     if C.HAS_LEFT:
-        last = first + 127 - (seqlen_k - seqlen_q) + sizes.window_left
+        last = first + (C.BLOCK_N - 1) - (seqlen_k - seqlen_q) + sizes.window_left
         end = max(min(end, gl.cdiv(max(last + 1, 0), C.BLOCK_M)), begin)
     return begin, end
 
 
 @gluon.jit
 def whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
-    """(begin, end) of those of the query tiles lo .. hi-1 that see all of 128 keys from `first` on."""
+    """(begin, end) of those of the query tiles lo .. hi-1 that see all of BLOCK_N keys from `first` on."""
     begin = lo
     end = hi
     if C.HAS_RIGHT:
-        # Tile m is whole on the right iff first + 127 <= m * BLOCK_M + diagonal + window_right.
-        edge = max(first + 127 - (seqlen_k - seqlen_q) - right_of(sizes, C), 0)
+        # Tile m is whole on the right iff first + BLOCK_N - 1 <= m * BLOCK_M + diagonal + window_right.
+        edge = max(first + (C.BLOCK_N - 1) - (seqlen_k - seqlen_q) - right_of(sizes, C), 0)
         begin = min(max(gl.cdiv(edge, C.BLOCK_M), lo), hi)
     if C.HAS_LEFT:
         # Tile m is whole on the left iff first >= m * BLOCK_M + BLOCK_M - 1 + diagonal - window_left.
         edge = max(first - (seqlen_k - seqlen_q) + sizes.window_left + 1, 0)
         end = min(max(edge // C.BLOCK_M, begin), hi)
     if not C.EVEN_K:
-        begin = gl.where(first + 128 > seqlen_k, hi, begin)
-        end = gl.where(first + 128 > seqlen_k, hi, end)
+        begin = gl.where(first + C.BLOCK_N > seqlen_k, hi, begin)
+        end = gl.where(first + C.BLOCK_N > seqlen_k, hi, end)
     return begin, end

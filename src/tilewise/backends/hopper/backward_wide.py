@@ -1,0 +1,433 @@
+"""The backward of wide heads (over 128 columns) and of unequal head dims: dK and dV of 64 keys, and their part of dQ.
+
+dK and dV of 64 keys x 256 columns take 128 registers of a thread each, so no warpgroup can hold both, and the two
+consumers have different jobs. Grid: one CTA per SM, persistent, key tiles from the counter. Roles:
+  producer   one warp: K and V of 64 keys, then rings of Q (with row statistics) and dO tiles of all the group's heads
+  values     S^T = K Q^T, P^T = exp2(S^T - lse), dV += P^T dO, and dQ = dS K of the first columns
+  keys       dP^T = V dO^T, dS^T = P^T (dP^T - delta), dK += dS^T Q, and dQ of the other columns
+P^T crosses over in fp32 through shared memory, each thread reading what its counterpart wrote; dS, which both multiply
+with K, in 16 bits. While one warpgroup is at its exponentials, the other one's products keep the tensor cores busy.
+
+Head dims come in two column parts as in the forward, (128, 64) for 192; accumulators are pairs, too.
+"""
+
+# Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# ruff: noqa: N803, N806
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import _aggregate as aggregate
+
+from tilewise.backends.hopper.backward import mask_transposed
+from tilewise.backends.hopper.channels import Mailbox, Ring, make_mailbox, make_ring, start
+from tilewise.backends.hopper.dq_tiles import add_block, from_register_order, in_register_order, row_units
+from tilewise.backends.hopper.forward import load_tile, make_parts
+from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
+from tilewise.backends.hopper.primitives import barrier_arrive, barrier_sync, exp2, uniform
+from tilewise.backends.hopper.schedule import (
+    key_span,
+    lengths_of,
+    next_tile,
+    place_of,
+    query_span,
+    query_tiles,
+    skip_empty,
+    whole_query_tiles,
+)
+from tilewise.backends.hopper.scores import capped, through_cap
+
+__all__ = ["backward_wide_kernel"]
+
+# The roles of the consumer warpgroups.
+VALUES = gl.constexpr(0)
+KEYS = gl.constexpr(1)
+# Named barriers of both warpgroups: P^T has been written, dS has been written.
+P_READY = gl.constexpr(8)
+DS_READY = gl.constexpr(9)
+
+
+@aggregate
+class Pipeline:
+    """The shared memory of a CTA: K, V, the rings of Q and dO (pairs of column parts), P, dS and dQ on their way."""
+
+    q_smem: gl.tuple
+    dout_smem: gl.tuple
+    k_smem: gl.tuple
+    v_smem: gl.tuple
+    stats_smem: gl.shared_memory_descriptor
+    units_smem: gl.shared_memory_descriptor
+    p_smem: gl.shared_memory_descriptor
+    ds_smem: gl.shared_memory_descriptor
+    dq_smem: gl.shared_memory_descriptor
+    q_ring: Ring
+    dout_ring: Ring
+    key_ring: Ring
+    tiles: Mailbox
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q_smem, dout_smem, k_smem, v_smem, stats_smem, units_smem, p_smem, ds_smem, dq_smem, q_ring, dout_ring,
+        key_ring, tiles,
+    ):  # fmt: skip
+        self.q_smem = q_smem
+        self.dout_smem = dout_smem
+        self.k_smem = k_smem
+        self.v_smem = v_smem
+        self.stats_smem = stats_smem
+        self.units_smem = units_smem
+        self.p_smem = p_smem
+        self.ds_smem = ds_smem
+        self.dq_smem = dq_smem
+        self.q_ring = q_ring
+        self.dout_ring = dout_ring
+        self.key_ring = key_ring
+        self.tiles = tiles
+
+
+# ---- producer
+
+
+@gluon.jit
+def load_queries(
+    q_desc, dout_desc, stats_desc, units_desc, pipe, q_at, dout_at, span, head, item, m_block, num_m, C: gl.constexpr
+):
+    """Start the copies of one query tile, Q and its row statistics into one ring, dO into the other; the next slots."""
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    UNITS_BYTES: gl.constexpr = 4 * C.BLOCK_M if C.FIXED_POINT else 0
+    Q_BYTES: gl.constexpr = 2 * C.BLOCK_M * (C.D + C.D_REST) + stats_desc.block_type.nbytes + UNITS_BYTES
+    DOUT_BYTES: gl.constexpr = 2 * C.BLOCK_M * (C.DV + C.DV_REST)
+    tile = item * num_m + m_block
+    ready = pipe.q_ring.acquire(q_at, Q_BYTES)
+    load_tile(q_desc, pipe.q_smem, q_at.slot, ready, span, head, m_block * BLOCK_M, C.D, C.D_REST, C)
+    tma.async_copy_global_to_shared(stats_desc, [tile * (2 * BLOCK_M)], ready, pipe.stats_smem.index(q_at.slot))
+    if C.FIXED_POINT:
+        tma.async_copy_global_to_shared(units_desc, [tile * BLOCK_M], ready, pipe.units_smem.index(q_at.slot))
+    ready = pipe.dout_ring.acquire(dout_at, DOUT_BYTES)
+    load_tile(dout_desc, pipe.dout_smem, dout_at.slot, ready, span, head, m_block * BLOCK_M, C.DV, C.DV_REST, C)
+    return q_at.next(), dout_at.next()
+
+
+@gluon.jit
+def producer(
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counter_ptr, cu_seqlens, sizes, pipe, C: gl.constexpr
+):
+    """Feed the rings."""
+    KEY_BYTES: gl.constexpr = 2 * C.BLOCK_N * (C.D + C.D_REST + C.DV + C.DV_REST)
+    q_at = start(C.NUM_STAGES)
+    dout_at = start(C.DOUT_STAGES)
+    key_turn = start(1)
+    tile_turn = start(1)
+    num_m = gl.cdiv(sizes.seqlen_q, C.BLOCK_M)
+    tile = gl.program_id(0)
+    if C.IS_VARLEN:
+        tile = skip_empty(tile, counter_ptr, cu_seqlens[1], sizes, C.BLOCK_N, False, C)
+        pipe.tiles.send(tile_turn, tile)
+        tile_turn = tile_turn.next()
+    while tile < sizes.num_tiles:
+        block, item = place_of(tile, sizes, False)
+        batch_idx = item // sizes.num_heads
+        kv_head = item - batch_idx * sizes.num_heads
+        group = sizes.group_size
+        first = block * C.BLOCK_N
+        q_span = query_span(cu_seqlens, batch_idx, sizes, C)
+        kv_span = key_span(cu_seqlens, batch_idx, sizes, C)
+        lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
+        if lo < hi:  # the first query tile ahead of K and V: its place in the ring is free before theirs
+            q_at, dout_at = load_queries(
+                q_desc, dout_desc, stats_desc, units_desc, pipe, q_at, dout_at, q_span, kv_head * group, item * group,
+                lo, num_m, C)  # fmt: skip
+        ready = pipe.key_ring.acquire(key_turn, KEY_BYTES)
+        key_turn = key_turn.next()
+        load_tile(k_desc, pipe.k_smem, 0, ready, kv_span, kv_head, first, C.D, C.D_REST, C)
+        load_tile(v_desc, pipe.v_smem, 0, ready, kv_span, kv_head, first, C.DV, C.DV_REST, C)
+        for g in range(group):
+            begin = gl.where(g == 0, lo + 1, lo)
+            for m_block in range(begin, hi):
+                q_at, dout_at = load_queries(
+                    q_desc, dout_desc, stats_desc, units_desc, pipe, q_at, dout_at, q_span, kv_head * group + g,
+                    item * group + g, m_block, num_m, C)  # fmt: skip
+        tile = next_tile(counter_ptr, sizes)
+        tile = skip_empty(tile, counter_ptr, cu_seqlens[1], sizes, C.BLOCK_N, False, C)
+        pipe.tiles.send(tile_turn, tile)
+        tile_turn = tile_turn.next()
+
+
+# ---- consumers: the products
+
+
+@gluon.jit
+def issue_transposed(a_smem, b_smem, b_slot, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr):
+    """Start A B^T of the CTA's 64 keys and a query tile: S^T = K Q^T or dP^T = V dO^T."""
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    zeros = gl.zeros([64, BLOCK_M], gl.float32, accumulator_layout(BLOCK_M))
+    a = a_smem[0].index(0).reshape([64, D])
+    b = b_smem[0].index(b_slot).reshape([BLOCK_M, D])
+    product = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if D_REST:
+        a = a_smem[1].index(0).reshape([64, D_REST])
+        b = b_smem[1].index(b_slot).reshape([BLOCK_M, D_REST])
+        product = warpgroup_mma(a, b.permute([1, 0]), product, is_async=True)
+    return product
+
+
+@gluon.jit
+def issue_sum(weights, smem, slot, acc, acc_rest, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr):
+    """Start acc += weights @ tile: dV += P^T dO or dK += dS^T Q; the operand is returned to be kept alive."""
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    operand = gl.convert_layout(weights, left_operand_layout(accumulator_layout(D)))
+    acc = warpgroup_mma(operand, smem[0].index(slot).reshape([BLOCK_M, D]), acc, is_async=True)
+    if D_REST:
+        rest = gl.convert_layout(weights, left_operand_layout(accumulator_layout(D_REST)))
+        acc_rest = warpgroup_mma(rest, smem[1].index(slot).reshape([BLOCK_M, D_REST]), acc_rest, is_async=True)
+    return acc, acc_rest, operand
+
+
+@gluon.jit
+def wait_sum(acc, acc_rest, operand, LATER: gl.constexpr, D_REST: gl.constexpr):
+    """The sum, with LATER products still running."""
+    if D_REST:
+        acc, acc_rest, operand = warpgroup_mma_wait(LATER, deps=[acc, acc_rest, operand])
+    else:
+        acc, operand = warpgroup_mma_wait(LATER, deps=[acc, operand])
+    return acc, acc_rest
+
+
+@gluon.jit
+def issue_query_block(pipe, BLOCK: gl.constexpr, C: gl.constexpr):
+    """Start dQ = dS K, 64 queries x 64 columns."""
+    D: gl.constexpr = C.D
+    D_REST: gl.constexpr = C.D_REST
+    zeros = gl.zeros([64, 64], gl.float32, accumulator_layout(64))
+    if BLOCK * 64 < D:
+        k = pipe.k_smem[0].index(0).reshape([64, D]).slice(BLOCK * 64, 64, dim=1)
+    else:
+        k = pipe.k_smem[1].index(0).reshape([64, D_REST]).slice(BLOCK * 64 - D, 64, dim=1)
+    return warpgroup_mma(pipe.ds_smem.permute([1, 0]), k, zeros, use_acc=False, is_async=True)
+
+
+# ---- consumers: one query tile
+
+
+@gluon.jit
+def values_step(
+    m_block, dq_row, first, dv, dv_rest, q_at, dout_at, dq_desc, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
+    MASKED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """P^T and dV += P^T dO; then the first half of dQ's blocks, one through a buffer of its own, one through P's."""
+    BLOCKS: gl.constexpr = (C.D + C.D_REST) // 64
+    QUERIES: gl.constexpr = gl.SliceLayout(0, accumulator_layout(C.BLOCK_M))
+    DTYPE: gl.constexpr = pipe.ds_smem.dtype
+    pipe.q_ring.wait(q_at)
+    s = warpgroup_mma_wait(0, deps=[issue_transposed(pipe.k_smem, pipe.q_smem, q_at.slot, C.D, C.D_REST, C)])
+    lse = pipe.stats_smem.index(q_at.slot).slice(0, C.BLOCK_M).load(QUERIES)
+    s = capped(s, cap_scale, C)
+    p = exp2(s * scale_log2 - lse[None, :])
+    if MASKED:
+        p = mask_transposed(p, m_block, first, seqlen_q, seqlen_k, sizes, C)
+    weights = p.to(DTYPE)
+    tma.store_wait(0)  # the last tile's dQ has left P's buffer
+    pipe.p_smem.store(in_register_order(through_cap(p, s, C)))
+    barrier_arrive(P_READY, 256)
+    pipe.dout_ring.wait(dout_at)
+    dv, dv_rest, operand = issue_sum(weights, pipe.dout_smem, dout_at.slot, dv, dv_rest, C.DV, C.DV_REST, C)
+    units = row_units(pipe.units_smem, q_at.slot, 0, C)
+    barrier_sync(DS_READY, 256)
+    # Both warpgroups are past P^T: its buffer is free until the next tile's.
+    dq = issue_query_block(pipe, 0, C)
+    if BLOCKS > 2:
+        dq_next = issue_query_block(pipe, 1, C)
+        dv, dv_rest = wait_sum(dv, dv_rest, operand, 2, C.DV_REST)
+        pipe.dout_ring.release(dout_at)
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        add_block(dq, units, dq_desc, dq_row * BLOCKS, pipe.dq_smem.index(VALUES), C)
+        dq_next = warpgroup_mma_wait(0, deps=[dq_next])
+        spare = pipe.p_smem._reinterpret(dq_desc.dtype, [128, 32], dq_desc.layout)  # noqa: SLF001
+        add_block(dq_next, units, dq_desc, dq_row * BLOCKS + 1, spare, C)
+    else:
+        dv, dv_rest = wait_sum(dv, dv_rest, operand, 1, C.DV_REST)
+        pipe.dout_ring.release(dout_at)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        add_block(dq, units, dq_desc, dq_row * BLOCKS, pipe.dq_smem.index(VALUES), C)
+    pipe.q_ring.release(q_at)
+    return dv, dv_rest, q_at.next(), dout_at.next()
+
+
+@gluon.jit
+def keys_step(dq_row, dk, dk_rest, q_at, dout_at, dq_desc, pipe, C: gl.constexpr):
+    """dS^T and, under dK += dS^T Q, the second half of dQ's blocks."""
+    BLOCKS: gl.constexpr = (C.D + C.D_REST) // 64
+    FIRST_BLOCK: gl.constexpr = (BLOCKS + 1) // 2
+    SUMS: gl.constexpr = 2 if C.D_REST else 1
+    QUERIES: gl.constexpr = gl.SliceLayout(0, accumulator_layout(C.BLOCK_M))
+    DTYPE: gl.constexpr = pipe.ds_smem.dtype
+    pipe.dout_ring.wait(dout_at)
+    dp = warpgroup_mma_wait(0, deps=[issue_transposed(pipe.v_smem, pipe.dout_smem, dout_at.slot, C.DV, C.DV_REST, C)])
+    pipe.dout_ring.release(dout_at)
+    pipe.q_ring.wait(q_at)
+    delta = pipe.stats_smem.index(q_at.slot).slice(C.BLOCK_M, C.BLOCK_M).load(QUERIES)
+    dp = dp - delta[None, :]
+    barrier_sync(P_READY, 256)
+    p = from_register_order(pipe.p_smem, dp)
+    weights = (p * dp).to(DTYPE)
+    pipe.ds_smem.store(weights)
+    fence_async_shared()  # orders the stores of dS before the products that read it
+    tma.store_wait(0)  # the last dQ block has left its buffer
+    units = row_units(pipe.units_smem, q_at.slot, 0, C)
+    barrier_sync(DS_READY, 256)
+    if FIRST_BLOCK < BLOCKS:
+        dq = issue_query_block(pipe, FIRST_BLOCK, C)
+    dk, dk_rest, operand = issue_sum(weights, pipe.q_smem, q_at.slot, dk, dk_rest, C.D, C.D_REST, C)
+    if FIRST_BLOCK < BLOCKS:
+        dq = warpgroup_mma_wait(SUMS, deps=[dq])
+        add_block(dq, units, dq_desc, dq_row * BLOCKS + FIRST_BLOCK, pipe.dq_smem.index(KEYS), C)
+    if FIRST_BLOCK + 1 < BLOCKS:
+        dq = issue_query_block(pipe, FIRST_BLOCK + 1, C)
+        dk, dk_rest = wait_sum(dk, dk_rest, operand, 1, C.D_REST)
+        tma.store_wait(0)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        add_block(dq, units, dq_desc, dq_row * BLOCKS + FIRST_BLOCK + 1, pipe.dq_smem.index(KEYS), C)
+    else:
+        dk, dk_rest = wait_sum(dk, dk_rest, operand, 0, C.D_REST)
+    pipe.q_ring.release(q_at)
+    return dk, dk_rest, q_at.next(), dout_at.next()
+
+
+# ---- consumers: one key tile
+
+
+@gluon.jit
+def make_sum(D: gl.constexpr, D_REST: gl.constexpr):
+    """Zeros for 64 keys."""
+    acc = gl.zeros([64, D], gl.float32, accumulator_layout(D))
+    acc_rest = 0
+    if D_REST:
+        acc_rest = gl.zeros([64, D_REST], gl.float32, accumulator_layout(D_REST))
+    return acc, acc_rest
+
+
+@gluon.jit
+def store_sum(
+    acc, acc_rest, factor, desc, smem, span, head, row, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr
+):
+    """Write dK or dV of 64 keys, through the buffer that held K or V."""
+    DTYPE: gl.constexpr = desc[0].dtype
+    smem[0].index(0).reshape([64, D]).store((acc * factor).to(DTYPE))
+    if D_REST:
+        smem[1].index(0).reshape([64, D_REST]).store((acc_rest * factor).to(DTYPE))
+    fence_async_shared()  # orders the stores above before TMA's reads below
+    tma.async_copy_shared_to_global(desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), smem[0].index(0))
+    if D_REST:
+        tma.async_copy_shared_to_global(desc[1], tile_at(span, head, row, D, C.IS_VARLEN), smem[1].index(0))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consumer(
+    dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe,
+    ROLE: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Sum dV (VALUES) or dK (KEYS) of the tile's keys, over all query tiles of all query heads of the group."""
+    WIDTH: gl.constexpr = C.DV if ROLE == VALUES else C.D
+    WIDTH_REST: gl.constexpr = C.DV_REST if ROLE == VALUES else C.D_REST
+    q_at = start(C.NUM_STAGES)
+    dout_at = start(C.DOUT_STAGES)
+    key_turn = start(1)
+    tile_turn = start(1)
+    tile = gl.program_id(0)
+    if C.IS_VARLEN:
+        tile = uniform(pipe.tiles.receive(tile_turn))
+        tile_turn = tile_turn.next()
+    while tile < sizes.num_tiles:
+        block, item = place_of(tile, sizes, False)
+        first = block * C.BLOCK_N
+        seqlen_q, seqlen_k = lengths_of(cu_seqlens, item, sizes, C)
+        lo, hi = query_tiles(first, seqlen_q, seqlen_k, sizes, C)
+        begin, end = whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C)
+        acc, acc_rest = make_sum(WIDTH, WIDTH_REST)
+        pipe.key_ring.wait(key_turn)
+        for g in range(sizes.group_size):
+            row = (item * sizes.group_size + g) * gl.cdiv(sizes.seqlen_q, C.BLOCK_M)
+            if ROLE == KEYS:  # masks are the other role's business: P is 0 there
+                for m_block in range(lo, hi):
+                    acc, acc_rest, q_at, dout_at = keys_step(
+                        row + m_block, acc, acc_rest, q_at, dout_at, dq_desc, pipe, C)  # fmt: skip
+            else:
+                if C.HAS_RIGHT or not C.EVEN_K:
+                    for m_block in range(lo, begin):
+                        acc, acc_rest, q_at, dout_at = values_step(
+                            m_block, row + m_block, first, acc, acc_rest, q_at, dout_at, dq_desc, scale_log2, cap_scale,
+                            seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+                for m_block in range(begin, end):
+                    acc, acc_rest, q_at, dout_at = values_step(
+                        m_block, row + m_block, first, acc, acc_rest, q_at, dout_at, dq_desc, scale_log2, cap_scale,
+                        seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip
+                if C.HAS_LEFT:
+                    for m_block in range(end, hi):
+                        acc, acc_rest, q_at, dout_at = values_step(
+                            m_block, row + m_block, first, acc, acc_rest, q_at, dout_at, dq_desc, scale_log2, cap_scale,
+                            seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+        batch_idx = item // sizes.num_heads
+        kv_head = item - batch_idx * sizes.num_heads
+        span = key_span(cu_seqlens, batch_idx, sizes, C)
+        barrier_sync(DS_READY, 256)  # both warpgroups have read K and V for the last time
+        if ROLE == VALUES:
+            store_sum(acc, acc_rest, 1.0, dv_desc, pipe.v_smem, span, kv_head, first, C.DV, C.DV_REST, C)
+        else:
+            store_sum(acc, acc_rest, scale, dk_desc, pipe.k_smem, span, kv_head, first, C.D, C.D_REST, C)
+        pipe.key_ring.release(key_turn)
+        key_turn = key_turn.next()
+        tile = uniform(pipe.tiles.receive(tile_turn))
+        tile_turn = tile_turn.next()
+
+
+# ---- kernel
+
+
+@gluon.jit
+def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C: gl.constexpr):
+    """Allocate everything the roles share."""
+    DTYPE: gl.constexpr = q_desc[0].dtype
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    q_smem = make_parts(q_desc, C.NUM_STAGES, BLOCK_M, C.D, C.D_REST, C)
+    dout_smem = make_parts(dout_desc, C.DOUT_STAGES, BLOCK_M, C.DV, C.DV_REST, C)
+    k_smem = make_parts(k_desc, 1, 64, C.D, C.D_REST, C)
+    v_smem = make_parts(v_desc, 1, 64, C.DV, C.DV_REST, C)
+    stats_smem = gl.allocate_shared_memory(gl.float32, [C.NUM_STAGES, 2 * BLOCK_M], stats_desc.layout)
+    units_smem = stats_smem
+    if C.FIXED_POINT:
+        units_smem = gl.allocate_shared_memory(gl.float32, [C.NUM_STAGES, BLOCK_M], units_desc.layout)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
+    ds_smem = gl.allocate_shared_memory(DTYPE, [64, BLOCK_M], DS_LAYOUT)
+    p_smem = gl.allocate_shared_memory(gl.float32, [128, 32], dq_desc.layout)
+    dq_smem = gl.allocate_shared_memory(dq_desc.dtype, [2, 128, 32], dq_desc.layout)
+    key_ring = make_ring(1, 2)
+    q_ring = make_ring(C.NUM_STAGES, 2)
+    dout_ring = make_ring(C.DOUT_STAGES, 2)
+    tiles = make_mailbox(2)
+    fence_async_shared()  # the barriers are initialised before TMA reports to them
+    return Pipeline(
+        q_smem, dout_smem, k_smem, v_smem, stats_smem, units_smem, p_smem, ds_smem, dq_smem, q_ring, dout_ring,
+        key_ring, tiles)  # fmt: skip
+
+
+@gluon.jit(
+    do_not_specialize=["scale_log2", "cap_scale", "scale", "sizes"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "counter_ptr"],
+)
+def backward_wide_kernel(
+    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, q_rest, dout_rest, k_rest, v_rest, dk_rest, dv_rest,
+    stats_desc, units_desc, dq_desc, cu_seqlens_q, cu_seqlens_k, counter_ptr, scale_log2, cap_scale, scale, sizes,
+    C: gl.constexpr,
+):  # fmt: skip
+    """dK, dV and the dQ accumulator; items are (batch, kv head) pairs, blocks 64 keys."""
+    queries, douts, keys, values = (q_desc, q_rest), (dout_desc, dout_rest), (k_desc, k_rest), (v_desc, v_rest)
+    key_sums, value_sums = (dk_desc, dk_rest), (dv_desc, dv_rest)
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    pipe = make_pipeline(queries, douts, keys, values, stats_desc, units_desc, dq_desc, C)
+    gl.warp_specialize([
+        (consumer, (dq_desc, key_sums, value_sums, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
+        (consumer, (dq_desc, key_sums, value_sums, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
+        (producer, (queries, douts, keys, values, stats_desc, units_desc, counter_ptr, cu_seqlens, sizes, pipe, C)),
+    ], [4, 1], [240, 24])  # fmt: skip
