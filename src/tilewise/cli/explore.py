@@ -1,0 +1,70 @@
+"""`tilewise explore`: the web explorer, served to a browser on this machine or written to one file."""
+
+from __future__ import annotations
+
+import threading
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilewise.cli.console import JsonOption, print_json
+from tilewise.errors import InvalidProblem
+from tilewise.explorer import ExplorerServer, exported_page
+from tilewise.units import format_bytes
+
+__all__ = ["EXAMPLE", "command"]
+
+EXAMPLE = "tilewise explore --export attention.html"
+
+
+def command(
+    *,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0: any free one.")] = 8421,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open a browser.")] = False,
+    export: Annotated[
+        Path | None, typer.Option(help="Write the explorer to this HTML file instead; it works offline.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Step through attention in a browser: tiles, online softmax, memory traffic, paging, and your own problem.
+
+    The page is served on 127.0.0.1 only and sends nothing anywhere. Ctrl+C stops it.
+    """
+    if export is not None:
+        _export(export, json)
+    else:
+        _serve(port, no_browser, json)
+
+
+def _export(target: Path, json: bool) -> None:
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise InvalidProblem("--export", "a name that ends in .html", str(target), "Browsers go by the ending.")
+    page = exported_page().encode()
+    try:
+        target.write_bytes(page)
+    except OSError as error:
+        raise InvalidProblem(
+            "--export", "a file that can be written", f"{target} ({error.strerror})", "Name another."
+        ) from None
+    if json:
+        print_json({"file": str(target), "bytes": len(page)})
+    else:
+        typer.echo(f"{target}: {format_bytes(len(page))}, open it in any browser; it needs no server and no network")
+
+
+def _serve(port: int, no_browser: bool, json: bool) -> None:
+    with ExplorerServer(port) as server:
+        if json:
+            print_json({"url": server.url, "stop": "Ctrl+C"})
+        else:
+            typer.echo(f"tilewise explorer at {server.url}")
+            typer.echo("Only this machine can reach it. Stop it with Ctrl+C.")
+        if not no_browser:
+            # Starting a browser can take seconds; the server answers meanwhile.
+            threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            typer.echo("stopped", err=json)

@@ -1,0 +1,85 @@
+"""Which kernel answers which question, as a table for the exported page, where nobody can be asked.
+
+For every combination of choices the table says from which size on which row holds; the size is the number of tokens,
+in decoding the number of query heads of a K/V head. Between sizes that answer alike the backends are taken to answer
+alike; where they do not, the boundary is found by halving.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewise import dispatch
+from tilewise.device import DEVICES, DeviceSpec
+from tilewise.errors import Unsupported
+from tilewise.explorer.questions import DTYPES, HEAD_DIMS, LIMITS, PHASES, Phase
+from tilewise.plan.planning import TEXTBOOK_TILE
+from tilewise.problem import AttentionProblem
+
+__all__ = ["kernel_table"]
+
+# (backend or None, (block_m, block_n), ((backend, reason), ...))
+Row = tuple[str | None, tuple[int, int], tuple[tuple[str, str], ...]]
+
+
+def kernel_table() -> dict[str, Any]:
+    """{"rows": the distinct answers, "steps": {"device dtype head_dim phase mask window": [[from, row], ...]}}."""
+    rows: dict[Row, int] = {}
+    steps: dict[str, list[tuple[int, int]]] = {}
+    combinations = itertools.product(DEVICES.items(), DTYPES, HEAD_DIMS, PHASES, (True, False), (True, False))
+    for (key, spec), dtype, dim, phase, causal, windowed in combinations:
+
+        def answer(size: int, about: tuple[Any, ...] = (spec, dtype, dim, phase, causal, windowed)) -> Row:
+            spec, dtype, dim, phase, causal, windowed = about
+            return _row(_problem(phase, size, dtype, dim, causal, windowed), spec)
+
+        sizes = (1, LIMITS["heads"][1]) if phase == "decode" else LIMITS["context"]
+        found = [(start, rows.setdefault(row, len(rows))) for start, row in _pieces(answer, *sizes)]
+        name = f"{key} {dtype} {dim} {phase} {'causal' if causal else 'full'} {'window' if windowed else 'open'}"
+        steps[name] = found
+    plain = [{"backend": backend, "tile": tile, "rejected": rejected} for backend, tile, rejected in rows]
+    return {"rows": plain, "steps": steps}
+
+
+def _pieces(answer: Callable[[int], Row], low: int, high: int) -> list[tuple[int, Row]]:
+    """Where the answer changes from `low` to `high`, looked for between every size and four times as much."""
+    probes = [min(high, low * 4**power) for power in range(math.ceil(math.log(high / low, 4)) + 1)]
+    pieces = [(low, answer(low))]
+    for before, after in itertools.pairwise(probes):
+        old, new = pieces[-1][1], answer(after)
+        if new != old:
+            pieces.append((_boundary(answer, before, after, old), new))
+    return pieces
+
+
+def _boundary(answer: Callable[[int], Row], low: int, high: int, old: Row) -> int:
+    """The first size in (low, high] that is not answered as `low` is."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if answer(middle) == old else (low, middle)
+    return high
+
+
+def _problem(phase: Phase, size: int, dtype: str, dim: int, causal: bool, windowed: bool) -> AttentionProblem:
+    tokens = LIMITS["context"][0] if phase == "decode" else size
+    queries, heads = (1, size) if phase == "decode" else (tokens, 1)
+    kind: torch.dtype = getattr(torch, dtype)
+    return AttentionProblem(
+        kind="dense", dtype=kind, batch=1, seqlen_q=queries, seqlen_k=tokens, total_q=queries, total_k=tokens,
+        num_heads=heads, num_kv_heads=1, head_dim=dim, head_dim_v=dim, scale=dim**-0.5, causal=causal,
+        window_left=tokens // 2 if windowed else None, needs_grad=phase == "train",
+    )  # fmt: skip
+
+
+def _row(problem: AttentionProblem, spec: DeviceSpec) -> Row:
+    try:
+        selection = dispatch.select(problem, spec, "auto", here=False)
+    except Unsupported as refusal:
+        return None, tuple(TEXTBOOK_TILE), tuple(refusal.reasons)
+    tile = selection.backend.tile_shape(problem, spec)
+    return selection.backend.name, (tile[0], tile[1]), tuple((name, reason) for name, reason in selection.rejected)

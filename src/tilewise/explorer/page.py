@@ -1,0 +1,99 @@
+"""The page's files and data, and the page itself in its two forms: served in parts, or exported as one file."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from tilewise import device
+from tilewise.device import DEVICES, DeviceSpec
+from tilewise.explorer.kernels import kernel_table
+from tilewise.explorer.presets import PRESETS
+from tilewise.explorer.questions import HEAD_DIMS, LIMITS
+from tilewise.version import __version__
+
+__all__ = ["assets", "exported_page", "page_data", "served_page"]
+
+DATA = re.compile(r'(<script type="application/json" id="tilewise-data">).*?(</script>)', re.DOTALL)
+STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
+SCRIPTS = re.compile(
+    r'<script type="importmap">.*?</script>\s*<script type="module" src="js/main\.js"></script>', re.DOTALL
+)
+LOADER = "js/standalone.js"
+
+
+def assets() -> dict[str, str]:
+    """Every file of the page by its path, such as "js/main.js"."""
+    return dict(_files(resources.files("tilewise.explorer").joinpath("web"), ""))
+
+
+def _files(folder: Traversable, prefix: str) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for entry in sorted(folder.iterdir(), key=lambda one: one.name):
+        if entry.is_dir():
+            found += _files(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith((".html", ".css", ".js")):
+            found.append((f"{prefix}{entry.name}", entry.read_text(encoding="utf-8")))
+    return found
+
+
+def page_data(*, served: bool) -> dict[str, Any]:
+    """What Python tells the page: devices, presets, limits; exported, also which kernel would run."""
+    # The CPU is the one that serves; whoever opens an exported page sits at another.
+    here = {"cpu": device.measured_cpu()} if served else {}
+    data: dict[str, Any] = {
+        "version": __version__,
+        "served": served,
+        "devices": {key: _device(spec) for key, spec in (DEVICES | here).items()},
+        "presets": [preset._asdict() for preset in PRESETS],
+        "head_dims": HEAD_DIMS,
+        "limits": LIMITS,
+    }
+    return data if served else data | {"kernels": kernel_table()}
+
+
+def _device(spec: DeviceSpec) -> dict[str, Any]:
+    return {
+        "name": f"this machine: {spec.name}" if spec.type == "cpu" else spec.name,
+        "type": spec.type,
+        "num_sms": spec.num_sms,
+        "l2_bytes": spec.l2_bytes,
+        "memory_bytes": spec.memory_bytes,
+        "bandwidth": spec.bandwidth,
+        "flops": {str(dtype).removeprefix("torch."): rate for dtype, rate in spec.flops.items()},
+    }
+
+
+def served_page(files: dict[str, str]) -> str:
+    """index.html with the data; styles and modules are fetched beside it."""
+    return _with_data(files["index.html"], page_data(served=True))
+
+
+def exported_page() -> str:
+    """Everything in one file that works from a disk, without a server and without a network."""
+    files = assets()
+    page = _with_data(files["index.html"], page_data(served=False))
+    page = STYLE.sub(lambda found: f"<style>\n{files[found[1]]}</style>", page)
+    modules = [
+        f'<script type="text/plain" data-module="tilewise/{path.removeprefix("js/")}">\n{_inline(source)}</script>'
+        for path, source in files.items()
+        if path.startswith("js/") and path != LOADER
+    ]
+    # The modules stay readable; the loader hands them to the browser's own module system.
+    loader = f"<script>\n{_inline(files[LOADER])}</script>"
+    body = "\n".join([*modules, loader])
+    page = SCRIPTS.sub("", page)
+    return page.replace("</body>", f"{body}\n</body>")
+
+
+def _with_data(page: str, data: dict[str, Any]) -> str:
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return DATA.sub(lambda found: found[1] + text + found[2], page)
+
+
+def _inline(source: str) -> str:
+    """JavaScript that does not end the element it stands in; in a string, <\\/ is the same as </."""
+    return source.replace("</script", "<\\/script").replace("<!--", "<\\!--")

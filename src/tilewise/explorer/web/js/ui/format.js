@@ -1,0 +1,50 @@
+/** Numbers for people; the rounding follows tilewise/units.py. */
+
+const BYTES = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+const COUNTS = ["", "k", "M", "G", "T", "P", "E"];
+const SECONDS = ["ns", "us", "ms", "s"];
+
+/** 17301504 -> "17,301,504". @param {number} value */
+export function grouped(value) {
+  return Math.round(value).toLocaleString("en-US");
+}
+
+/** 33.0 MiB, 512 B. @param {number} size */
+export function formatBytes(size) {
+  return scaled(size, 1024, BYTES);
+}
+
+/** 1.10 T, 640, 17.2 G. @param {number} count */
+export function formatCount(count) {
+  return scaled(count, 1000, COUNTS);
+}
+
+/** 1.24 s, 310 ms, 4.20 us. @param {number} seconds */
+export function formatSeconds(seconds) {
+  return seconds < 1000 ? scaled(seconds * 1e9, 1000, SECONDS) : `${seconds.toFixed(0)} s`;
+}
+
+/** Three digits after the point at most, "-inf" for what has seen no key yet. @param {number} value */
+export function shortNumber(value, digits = 3) {
+  if (value === -Infinity) return "−∞";
+  if (!Number.isFinite(value)) return "–";
+  const text = value.toFixed(digits);
+  return text.replace("-", "−");
+}
+
+/** "1 tile", "3 tiles". @param {number} count @param {string} noun */
+export function plural(count, noun) {
+  return `${grouped(count)} ${noun}${count === 1 ? "" : "s"}`;
+}
+
+/** @param {number} value @param {number} base @param {string[]} units */
+function scaled(value, base, units) {
+  let power = 0;
+  while (Math.abs(value) >= base * 0.9995 && power < units.length - 1) {
+    value /= base;
+    power += 1;
+  }
+  const size = Math.abs(value);
+  const digits = Number.isInteger(value) && power === 0 ? 0 : size < 9.995 ? 2 : size < 99.95 ? 1 : 0;
+  return `${value.toFixed(digits)} ${units[power]}`.trim();
+}

@@ -1,0 +1,107 @@
+/** Step, play and scrub: buttons, a slider and keys over a number of steps. */
+
+import { h, setText } from "tilewise/ui/dom.js";
+
+const SPEEDS = /** @type {[string, string][]} */ ([["1", "1 step/s"], ["3", "3 steps/s"], ["10", "10 steps/s"], ["60", "60 steps/s"]]);
+
+export class Player {
+  /** @param {{length: number, at: number, onStep: (at: number) => void}} options */
+  constructor({ length, at, onStep }) {
+    this.length = length;
+    this.at = Math.min(at, length);
+    this.onStep = onStep;
+    this.playing = false;
+    this.due = 0;
+    this.slider = h("input", {
+      type: "range", min: 0, max: length, value: this.at, step: 1, "aria-label": "Step",
+      oninput: () => this.go(Number(this.slider.value)),
+    });
+    this.counter = h("output", { class: "step-counter" });
+    this.playButton = this.#button("Play", "Play or pause (space)", () => this.toggle(), "play");
+    this.speed = h("select", { "aria-label": "Speed" }, SPEEDS.map(([value, text]) => h("option", { value, selected: value === "3" }, text)));
+    this.element = h("div", { class: "player", role: "group", "aria-label": "Steps" },
+      h("div", { class: "player-buttons" },
+        this.#button("⏮", "First step (Home)", () => this.go(0)),
+        this.#button("◀", "Back (left arrow)", () => this.go(this.at - 1)),
+        this.playButton,
+        this.#button("▶", "Forward (right arrow)", () => this.go(this.at + 1)),
+        this.#button("⏭", "Last step (End)", () => this.go(this.length)),
+        this.speed),
+      h("div", { class: "player-scrub" }, this.slider, this.counter));
+    this.#show();
+  }
+
+  /** Another number of steps, from the start. @param {number} length */
+  reset(length, at = 0) {
+    this.stop();
+    this.length = length;
+    this.slider.max = String(length);
+    this.at = -1;
+    this.go(at);
+  }
+
+  /** @param {number} at */
+  go(at) {
+    const wanted = Math.max(0, Math.min(this.length, at));
+    if (wanted !== this.at) {
+      this.at = wanted;
+      this.#show();
+      this.onStep(wanted);
+    }
+    if (this.playing && this.at === this.length) this.stop();
+  }
+
+  toggle() {
+    if (this.playing) this.stop();
+    else this.#start();
+  }
+
+  stop() {
+    this.playing = false;
+    setText(this.playButton, "Play");
+  }
+
+  /** Keys that work anywhere in a view, unless a field wants them. @param {KeyboardEvent} event @returns {boolean} */
+  onKey(event) {
+    const moves = /** @type {Record<string, () => void>} */ ({
+      ArrowRight: () => this.go(this.at + 1),
+      ArrowLeft: () => this.go(this.at - 1),
+      Home: () => this.go(0),
+      End: () => this.go(this.length),
+      " ": () => this.toggle(),
+    });
+    const move = moves[event.key];
+    if (move === undefined) return false;
+    move();
+    return true;
+  }
+
+  #start() {
+    if (this.at === this.length) this.go(0);
+    this.playing = true;
+    setText(this.playButton, "Pause");
+    this.due = performance.now() + 1000 / Number(this.speed.value);
+    requestAnimationFrame((now) => this.#frame(now));
+  }
+
+  /** @param {number} now */
+  #frame(now) {
+    if (!this.playing || !this.element.isConnected) return;
+    if (now >= this.due) {
+      this.due = Math.max(now, this.due + 1000 / Number(this.speed.value));
+      this.go(this.at + 1);
+    }
+    requestAnimationFrame((next) => this.#frame(next));
+  }
+
+  #show() {
+    this.slider.value = String(this.at);
+    this.slider.setAttribute("aria-valuetext", `step ${this.at} of ${this.length}`);
+    setText(this.counter, `step ${this.at} of ${this.length}`);
+  }
+
+  /** @param {string} text @param {string} label @param {() => void} onclick @param {string} [name] */
+  #button(text, label, onclick, name = "") {
+    return h("button", { type: "button", "aria-label": label, title: label, class: name && "wide", onclick }, text);
+  }
+}

@@ -1,0 +1,239 @@
+/** The score matrix as tiles, with the operands beside it: a canvas that shows where an algorithm is. */
+
+import { blocks } from "tilewise/engine/band.js";
+import { bandOf } from "tilewise/engine/recorder.js";
+import { Figure, cellText, hatch, label } from "tilewise/ui/figure.js";
+import { shortNumber } from "tilewise/ui/format.js";
+
+/**
+ * @typedef {import("tilewise/engine/replay.js").Replay} Replay
+ * @typedef {import("tilewise/engine/machine.js").Matrix} Matrix
+ * @typedef {import("tilewise/ui/figure.js").Colours} Colours
+ * @typedef {{side: "left" | "top" | "right" | "bottom", name: string, array: string, buffer: string,
+ *   result?: boolean}} Strip  a result counts how often its rows were written
+ * @typedef {{x: number, y: number, side: number, cell: number}} Frame
+ */
+
+const STRIP = 22;
+const GAP = 6;
+const LABEL = 18;
+const EASY_TO_READ = 27;
+
+export class TileFigure {
+  /** @param {string} name @param {Strip[]} strips @param {Record<string, "loaded" | "computing" | "rescaled" | "stored">} phaseColours */
+  constructor(name, strips, phaseColours) {
+    this.strips = strips;
+    this.phaseColours = phaseColours;
+    /** @type {Replay | null} */
+    this.replay = null;
+    this.figure = new Figure(name, (width) => this.#frame(width).height, (context, width, colours) => this.#draw(context, width, colours));
+    this.element = this.figure.element;
+  }
+
+  /** @param {Replay} replay */
+  show(replay) {
+    if (replay !== this.replay) this.#index(replay);
+    this.replay = replay;
+    this.figure.redraw();
+  }
+
+  /** When each tile is first touched and when it is done with. @param {Replay} replay */
+  #index(replay) {
+    const { workload: work } = replay.trace;
+    this.band = bandOf(work);
+    this.mBlocks = blocks(work.seqlen_q, work.block_m);
+    this.nBlocks = blocks(work.seqlen_k, work.block_n);
+    const grid = { blockM: work.block_m, blockN: work.block_n };
+    const band = this.band;
+    this.kinds = Array.from({ length: this.mBlocks * this.nBlocks }, (_, at) =>
+      band.tileKind(Math.floor(at / this.nBlocks), at % this.nBlocks, grid));
+    this.first = new Int32Array(this.kinds.length).fill(-1);
+    this.last = new Int32Array(this.kinds.length).fill(-1);
+    replay.stops.forEach((stop, index) => {
+      if (stop.mBlock === null || stop.nBlock === null) return;
+      const at = stop.mBlock * this.nBlocks + stop.nBlock;
+      if (this.first[at] < 0) this.first[at] = index + 1;
+      this.last[at] = index + 1;
+    });
+  }
+
+  /** @param {Strip["side"]} side */
+  #on(side) {
+    return this.strips.filter((strip) => strip.side === side);
+  }
+
+  /** @param {number} width @returns {Frame & {height: number}} */
+  #frame(width) {
+    const room = (/** @type {Strip["side"]} */ side) => this.#on(side).length * (STRIP + GAP);
+    const work = this.replay?.trace.workload;
+    const x = LABEL + room("left");
+    const y = LABEL + room("top");
+    const most = width - x - room("right") - LABEL;
+    const [rows, cols] = work ? [work.seqlen_q, work.seqlen_k] : [1, 1];
+    const cell = Math.max(1, Math.min(most / cols, 400 / Math.max(rows, cols)));
+    const height = y + cell * rows + room("bottom") + LABEL;
+    // In the middle of its column, whatever the cells leave free.
+    return { x: x + Math.max(0, (most - cell * cols) / 2), y, side: cell * cols, cell, height };
+  }
+
+  /** @param {CanvasRenderingContext2D} context @param {number} width @param {Colours} colours */
+  #draw(context, width, colours) {
+    if (this.replay === null) return;
+    const frame = this.#frame(width);
+    for (let m = 0; m < this.mBlocks; m++) {
+      for (let n = 0; n < this.nBlocks; n++) this.#drawTile(context, frame, colours, m, n);
+    }
+    this.#drawCurrent(context, frame, colours);
+    const sides = /** @type {Strip["side"][]} */ (["left", "top", "right", "bottom"]);
+    for (const side of sides) this.#on(side).forEach((strip, index) => this.#drawStrip(context, frame, colours, strip, index));
+  }
+
+  /** @param {Frame} frame @param {number} m @param {number} n */
+  #tileBox(frame, m, n) {
+    const { block_m: height, block_n: width, seqlen_q: rows, seqlen_k: cols } = /** @type {Replay} */ (this.replay).trace.workload;
+    const [top, left] = [m * height, n * width];
+    return {
+      x: frame.x + left * frame.cell, y: frame.y + top * frame.cell,
+      width: Math.min(width, cols - left) * frame.cell, height: Math.min(height, rows - top) * frame.cell,
+    };
+  }
+
+  /** @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours @param {number} m @param {number} n */
+  #drawTile(context, frame, colours, m, n) {
+    const box = this.#tileBox(frame, m, n);
+    const at = m * this.nBlocks + n;
+    const now = /** @type {Replay} */ (this.replay).at;
+    const kind = this.kinds[at];
+    const visited = kind !== "skip" && this.first[at] >= 0 && now >= this.first[at];
+    context.fillStyle = kind === "skip" ? colours["skipped-soft"] : visited ? colours.sunken : colours.cell;
+    context.fillRect(box.x, box.y, box.width, box.height);
+    if (kind === "skip") hatch(context, box.x, box.y, box.width, box.height, colours.skipped);
+    if (kind === "partial") this.#drawMasked(context, frame, colours, m, n);
+    if (visited && now > this.last[at]) {
+      context.fillStyle = colours.stored;
+      const size = Math.min(3, box.width / 6);
+      context.beginPath();
+      context.arc(box.x + box.width / 2, box.y + box.height / 2, size, 0, 7);
+      context.fill();
+    }
+    context.strokeStyle = colours.grid;
+    context.lineWidth = 1;
+    context.strokeRect(box.x + 0.5, box.y + 0.5, box.width - 1, box.height - 1);
+  }
+
+  /** The pairs of a partial tile that are masked. @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours @param {number} m @param {number} n */
+  #drawMasked(context, frame, colours, m, n) {
+    const work = /** @type {Replay} */ (this.replay).trace.workload;
+    context.fillStyle = colours.skipped;
+    context.globalAlpha = 0.55;
+    for (let row = m * work.block_m; row < Math.min((m + 1) * work.block_m, work.seqlen_q); row++) {
+      for (let col = n * work.block_n; col < Math.min((n + 1) * work.block_n, work.seqlen_k); col++) {
+        if (!this.band?.sees(row, col)) context.fillRect(frame.x + col * frame.cell, frame.y + row * frame.cell, frame.cell, frame.cell);
+      }
+    }
+    context.globalAlpha = 1;
+  }
+
+  /** The tile in work, with its numbers. @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours */
+  #drawCurrent(context, frame, colours) {
+    const replay = /** @type {Replay} */ (this.replay);
+    const stop = replay.stop;
+    if (stop === null || stop.mBlock === null || stop.nBlock === null) return;
+    const box = this.#tileBox(frame, stop.mBlock, stop.nBlock);
+    const colour = this.phaseColours[stop.phase] ?? "computing";
+    const work = replay.trace.workload;
+    const shown = replay.buffers.get("p") ?? replay.buffers.get("ds") ?? replay.buffers.get("s");
+    context.fillStyle = colours[`${colour}-soft`];
+    context.fillRect(box.x, box.y, box.width, box.height);
+    if (shown) this.#drawNumbers(context, frame, colours, colour, shown.matrix, stop.mBlock * work.block_m, stop.nBlock * work.block_n);
+    context.strokeStyle = colours[colour];
+    context.lineWidth = 3;
+    context.strokeRect(box.x + 1.5, box.y + 1.5, box.width - 3, box.height - 3);
+  }
+
+  /** @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours @param {string} colour @param {Matrix} matrix @param {number} top @param {number} left */
+  #drawNumbers(context, frame, colours, colour, matrix, top, left) {
+    const most = Math.max(1e-9, ...Array.from(matrix.data, (value) => (Number.isFinite(value) ? Math.abs(value) : 0)));
+    for (let row = 0; row < matrix.rows; row++) {
+      for (let col = 0; col < matrix.cols; col++) {
+        const value = matrix.data[row * matrix.cols + col];
+        const [x, y] = [frame.x + (left + col) * frame.cell, frame.y + (top + row) * frame.cell];
+        if (!this.band?.sees(top + row, left + col)) {
+          context.fillStyle = colours.skipped;
+          context.fillRect(x, y, frame.cell, frame.cell);
+          continue;
+        }
+        context.globalAlpha = 0.5 * Math.min(1, Math.abs(value) / most);
+        context.fillStyle = colours[colour];
+        context.fillRect(x, y, frame.cell, frame.cell);
+        context.globalAlpha = 1;
+        if (frame.cell >= EASY_TO_READ) {
+          const size = frame.cell >= 44 ? 13 : 10;
+          cellText(context, shortNumber(value, frame.cell >= 44 ? 2 : 1), x + frame.cell / 2, y + frame.cell / 2, frame.cell, colours.ink, size);
+        }
+      }
+    }
+  }
+
+  /** One operand beside the matrix. @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours @param {Strip} strip @param {number} index */
+  #drawStrip(context, frame, colours, strip, index) {
+    const replay = /** @type {Replay} */ (this.replay);
+    const work = replay.trace.workload;
+    const upright = strip.side === "left" || strip.side === "right";
+    const [length, block] = upright ? [work.seqlen_q, work.block_m] : [work.seqlen_k, work.block_n];
+    const place = this.#stripPlace(frame, strip.side, index);
+    for (let at = 0; at < blocks(length, block); at++) {
+      const [from, to] = [at * block * frame.cell, Math.min((at + 1) * block, length) * frame.cell];
+      const box = upright
+        ? { x: place.x, y: place.y + from, width: STRIP, height: to - from }
+        : { x: place.x + from, y: place.y, width: to - from, height: STRIP };
+      this.#drawStripBlock(context, colours, strip, at * block, box);
+    }
+    const name = upright
+      ? [place.x + STRIP / 2, place.y - LABEL / 2 + 1]
+      : [place.x - 9, place.y + STRIP / 2 + 0.5];
+    label(context, strip.name, name[0], name[1], colours.ink, upright ? "center" : "right");
+  }
+
+  /** @param {Frame} frame @param {Strip["side"]} side @param {number} index */
+  #stripPlace(frame, side, index) {
+    const step = STRIP + GAP;
+    const rows = /** @type {Replay} */ (this.replay).trace.workload.seqlen_q * frame.cell;
+    if (side === "left") return { x: frame.x - step * (this.#on(side).length - index), y: frame.y };
+    if (side === "right") return { x: frame.x + frame.side + GAP + step * index, y: frame.y };
+    if (side === "top") return { x: frame.x, y: frame.y - step * (this.#on(side).length - index) };
+    return { x: frame.x, y: frame.y + rows + GAP + step * index };
+  }
+
+  /** @param {CanvasRenderingContext2D} context @param {Colours} colours @param {Strip} strip @param {number} row @param {{x: number, y: number, width: number, height: number}} box */
+  #drawStripBlock(context, colours, strip, row, box) {
+    const replay = /** @type {Replay} */ (this.replay);
+    const buffer = replay.buffers.get(strip.buffer);
+    const rows = buffer?.rows ?? this.#rowsInWork(strip);
+    const here = buffer !== undefined && rows !== null && rows[0] === row;
+    const writes = strip.result ? (replay.written.get(strip.array)?.[row] ?? 0) : 0;
+    const how = here ? (buffer.stored ? "stored" : buffer.how === "held" ? "loaded" : buffer.how) : null;
+    context.fillStyle = how ? colours[`${how}-soft`] : writes ? colours["stored-soft"] : colours.cell;
+    context.fillRect(box.x, box.y, box.width, box.height);
+    context.strokeStyle = how ? colours[how] : writes ? colours.stored : colours.grid;
+    context.lineWidth = how ? 2.5 : 1;
+    const inset = how ? 1.25 : 0.5;
+    context.strokeRect(box.x + inset, box.y + inset, box.width - 2 * inset, box.height - 2 * inset);
+    if (writes && Math.min(box.width, box.height) >= 12) {
+      cellText(context, `${writes}×`, box.x + box.width / 2, box.y + box.height / 2 + 0.5, box.width, colours.ink, 11);
+    }
+  }
+
+  /** Where a buffer belongs that was not loaded but set up in fast memory. @param {Strip} strip */
+  #rowsInWork(strip) {
+    const replay = /** @type {Replay} */ (this.replay);
+    const work = replay.trace.workload;
+    const upright = strip.side === "left" || strip.side === "right";
+    const block = upright ? replay.stop?.mBlock : replay.stop?.nBlock;
+    return block === null || block === undefined ? null : [block * (upright ? work.block_m : work.block_n), 0];
+  }
+
+  destroy() {
+    this.figure.destroy();
+  }
+}

@@ -1,0 +1,136 @@
+/** My problem: sizes in, and out come memory, time, roofline and the backend that would run, each number explained. */
+
+import { localPlan } from "tilewise/engine/localplan.js";
+import { fill, h, setText } from "tilewise/ui/dom.js";
+import { Form, paramsOf, valuesFrom } from "tilewise/ui/form.js";
+import { heading } from "tilewise/ui/parts.js";
+import { backendPart, comparisonPart, memoryPart, rooflinePart, timePart } from "tilewise/views/problemparts.js";
+
+/**
+ * @typedef {import("tilewise/main.js").Context} Context
+ * @typedef {import("tilewise/engine/localplan.js").Question} Question
+ * @typedef {import("tilewise/ui/form.js").Spec} Spec
+ * @typedef {import("tilewise/ui/form.js").Values} Values
+ */
+
+const SHAPE = ["heads", "kv", "dim", "layers"];
+/** Keystrokes come faster than answers are wanted. */
+const PATIENCE_MS = 120;
+
+/** @param {any} data @returns {Spec[]} */
+function specs(data) {
+  const [start] = data.presets;
+  return [
+    { key: "model", label: "Model", type: "select", value: start.name, options: [...data.presets.map((/** @type {any} */ one) => [one.name, one.name]), ["own", "own sizes"]] },
+    { key: "device", label: "Device", type: "select", value: "h100", options: Object.entries(data.devices).map(([key, device]) => [key, device.name]) },
+    { key: "dtype", label: "Numbers", type: "select", value: "bfloat16", options: [["bfloat16", "bf16"], ["float16", "fp16"], ["float32", "fp32"]] },
+    { key: "phase", label: "Phase", type: "select", value: "prefill", options: [["prefill", "prefill (read a prompt)"], ["train", "training step"], ["decode", "decode (one token)"]] },
+    { key: "context", label: "Context", type: "number", value: 8192, min: data.limits.context[0], max: data.limits.context[1], help: "Tokens of each sequence" },
+    { key: "batch", label: "Sequences", type: "number", value: 1, min: 1, max: data.limits.batch[1] },
+    { key: "heads", label: "Query heads", type: "number", value: start.heads, min: 1, max: data.limits.heads[1] },
+    { key: "kv", label: "K/V heads", type: "number", value: start.kv_heads, min: 1, max: data.limits.heads[1], help: "Fewer than query heads: GQA, or MQA for one" },
+    { key: "dim", label: "Head dim", type: "select", value: String(start.head_dim), options: data.head_dims.map((/** @type {number} */ dim) => [String(dim), String(dim)]) },
+    { key: "layers", label: "Layers", type: "number", value: start.layers, min: 1, max: 1000 },
+    { key: "mask", label: "Mask", type: "select", value: "causal", options: [["causal", "causal"], ["full", "none (full)"], ["window", "causal window"]] },
+    { key: "w", label: "Window", type: "number", value: 4095, min: 0, max: data.limits.context[1], help: "Keys before its own that a query sees", when: (values) => values.mask === "window" },
+  ];
+}
+
+/** @param {Context} context @returns {import("tilewise/main.js").View} */
+export function createProblemView(context) {
+  return new ProblemView(context);
+}
+
+class ProblemView {
+  /** @param {Context} context */
+  constructor(context) {
+    this.context = context;
+    this.data = context.data;
+    this.specs = specs(this.data);
+    const values = valuesFrom(this.specs, { ...presetParams(this.data, context.params.model), ...context.params });
+    this.form = new Form(this.specs, values, (now, key) => this.#changed(now, key));
+    this.problem = h("p", { class: "message bad", role: "alert", hidden: true });
+    this.answer = h("div", { class: "answer", "aria-live": "polite" });
+    this.asked = 0;
+    this.element = h("div", {},
+      heading("What will my problem cost?",
+        "Attention of one layer, from its sizes and the datasheet of a device: a lower bound that no kernel can beat, and what naive attention would take. Every number with a dotted line explains itself on hover and on focus."),
+      this.form.element, this.problem, this.answer);
+    this.#ask();
+  }
+
+  /** @param {Values} values @param {string} key */
+  #changed(values, key) {
+    if (key === "model" && values.model !== "own") {
+      const preset = this.data.presets.find((/** @type {any} */ one) => one.name === values.model);
+      this.form.set({
+        heads: preset.heads, kv: preset.kv_heads, dim: String(preset.head_dim), layers: preset.layers,
+        mask: preset.window === null ? "causal" : "window", ...(preset.window !== null && { w: preset.window }),
+      });
+    } else if (SHAPE.includes(key)) {
+      this.form.set({ model: "own" });
+    }
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.#ask(), PATIENCE_MS);
+  }
+
+  async #ask() {
+    const { values } = this.form;
+    this.context.save(paramsOf(this.specs, values));
+    this.asked += 1;
+    const own = this.asked;
+    const [plan, wrong] = await this.#plan(values);
+    if (own !== this.asked || !this.answer) return;
+    this.problem.hidden = wrong === "";
+    setText(this.problem, wrong);
+    if (plan !== null) this.#show(plan, values);
+  }
+
+  /** The plan, or what is wrong. @param {Values} values @returns {Promise<[any, string]>} */
+  async #plan(values) {
+    if (values.heads % values.kv !== 0) return [null, `Query heads (${values.heads}) must be a multiple of K/V heads (${values.kv}).`];
+    const question = questionOf(values);
+    if (!this.data.served) return [localPlan(question, this.data), ""];
+    try {
+      const reply = await fetch("api/plan", {
+        method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(question),
+      });
+      const answer = await reply.json();
+      return reply.ok ? [answer, ""] : [null, answer.error];
+    } catch {
+      return [null, "The server does not answer. Start it again with: tilewise explore"];
+    }
+  }
+
+  /** @param {any} plan @param {Values} values */
+  #show(plan, values) {
+    const facts = { plan, values };
+    fill(this.answer,
+      h("div", { class: "panels" },
+        h("div", { class: "stack" }, backendPart(facts), timePart(facts), memoryPart(facts)),
+        h("div", { class: "stack" }, rooflinePart(facts), comparisonPart(facts))));
+    this.answer.dataset.answered = String(this.asked);
+  }
+
+  destroy() {
+    clearTimeout(this.timer);
+    this.asked = -1;
+  }
+}
+
+/** @param {Values} values @returns {Question} */
+export function questionOf(values) {
+  return {
+    batch: values.batch, context: values.context, heads: values.heads, kv_heads: values.kv, head_dim: Number(values.dim),
+    dtype: values.dtype, device: values.device, phase: values.phase, causal: values.mask !== "full",
+    window: values.mask === "window" ? values.w : null,
+  };
+}
+
+/** An address that names a model means its sizes, too. @param {any} data @param {string | undefined} name @returns {Record<string, string>} */
+function presetParams(data, name) {
+  const preset = data.presets.find((/** @type {any} */ one) => one.name === name);
+  if (preset === undefined) return {};
+  const window = preset.window === null ? {} : { mask: "window", w: String(preset.window) };
+  return { heads: String(preset.heads), kv: String(preset.kv_heads), dim: String(preset.head_dim), layers: String(preset.layers), ...window };
+}
