@@ -22,7 +22,9 @@ class AttentionProblem:
     """Sizes, dtype and semantics of one attention call (see docs/contract.md for the semantics).
 
     For packed and paged problems `seqlen_q` and `seqlen_k` are bounds on the longest sequence, and `total_q`,
-    `total_k` count the rows actually stored (for paged keys: every slot of every page).
+    `total_k` count the rows actually stored (for paged keys: every slot of every page). `dropout_origin` says that the
+    problem is a part of a larger one: the seed is followed by the batch entry, head, row and key (a multiple of 4) that
+    dropout counts from.
     """
 
     kind: Kind
@@ -51,6 +53,7 @@ class AttentionProblem:
     page_size: int | None = None
     deterministic: bool = False
     needs_grad: bool = False
+    dropout_origin: bool = False
 
     @property
     def group_size(self) -> int:

@@ -201,7 +201,7 @@ def _block(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> Block:
     if hidden:
         k, v = (torch.cat([t.new_zeros((*t.shape[:2], hidden, t.shape[3])), t], 2) for t in (k, v))
         mask = (torch.arange(k.shape[2], device=k.device) >= hidden).view(1, 1, 1, -1)
-    slopes, bias, shift = _tilt(call, piece, q.device)
+    slopes, bias, shift = _tilt(call, piece, hidden, q.device)
     operands = Operands(q, k, v, bias=bias, mask=mask, alibi_slopes=slopes, seed=_seed(call, piece, hidden))
     return Block(_problem(call, piece, operands), operands, shift, hidden)
 
@@ -221,7 +221,9 @@ def _index_tensor(values: tuple[int, ...], where: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=where)
 
 
-def _tilt(call: Call, piece: Piece, where: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _tilt(
+    call: Call, piece: Piece, hidden: int, where: torch.device
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """ALiBi as (slopes, bias, shift): by the call's own distances where they are right, else split in two.
 
     With all keys on one side of the queries the distance is a number of the key plus one of the row. The key's part is
@@ -237,7 +239,7 @@ def _tilt(call: Call, piece: Piece, where: torch.device) -> tuple[Tensor | None,
     slope = slopes.reshape(-1, slopes.shape[-1], 1)
     q0, _, k0, k1 = piece.where
     rows = torch.arange(piece.num_q, device=where) + (q0 + call.offset)
-    keys = torch.arange(piece.num_k, device=where)
+    keys = torch.arange(-hidden, piece.num_k, device=where)
     if piece.side == "past":
         beyond, nearest = piece.num_k - 1 - keys, rows - (k1 - 1)
     else:
@@ -284,6 +286,7 @@ def _problem(call: Call, piece: Piece, operands: Operands) -> AttentionProblem:
         has_alibi=operands.alibi_slopes is not None,
         deterministic=call.deterministic,
         needs_grad=call.needs_grad,
+        dropout_origin=operands.seed is not None,
     )
 
 

@@ -20,6 +20,8 @@ from tilewise.problem import AttentionProblem, Kind, Layout
 __all__ = ["TensorSpec", "describe"]
 
 MAX_HEAD_DIM = 512
+# A seed followed by the batch entry, head, row and key that dropout counts from.
+SEED_WITH_ORIGIN = 5
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # The dimensions of every tensor, by kind of problem and layout.
@@ -223,7 +225,7 @@ def _check_per_head(specs: Specs, batch: int, num_heads: int) -> None:
         expected = f"shape ({num_heads},) or ({batch}, {num_heads})"
         got = tuple(specs["alibi_slopes"].shape)
         raise InvalidProblem("alibi_slopes", expected, got, "Give one slope per query head, or per sequence and head.")
-    if "seed" in specs and specs["seed"].shape.numel() != 1:
+    if "seed" in specs and specs["seed"].shape.numel() not in (1, SEED_WITH_ORIGIN):
         raise InvalidProblem("seed", "one element", tuple(specs["seed"].shape), "Pass a single int64.")
 
 
@@ -253,6 +255,7 @@ def _problem(
         page_size=sizes.get("page_size"),
         deterministic=flags.deterministic,
         needs_grad=flags.needs_grad,
+        dropout_origin="seed" in specs and specs["seed"].shape.numel() == SEED_WITH_ORIGIN,
     )
 
 

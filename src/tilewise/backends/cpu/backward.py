@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.compiler import driver
-from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, drop, multiply_panel
+from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, multiply_panel
 from tilewise.backends.cpu.intrinsics import (
     atomic_add,
     field,
@@ -47,6 +47,7 @@ from tilewise.backends.cpu.scoring import (
     TILE_END,
     VALUE_STEP,
     change_scores,
+    drop_panel,
     k_length,
     pack_tile,
     prepare_rows,
@@ -149,15 +150,14 @@ def panel_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: i
     if edge or (features & f.CHANGES_SCORES) != 0:
         valid = min(size, load_i64(bounds + MAX_LAST) + 1 - first_key)
         change_scores(p, ws, s, size, valid, first_key, table, num_rows, ws + field(p, f.WS_CAP))
-    threshold, keep = field(p, f.DROPOUT_THRESHOLD), scalar_bits(field(p, f.KEEP_SCALE))
     if features & f.HAS_DROPOUT:
-        drop(ds, size, first_key, table, batch, field(p, f.SEED_LOW), field(p, f.SEED_HIGH), threshold, keep, vectors)
+        drop_panel(p, ds, size, first_key, table, batch, vectors)
     rows = 4 * panel * PANEL
     softmax_gradient(
         s, ds, size, ws + field(p, f.WS_LSE) + rows, ws + field(p, f.WS_DELTA) + rows, scalar_bits(field(p, f.TO_LOG2))
     )
     if features & f.HAS_DROPOUT:
-        drop(s, size, first_key, table, batch, field(p, f.SEED_LOW), field(p, f.SEED_HIGH), threshold, keep, vectors)
+        drop_panel(p, s, size, first_key, table, batch, vectors)
     if field(p, f.WORK) & f.MAKES_DBIAS:
         valid = min(size, load_i64(bounds + MAX_LAST) + 1 - first_key)
         untranspose_panel(ds, size, ws + field(p, f.WS_STAGE), 4 * BLOCK_N)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.compiler import driver
-from tilewise.backends.cpu.features import PANEL, drop
+from tilewise.backends.cpu.features import PANEL
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
 from tilewise.backends.cpu.merging import MINUS_INF, finish_rows, merge_chunks
 from tilewise.backends.cpu.microkernels import row_max, softmax
@@ -26,6 +26,7 @@ from tilewise.backends.cpu.scoring import (
     MIN_FIRST,
     MIN_LAST,
     change_scores,
+    drop_panel,
     k_length,
     kv_address,
     prepare_rows,
@@ -149,8 +150,7 @@ def softmax_tile(p: int, ws: int, batch: int, count: int, k0: int, size: int) ->
         s, padded, state, state + 4 * field(p, f.BLOCK_M), tile_max, alpha, vectors, scalar_bits(field(p, f.TO_LOG2))
     )
     if field(p, f.FEATURES) & f.HAS_DROPOUT:
-        threshold, keep = field(p, f.DROPOUT_THRESHOLD), scalar_bits(field(p, f.KEEP_SCALE))
-        drop(s, padded, k0, table, batch, field(p, f.SEED_LOW), field(p, f.SEED_HIGH), threshold, keep, vectors)
+        drop_panel(p, s, padded, k0, table, batch, vectors)
 
 
 @driver

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.compiler import driver
-from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, drop, mask_band
+from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, mask_band
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
 from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.merging import MINUS_INF, finish_rows, merge_chunks
@@ -28,6 +28,7 @@ from tilewise.backends.cpu.scoring import (
     PANEL_BYTES,
     VALUE_STEP,
     change_scores,
+    drop_panel,
     k_length,
     pack_tile,
     pack_values_tile,
@@ -123,9 +124,7 @@ def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, 
     row_sum, to_log2 = running + 4 * field(p, f.BLOCK_M), scalar_bits(field(p, f.TO_LOG2))
     softmax(s, size, running, row_sum, tile_max, alpha, vectors, to_log2)
     if field(p, f.FEATURES) & f.HAS_DROPOUT:
-        table, low, high = ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES, field(p, f.SEED_LOW), field(p, f.SEED_HIGH)
-        threshold, keep = field(p, f.DROPOUT_THRESHOLD), scalar_bits(field(p, f.KEEP_SCALE))
-        drop(s, size, first_key, table, batch, low, high, threshold, keep, vectors)
+        drop_panel(p, s, size, first_key, ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES, batch, vectors)
     v = ws + field(p, f.WS_V) + 4 * begin * VALUE_STEP
     for i in range(0, num_rows, VALUE_ROWS):
         for d in range(0, width_v, VALUE_STEP):

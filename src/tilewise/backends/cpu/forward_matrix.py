@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.compiler import driver
-from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, drop, mask_band
+from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, mask_band
 from tilewise.backends.cpu.forward import acc_state
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
 from tilewise.backends.cpu.isa import AMX
 from tilewise.backends.cpu.matrix import (
+    add_product,
     matrix_scores,
     matrix_values,
     pack_halves,
     pack_weights,
+    softmax_to_weights,
     start_tiles,
     stop_tiles,
     transpose_queries,
@@ -36,6 +38,7 @@ from tilewise.backends.cpu.scoring import (
     MIN_LAST,
     PANEL_BYTES,
     change_scores,
+    drop_panel,
     k_length,
     kv_address,
     prepare_rows,
@@ -123,18 +126,18 @@ def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, 
     tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
     width_v, vectors = field(p, f.DIM_V_PADDED), (num_rows + LANES - 1) // LANES
     panel_scores(p, ws, panel, num_rows, first_key, size, ws + field(p, f.WS_K) + 2 * begin * field(p, f.DIM_PADDED))
-    running = acc_state(p, ws) + 4 * panel * PANEL
+    running, weights = acc_state(p, ws) + 4 * panel * PANEL, ws + field(p, f.WS_WEIGHTS)
     row_sum, to_log2 = running + 4 * field(p, f.BLOCK_M), scalar_bits(field(p, f.TO_LOG2))
-    softmax(s, size, running, row_sum, tile_max, alpha, vectors, to_log2)
     if field(p, f.FEATURES) & f.HAS_DROPOUT:
-        table, low, high = ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES, field(p, f.SEED_LOW), field(p, f.SEED_HIGH)
-        threshold, keep = field(p, f.DROPOUT_THRESHOLD), scalar_bits(field(p, f.KEEP_SCALE))
-        drop(s, size, first_key, table, batch, low, high, threshold, keep, vectors)
-    weights, product = ws + field(p, f.WS_WEIGHTS), ws + field(p, f.WS_PRODUCT)
-    pack_weights(s, size, weights)
-    v, acc = ws + field(p, f.WS_V) + 2 * begin, ws + field(p, f.WS_ACC_T) + 4 * panel * PANEL * width_v
+        softmax(s, size, running, row_sum, tile_max, alpha, vectors, to_log2)
+        drop_panel(p, s, size, first_key, ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES, batch, vectors)
+        pack_weights(s, size, weights)
+    else:
+        softmax_to_weights(s, size, running, row_sum, tile_max, alpha, vectors, to_log2, weights)
+    v, product = ws + field(p, f.WS_V) + 2 * begin, ws + field(p, f.WS_PRODUCT)
     for d in range(0, width_v, STEP):
-        matrix_values(v + d * VALUE_BYTES, VALUE_BYTES, weights, size, product, acc + 4 * d * PANEL, alpha)
+        matrix_values(v + d * VALUE_BYTES, VALUE_BYTES, weights, size, product + 4 * d * PANEL)
+    add_product(ws + field(p, f.WS_ACC_T) + 4 * panel * PANEL * width_v, product, alpha, width_v)
 
 
 @driver

@@ -219,8 +219,9 @@ def _feature_fields(problem: AttentionProblem, operands: Operands, keep: list[Te
         keep.append(operands.sinks.to(torch.float32).contiguous())
         block[f.SINKS] = keep[-1].data_ptr()
     if problem.dropout > 0.0 and operands.seed is not None:
-        seed = int(operands.seed)
+        seed, *origin = operands.seed.reshape(-1).tolist()
         block |= {f.SEED_LOW: seed & 0xFFFFFFFF, f.SEED_HIGH: (seed >> 32) & 0xFFFFFFFF}
+        block |= {f.ORIGIN_BATCH + i: start for i, start in enumerate(origin)}
     return block
 
 
@@ -275,7 +276,7 @@ def matrix_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, in
         f.WS_V_ROWS: unit.keys * width_v // 2,
         f.WS_SCORES: unit.keys * isa.panel,
         f.WS_WEIGHTS: unit.keys * isa.panel // 2,
-        f.WS_PRODUCT: unit.depth * isa.panel,
+        f.WS_PRODUCT: width_v * isa.panel,
         f.WS_EXTRA: (isa.block_n + isa.lanes) * isa.panel,
         f.WS_STAGE: isa.panel * max(width, isa.block_n),
         f.WS_MAX: isa.panel,

@@ -47,7 +47,9 @@ WS_DOUT, WS_DSCORES, WS_Q_ROWS, WS_DOUT_ROWS, WS_DQ, WS_DK, WS_DV, WS_CAP, WS_ON
 LSE_HIGH, LSE_LOW, LSE_TO_LOG2, TO_LOG2, WS_K_COLUMNS = range(125, 130)
 # Forward on a matrix unit.
 WS_ACC_T, WS_WEIGHTS, WS_PRODUCT, WS_V_ROWS, WS_TILES = range(130, 135)
-BLOCK_FIELDS = 135
+# Where dropout counts from: not 0 for a part of a larger problem.
+ORIGIN_BATCH, ORIGIN_HEAD, ORIGIN_ROW, ORIGIN_KEY = range(135, 139)
+BLOCK_FIELDS = 139
 
 # Bits of WORK: what a backward pass produces.
 MAKES_DQ, MAKES_DKV, MAKES_DBIAS = 1, 2, 4

@@ -23,6 +23,7 @@ from tilewise.backends.cpu.features import (
     add_alibi,
     add_panel,
     apply_softcap,
+    drop,
     gather_row,
     mask_band,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "KEY_STEP",
     "LANES",
     "change_scores",
+    "drop_panel",
     "pack_tile",
     "pack_values_tile",
     "prepare_rows",
@@ -173,12 +175,23 @@ def describe_row(p: int, table: int, lane: int, batch: int, head: int, row: int,
         slope = load_f32(slopes + batch * field(p, f.ALIBI_BATCH) + head * field(p, f.ALIBI_HEAD))
     store_f32(table + ROW_POSITION * FIELD_BYTES + 4 * lane, row + offset)
     store_f32(table + ROW_SLOPE * FIELD_BYTES + 4 * lane, slope)
-    store_i32(table + ROW_INDEX * FIELD_BYTES + 4 * lane, row)
-    store_i32(table + ROW_HEAD * FIELD_BYTES + 4 * lane, head)
+    store_i32(table + ROW_INDEX * FIELD_BYTES + 4 * lane, row + field(p, f.ORIGIN_ROW))
+    store_i32(table + ROW_HEAD * FIELD_BYTES + 4 * lane, head + field(p, f.ORIGIN_HEAD))
     bias = field(p, f.BIAS) + batch * field(p, f.BIAS_BATCH) + head * field(p, f.BIAS_HEAD) + row * field(p, f.BIAS_ROW)
     mask = field(p, f.MASK) + batch * field(p, f.MASK_BATCH) + head * field(p, f.MASK_HEAD) + row * field(p, f.MASK_ROW)
     store_i64(table + ROW_BIAS * FIELD_BYTES + 8 * lane, bias)
     store_i64(table + ROW_MASK * FIELD_BYTES + 8 * lane, mask)
+
+
+@driver
+def drop_panel(p: int, s: int, size: int, first_key: int, table: int, batch: int, vectors: int) -> None:
+    """Dropout on a panel, counted in the whole problem that this one may be a part of (its first key a multiple of
+    4).
+    """
+    low, high = field(p, f.SEED_LOW), field(p, f.SEED_HIGH)
+    threshold, keep = field(p, f.DROPOUT_THRESHOLD), scalar_bits(field(p, f.KEEP_SCALE))
+    key, sequence = first_key + field(p, f.ORIGIN_KEY), batch + field(p, f.ORIGIN_BATCH)
+    drop(s, size, key, table, sequence, low, high, threshold, keep, vectors)
 
 
 @driver

@@ -166,9 +166,10 @@ def _keep_factor(problem: AttentionProblem, operands: Operands, sequence: Sequen
     if problem.dropout == 0.0:
         return 1.0
     assert operands.seed is not None
-    rows, cols = np.arange(s.shape[1]), np.arange(s.shape[2])
-    seed = int(operands.seed)
-    kept = [dropout_keep(seed, problem.dropout, sequence.index, head, rows, cols) for head in range(problem.num_heads)]
+    seed, batch, first_head, row, key = (operands.seed.reshape(-1).tolist() + [0] * 4)[:5]
+    rows, cols = np.arange(s.shape[1]) + row, np.arange(s.shape[2]) + key
+    heads = range(first_head, first_head + problem.num_heads)
+    kept = [dropout_keep(seed, problem.dropout, sequence.index + batch, head, rows, cols) for head in heads]
     return torch.from_numpy(np.stack(kept)).to(s.device).double() / (1.0 - problem.dropout)
 
 

@@ -47,6 +47,8 @@ class TritonBackend:
             return f"dtype {problem.dtype} is not one of float16, bfloat16, float32"
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             return f"head_dim {max(problem.head_dim, problem.head_dim_v)} is over {MAX_HEAD_DIM}"
+        if problem.dropout_origin:
+            return "dropout is counted from the first batch entry, head, row and key, not from within a larger problem"
         if device.type == "cpu":
             return (
                 None
