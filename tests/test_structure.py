@@ -43,7 +43,9 @@ ARROWS: dict[str, set[str]] = {
     "simulator": {"masks", "plan"},
     "explorer": {"device", "dispatch", "plan", "problem"},
     "bench": SPINE | {"api", "__init__", "plan", "dispatch", "testing", "figures"},
-    "cli": SPINE | {"api", "__init__", "plan", "dispatch", "backends", "bench", "validation", "figures", "explorer"},
+    "distributed": SPINE | {"backends", "canonical", "dispatch", "ops", "validation"},
+    "cli": SPINE
+    | {"distributed", "api", "__init__", "plan", "dispatch", "backends", "bench", "validation", "figures", "explorer"},
     "nn": {"api"},
     "integrations": {"api", "operands", "nn", "kv"},
     "__main__": {"cli"},
