@@ -128,8 +128,16 @@ def _backward_groups(d: int) -> dict[str, list[Case]]:
             for c in (False, True)
             for p, x in ((0, False), (5, False), (3, True))
         ],
+        f"backward-d{d}-softcap": [
+            _shaped(s, d, softcap=3.0, causal=c, deterministic=c, **common)
+            for s in SMALL_SHAPES[1:4]
+            for c in (False, True)
+        ]
+        + [_shaped(SHAPES[3], d, softcap=20.0, window=(100, 30), sinks=True, dlse=True, **common)],
         f"deterministic-d{d}": [
-            _shaped(s, d, causal=c, deterministic=True, **common) for s in shapes for c in (False, True)
+            _shaped(s, d, causal=c, deterministic=True, repeat=s == shapes[-1], **common)
+            for s in shapes
+            for c in (False, True)
         ],
     }
 
@@ -138,9 +146,15 @@ def _all_groups() -> dict[str, list[Case]]:
     found: dict[str, list[Case]] = {}
     for head_dim in (128, 64, 256, 192, 96):
         found |= _forward_groups(head_dim)
-    for head_dim in (128, 64, 96):
+    for head_dim in (128, 64, 96, 256, 192):
         found |= _backward_groups(head_dim)
     unequal = ((192, 128), (128, 64), (64, 128), (256, 128))
+    found["backward-unequal"] = [
+        _shaped(s, d, head_dim_v=dv, causal=c, deterministic=not c, dlse=c, backward=True)
+        for d, dv in unequal
+        for s in SHAPES[2:4]
+        for c in (False, True)
+    ] + [_packed(192, head_dim_v=128, causal=True, padding=5, backward=True)]
     found["forward-unequal"] = [
         _shaped(s, d, head_dim_v=dv, causal=c) for d, dv in unequal for s in SHAPES[2:4] for c in (False, True)
     ]

@@ -3,7 +3,8 @@
 First correctness: groups of cases run in processes of their own, side by side (a hang or a crash costs one group, which
 names the case it died in), against fp64, with NaN in every uninitialised buffer. Then speed, in one process: ours and
 PyTorch's cuDNN and flash (FA2) kernels take turns, medians over rounds (the chip is power limited, whoever runs first
-looks 10 % faster). The speed of a kernel that failed a case is not printed.
+looks 10 % faster); our Triton kernels, too, where the Hopper ones are new (backward over 128 columns, softcap, paged),
+and the configurations of hopper_candidates.py. The speed of a kernel that failed a case is not printed.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ sys.path.insert(0, str(ROOT / "bench"))
 # ruff: noqa: E402
 import torch
 
+from hopper_candidates import backward_candidates
 from hopper_cases import CASES, Case, groups
 from hopper_judge import check_backward, check_forward, make_inputs, operands_of, problem_of
 from tilewise.backends.hopper import BACKEND
+from tilewise.backends.triton import BACKEND as TRITON
 from tilewise.bench import machine
 from tilewise.operands import Wanted
 
@@ -160,17 +163,22 @@ def cell_candidates(case: Case, direction: str) -> dict[str, Callable[[], Any]]:
         return calls
     out, lse = BACKEND.forward(problem, operands)
     calls = {"ours": lambda: BACKEND.backward(problem, operands, out, lse, dout, None, Wanted())}
+    calls |= backward_candidates(problem, operands, out, lse, dout)
+    if case.head_dim > 128 or case.softcap is not None:
+        calls["triton"] = lambda: TRITON.backward(problem, operands, out, lse, dout, None, Wanted())
+    if case.softcap is not None:  # no peer has it
+        return calls
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     for name, kernel in PEERS.items():
-        peer = sdpa(kernel, leaves[0], leaves[1], leaves[2], case.causal)
-        calls[name] = functools.partial(torch.autograd.grad, peer, leaves, dout, retain_graph=True)
+        with contextlib.suppress(RuntimeError):  # not every peer takes unequal head dims
+            peer = sdpa(kernel, leaves[0], leaves[1], leaves[2], case.causal)
+            calls[name] = functools.partial(torch.autograd.grad, peer, leaves, dout, retain_graph=True)
     return calls
 
 
 def cells(direction: str) -> Iterator[Case]:
     """The cells of the table: 16384 tokens, heads x head_dim = 2048."""
-    dims = (128, 64, 256, 192, 96) if direction == "forward" else (128, 64, 96)
-    for head_dim in dims:
+    for head_dim in (128, 64, 256, 192, 96):
         for causal in (False, True):
             for seqlen in SEQLENS if head_dim in (64, 128, 256) else (4096,):
                 heads = WIDTH // head_dim
@@ -181,10 +189,33 @@ def cells(direction: str) -> Iterator[Case]:
                 )  # fmt: skip
 
 
+def further_cells() -> Iterator[tuple[str, Case]]:
+    """(group of cases that must be right, cell) of what has no row in the table."""
+    shape: dict[str, Any] = {"batch": 4, "num_heads": 16, "num_kv_heads": 16, "seqlen_q": 4096, "seqlen_k": 4096}
+    for head_dim in (128, 64, 256):
+        dims: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": head_dim, "causal": True, "softcap": 30.0}
+        yield f"backward-d{head_dim}-softcap", Case(f"backward D={head_dim} causal softcap N=4096", **shape, **dims)
+    for causal in (False, True):
+        dims = {"head_dim": 192, "head_dim_v": 128, "causal": causal}
+        kind = "causal" if causal else "full"
+        yield "backward-unequal", Case(f"backward D=192/128 {kind} N=4096", **shape, **dims)
+
+
 def tflops(case: Case, direction: str, milliseconds: float) -> float:
     """Of the textbook count: 4 N^2 D a head, half of it for causal, 2.5 times for a backward."""
     pairs = case.batch * case.num_heads * case.seqlen_q * case.seqlen_k * (0.5 if case.causal else 1.0)
-    return 4 * pairs * case.head_dim * (1.0 if direction == "forward" else 2.5) / milliseconds * 1e-9
+    forward = 2 * pairs * (case.head_dim + case.head_dim_v)
+    return forward * (1.0 if direction == "forward" else 2.5) / milliseconds * 1e-9
+
+
+def all_cells() -> Iterator[tuple[str, str, Case]]:
+    """(group of cases that must be right, direction, cell), what is new first."""
+    for group, case in further_cells():
+        yield group, group.split("-", maxsplit=1)[0], case
+    for direction in ("backward", "deterministic", "forward"):
+        for case in cells(direction):
+            kind = "" if direction == "deterministic" else "-causal" if case.causal else "-full"
+            yield f"{direction}-d{case.head_dim}{kind}", direction, case
 
 
 def bench(wrong: list[str], deadline: float, path: Path) -> None:
@@ -196,26 +227,23 @@ def bench(wrong: list[str], deadline: float, path: Path) -> None:
             warm @ warm
         torch.cuda.synchronize()
     rows: list[dict[str, Any]] = []
-    for direction in ("forward", "backward", "deterministic"):
-        for case in cells(direction):
-            kind = "" if direction == "deterministic" else "-causal" if case.causal else "-full"
-            if f"{direction}-d{case.head_dim}{kind}" in wrong:
-                print(f"{case.name:36s} wrong, not timed", flush=True)
-                continue
-            if time.monotonic() > deadline:
-                print("out of time", flush=True)
-                return
-            try:
-                times = medians(cell_candidates(case, direction))
-                measured = {n: tflops(case, direction, ms) for n, ms in times.items()}
-            except Exception as error:
-                print(f"{case.name}: {error!r}"[:300], flush=True)
-                continue
-            rows.append({"cell": case.name} | {n: round(t, 1) for n, t in measured.items()})
-            ratio = measured["ours"] / measured["cudnn"]
-            shown = "  ".join(f"{n} {t:6.1f}" for n, t in measured.items())
-            print(f"{case.name:36s} {shown}  ours/cudnn {ratio:.2f}", flush=True)
-            path.write_text(json.dumps(rows))
+    for group, direction, case in all_cells():
+        if group in wrong:
+            print(f"{case.name:36s} wrong or not checked, not timed", flush=True)
+            continue
+        if time.monotonic() > deadline:
+            print("out of time", flush=True)
+            return
+        try:
+            times = medians(cell_candidates(case, direction))
+            measured = {n: tflops(case, direction, ms) for n, ms in times.items()}
+        except Exception as error:
+            print(f"{case.name}: {error!r}"[:300], flush=True)
+            continue
+        rows.append({"cell": case.name} | {n: round(t, 1) for n, t in measured.items()})
+        shown = "  ".join(f"{n} {t:6.1f} ({measured['ours'] / t:.2f}x)" for n, t in measured.items() if n != "ours")
+        print(f"{case.name:36s} ours {measured['ours']:6.1f}  {shown}", flush=True)
+        path.write_text(json.dumps(rows))
     for name, value in extras().items():
         print(f"{name}: {value}", flush=True)
         rows.append({"extra": name, "value": value})
@@ -272,7 +300,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("hopper_check.json"))
     parser.add_argument("--budget", type=float, default=290.0, help="seconds for everything")
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1))
-    parser.add_argument("--only", default="", help="groups whose name contains this")
+    parser.add_argument("--only", default="", help="groups whose name contains one of these, by comma")
     parser.add_argument("--commit", help="the commit that is judged, where the source is not in a checkout")
     parser.add_argument("--worker", default="")
     parser.add_argument("--bench", default=None, help="JSON list of wrong kernels")
@@ -300,7 +328,7 @@ def run_all(args: argparse.Namespace, begin: float) -> None:
     """Correctness with at most 60 % of the budget, then speed with what is left."""
     folder = Path(args.json).with_suffix(".logs")
     folder.mkdir(parents=True, exist_ok=True)
-    names = [g for g in groups() if args.only in g]
+    names = [g for g in groups() if any(part in g for part in args.only.split(","))]
     results = check_all(names, args.jobs, begin + 0.6 * args.budget, folder)
     wrong = [g for g in groups() if g not in {r["group"] for r in results if not r["failures"]}]
     left = args.budget - (time.monotonic() - begin)

@@ -240,13 +240,15 @@ def check_backward(case: Case) -> list[str]:
         out, lse = BACKEND.forward(problem, operands)
         dlse = torch.randn(lse.shape, device=DEVICE) if case.dlse else None
         wanted = Wanted(dsinks=case.sinks)
-        runs = [BACKEND.backward(problem, operands, out, lse, inputs["dout"], dlse, wanted) for _ in range(2)]
+        count = REPEATS if case.repeat else 2
+        runs = [BACKEND.backward(problem, operands, out, lse, inputs["dout"], dlse, wanted) for _ in range(count)]
     torch.cuda.synchronize()
-    got, again = runs
+    got = runs[0]
     names = ["dq", "dk", "dv"] + (["dsinks"] if case.sinks else [])
     wrong = []
     if case.deterministic:
-        wrong = [f"{n} differs bitwise" for n in names if not torch.equal(getattr(got, n), getattr(again, n))]
+        pairs = [(n, i, getattr(got, n), getattr(run, n)) for i, run in enumerate(runs) for n in names]
+        wrong = [f"{name} of run {i} differs bitwise" for name, i, a, b in pairs if not torch.equal(a, b)]
     for part in sequences(case, inputs):
         refs, plains = (autograd(case, part, dlse, dtype) for dtype in (torch.float64, case.dtype))
         terms = terms_of(case, part, dlse)
