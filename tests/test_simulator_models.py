@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import importlib
 import math
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import tilewise as tw
+from tilewise.simulator import Workload, count, schedule
 from tilewise.simulator.online import online_softmax
 from tilewise.simulator.paging import ContiguousPool, PageEvent, PagePool
 
@@ -135,6 +139,26 @@ def test_a_copy_needs_a_page() -> None:
     assert pool.tables["B"] == [0, 1]
 
 
+def test_paging_uses_nine_tenths_of_its_memory_where_reservation_uses_a_third() -> None:
+    lengths = [64 + 97 * index % 1200 for index in range(100)]
+    paged, reserved = PagePool(num_pages=20_000, page_size=16), ContiguousPool(20_000, 16, max_tokens=2048)
+    for index, tokens in enumerate(lengths):
+        assert paged.arrive(str(index), tokens)
+        assert reserved.arrive(str(index), tokens)
+    assert paged.utilisation > 0.9
+    assert 0.2 < reserved.utilisation < 0.4
+
+
+def test_a_shared_system_prompt_saves_a_third_of_the_memory() -> None:
+    shared, apart = PagePool(num_pages=10_000, page_size=16), PagePool(num_pages=10_000, page_size=16)
+    shared.arrive("system", 500)
+    for index in range(20):
+        shared.fork("system", str(index))
+        assert shared.append(str(index), 700)
+        assert apart.arrive(str(index), 1200)
+    assert 0.3 < 1 - shared.reserved_pages / apart.reserved_pages < 0.5
+
+
 @pytest.mark.parametrize(
     "misuse",
     [
@@ -165,3 +189,24 @@ def test_a_slot_holds_no_more_than_its_maximum() -> None:
     assert not pool.arrive("A", 17)
     assert pool.arrive("A", 16)
     assert not pool.append("A")
+
+
+# --- the page about it
+
+PAGE = (Path(__file__).parent.parent / "docs" / "explain.md").read_text()
+
+
+def test_the_example_of_the_page_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(compile(code, "explain.md", "exec"), {})
+
+
+def test_the_traffic_table_of_the_page() -> None:
+    rows = [row.replace(",", "").split(" | ") for row in re.findall(r"^\| (\d+ \| [\d,]{7,} .*) \|$", PAGE, re.M)]
+    assert len(rows) == 5
+    for seqlen, naive, fa1, fa2, ratio, causal in rows:
+        work = Workload(int(seqlen), int(seqlen), 64, 64, block_m=128, block_n=128)
+        counted = [count(schedule(algorithm, work)).traffic.elements for algorithm in ("naive", "fa1", "fa2")]
+        assert counted == [int(naive), int(fa1), int(fa2)]
+        assert round(int(naive) / int(fa2), 1) == float(ratio)
+        assert count(schedule("fa2", dataclasses.replace(work, right=0))).traffic.elements == int(causal)

@@ -134,12 +134,13 @@ def _call(
     name: str, compute: Callable[[Tensor, Tensor, Tensor, bool], Tensor], tensors: Triple, sizes: Sizes
 ) -> Tensor:
     """One call in its range, finished when the range ends."""
+    q, k, v = tensors
+    dout = q.detach()
     with record_function(name):
-        q, k, v = tensors
         out = compute(q, k, v, sizes.causal)
         if sizes.backward:
             with record_function(f"{name}.backward"):
-                torch.autograd.grad(out, tensors, torch.ones_like(out))
+                torch.autograd.grad(out, tensors, dout)
         if sizes.device.type == "cuda":
             torch.cuda.synchronize(sizes.device)
     return out.detach()
