@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gluon_emulator import MODE, MODULES, PACKAGE, SHARED
 from tilewise import device, masks
-from tilewise.operands import Operands, Wanted
+from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
 pytestmark = pytest.mark.slow
@@ -174,19 +174,21 @@ def test_tile_ranges_agree_with_masks(band: tuple[int | None, int | None], emula
                     common = shown.keys_common(row, row + 64)
                     first = (last - i) * 64
                     assert row >= seqlen_q or (common.start <= first and first + 64 <= common.stop)
-        check_query_tiles(
-            shown, sizes, configs.BackwardConfig(BLOCK_M=64, EVEN_K=seqlen_k % 128 == 0, **flags), schedule
-        )
+        for block_n in (64, 128):
+            even = seqlen_k % block_n == 0
+            backward = configs.BackwardConfig(BLOCK_M=64, BLOCK_N=block_n, EVEN_K=even, **flags)
+            check_query_tiles(shown, sizes, backward, schedule)
 
 
 def check_query_tiles(shown: masks.Band, sizes: Any, config: Any, schedule: Any) -> None:
     """The same for the query tiles of every key tile."""
     lengths = shown.seqlen_q, shown.seqlen_k
-    grid = masks.TileGrid(config.BLOCK_M, 128)
-    for n_block in range(-(-shown.seqlen_k // 128)):
-        lo, hi = (int(x) for x in schedule.query_tiles(n_block * 128, *lengths, sizes, config))
+    grid = masks.TileGrid(config.BLOCK_M, config.BLOCK_N)
+    for n_block in range(-(-shown.seqlen_k // config.BLOCK_N)):
+        first = n_block * config.BLOCK_N
+        lo, hi = (int(x) for x in schedule.query_tiles(first, *lengths, sizes, config))
         assert {t.m_block for t in shown.query_tiles(n_block, grid)} <= set(range(lo, hi))
-        begin, end = schedule.whole_query_tiles(n_block * 128, lo, hi, *lengths, sizes, config)
+        begin, end = schedule.whole_query_tiles(first, lo, hi, *lengths, sizes, config)
         for m_block in range(int(begin), int(end)):
             assert shown.tile_kind(m_block, n_block, grid) is masks.TileKind.FULL
 
@@ -260,25 +262,112 @@ BACKWARD = {
 }
 
 
+class Backward(NamedTuple):
+    """What a backward gets beside the operands."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+
+def backward_inputs(case: Case, operands: Operands) -> Backward:
+    out, lse = expected(case, operands)
+    generator = torch.Generator().manual_seed(1)
+    dout = torch.randn(out.shape, generator=generator).bfloat16()
+    return Backward(out, lse, dout, torch.randn(lse.shape, generator=generator))
+
+
+def run_backward(case: Case, operands: Operands, given: Backward, emulated: Callable[[str], Any]) -> Gradients:
+    out, lse, dout, dlse = given
+    run = emulated("launch_backward").run_backward
+    got: Gradients = run(
+        case.problem, operands, out.bfloat16(), lse.float(), dout, dlse.float(), Wanted(dsinks=case.sinks)
+    )
+    assert emulated("launch_backward").counter_for(out) == 0, "the tile counter must come back to zero"
+    return got
+
+
+def check_backward(case: Case, emulated: Callable[[str], Any]) -> None:
+    operands = case.inputs()
+    given = backward_inputs(case, operands)
+    got = run_backward(case, operands, given, emulated)
+    problem = replace(case.problem, dtype=torch.float64)
+    exact = Backward(*(t.double() for t in given))
+    ref = reference().backward(problem, in_double(operands), *exact, Wanted(dsinks=case.sinks))
+    for name, mine, theirs in zip(ref._fields, got, ref, strict=True):
+        if theirs is not None:
+            assert mine is not None
+            scale = theirs.abs().max().item()
+            error = (mine.double() - theirs).abs().max().item()
+            assert error <= 0.015 * scale, f"{name}: error {error}, largest {scale}"
+
+
 @pytest.mark.parametrize("late_loads", LOADS)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["in any order", "deterministic"])
 @pytest.mark.parametrize("case", BACKWARD.values(), ids=BACKWARD.keys())
 def test_backward_protocol(case: Case, deterministic: bool, late_loads: bool, emulated: Callable[[str], Any]) -> None:
     MODE.late_loads = late_loads
-    case = replace(case, deterministic=deterministic)
-    operands, wanted = case.inputs(), Wanted(dsinks=case.sinks)
-    out, lse = expected(case, operands)
-    generator = torch.Generator().manual_seed(1)
-    dout = torch.randn(out.shape, generator=generator).bfloat16()
-    dlse = torch.randn(lse.shape, generator=generator)
-    run = emulated("launch_backward").run_backward
-    got = run(case.problem, operands, out.bfloat16(), lse.float(), dout, dlse, wanted)
-    assert emulated("launch_backward").counter_for(out) == 0, "the tile counter must come back to zero"
-    exact = in_double(operands)
+    check_backward(replace(case, deterministic=deterministic), emulated)
+
+
+@pytest.mark.parametrize("missing", ["barrier_sync", "store_wait"])
+def test_a_missing_hand_over_is_found(
+    missing: str, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two roles of the wide backward."""
+    MODE.late_loads = False
+    wide = emulated("backward_wide")
+    if missing == "barrier_sync":
+        monkeypatch.setattr(wide, "barrier_sync", lambda *_: None)
+        monkeypatch.setattr(wide, "barrier_arrive", lambda *_: None)
+    else:
+        monkeypatch.setattr(wide.tma, "store_wait", lambda _: None)
+    monkeypatch.setattr(emulated("launch_backward"), "counter_for", lambda _: torch.zeros(1, dtype=torch.int32))
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_backward(BACKWARD["d256"], emulated)
+
+
+@pytest.mark.parametrize("name", ["d64 causal", "d128", "softcap", "packed causal"])
+def test_split_backward_protocol(name: str, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """dQ in a kernel of its own."""
+    MODE.late_loads = False
+    launch, configs = emulated("launch_backward"), emulated("configs")
+    monkeypatch.setattr(launch, "backward_config", lambda p: configs.split_config(configs.backward_config(p)))
+    launch.backward_pass.cache_clear()
+    check_backward(replace(BACKWARD[name], deterministic=True), emulated)
+    launch.backward_pass.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["d64 causal", "d256"])
+def test_fixed_point_does_not_depend_on_the_order(name: str, emulated: Callable[[str], Any]) -> None:
+    MODE.late_loads = True
+    case = replace(BACKWARD[name], deterministic=True)
+    operands = case.inputs()
+    given = backward_inputs(case, operands)
+    first, *others = [run_backward(case, operands, given, emulated) for _ in range(4)]
+    for other in others:
+        for a, b in zip(first[:3], other[:3], strict=True):
+            torch.testing.assert_close(a, b, atol=0.0, rtol=0.0)
+
+
+def test_fixed_point_fits_every_row(emulated: Callable[[str], Any]) -> None:
+    """Rows of very different gradients have units of their own; NaN stays NaN, and zero zero."""
+    MODE.late_loads = False
+    case = Case(128, heads=(1, 1), seqlens=(130, 70), deterministic=True)
+    operands = case.inputs()
+    given = backward_inputs(case, operands)
+    tiny = given._replace(dlse=torch.zeros_like(given.lse))
+    tiny.dout[:, :, 1] *= 2.0**-60
+    tiny.dout[:, :, 2] = 0.0
+    tiny.lse[:, :, 3] = math.nan
+    dq = run_backward(case, operands, tiny, emulated).dq
     problem = replace(case.problem, dtype=torch.float64)
-    ref = reference().backward(problem, exact, out, lse, dout.double(), dlse.double(), wanted)
-    for name, mine, theirs in zip(ref._fields, got, ref, strict=True):
-        if theirs is not None:
-            scale = theirs.abs().max().item()
-            error = (mine.double() - theirs).abs().max().item()
-            assert error <= 0.015 * scale, f"{name}: error {error}, largest {scale}"
+    exact = Backward(*(t.double() for t in tiny))
+    ref = reference().backward(problem, in_double(operands), *exact, Wanted()).dq
+    assert dq is not None
+    assert bool(dq[:, :, 3].isnan().all())
+    assert bool((dq[:, :, 2] == 0).all())
+    for row in (0, 1):
+        error = (dq[:, :, row].double() - ref[:, :, row]).abs().max().item()
+        assert error <= 0.02 * ref[:, :, row].abs().max().item()
