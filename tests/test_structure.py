@@ -42,7 +42,7 @@ ARROWS: dict[str, set[str]] = {
     "testing": SPINE | {"api", "__init__", "backends", "dispatch", "validation"},
     "simulator": {"masks", "plan"},
     "explorer": {"device", "dispatch", "plan", "problem"},
-    "bench": SPINE | {"api", "__init__", "plan", "dispatch", "testing", "figures"},
+    "bench": SPINE | {"api", "cascade", "__init__", "plan", "dispatch", "testing", "figures"},
     "distributed": SPINE | {"backends", "canonical", "dispatch", "ops", "validation"},
     "cli": SPINE
     | {"distributed", "api", "__init__", "plan", "dispatch", "backends", "bench", "validation", "figures", "explorer"},

@@ -62,6 +62,8 @@ class Case:
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     page_size: int = 0
+    # Keys at the start that all sequences of a paged batch share.
+    shared_keys: int = 0
     seqlens: tuple[int, ...] = ()
     # Launched from a CUDA graph, so that the host does not count.
     graph: bool = False
@@ -109,7 +111,7 @@ class Case:
 
     @property
     def kv_bytes(self) -> float:
-        """K and V, each read once."""
+        """K and V of every sequence, each read once: keys that sequences share are counted for each of them."""
         return 2.0 * self.batch * self.num_kv_heads * self.seqlen_k * self.head_dim * self.torch_dtype.itemsize
 
     @property

@@ -27,6 +27,7 @@ def cpu_cases(machine: str | None = None) -> tuple[Case, ...]:
         *_shared_heads(x86),
         *_backward(),
         *_decode(),
+        *_cascade(),
         *_varlen(),
         *_memory(),
         *_latency(),
@@ -120,6 +121,17 @@ def _decode() -> Iterator[Case]:
                 page_size=page_size, bars=(Bar(OURS, 0.95, case=dense, by="rate"),),
                 implementations=(OURS, "sdpa-gather"), quick=(heads, page_size) == (32, 16),
             )  # fmt: skip
+
+
+def _cascade() -> Iterator[Case]:
+    """Decoding of 64 sequences with 4096 keys in common and 128 of their own, which are counted for each of them."""
+    for heads, dtype in ((2, "float32"), (8, "float32"), (8, "bfloat16")):
+        yield _case(
+            f"cascade-{heads}-2-{dtype}-b64-n4096", "cascade", num_heads=heads, num_kv_heads=2, batch=64, seqlen_q=1,
+            seqlen_k=4096 + 128, head_dim=128, dtype=dtype, kind="paged", page_size=64, shared_keys=4096,
+            implementations=(OURS, "tilewise-cascade"), bars=(Bar("tilewise-cascade", 2.0, against=(OURS,)),),
+            quick=(heads, dtype) == (2, "float32"),
+        )  # fmt: skip
 
 
 def _varlen() -> Iterator[Case]:

@@ -52,6 +52,7 @@ def gpu_cases() -> tuple[Case, ...]:
         *_short(),
         *_decode(),
         *_paged(),
+        *_cascade(),
         *_overhead(),
     )
 
@@ -183,6 +184,18 @@ def _paged() -> Iterator[Case]:
             num_kv_heads=8, batch=16, seqlen_q=1, seqlen_k=8192, graph=True, quick=page_size in (16, 256),
             implementations=(*OURS, "sdpa-gather"),
             bars=(Bar("tilewise", 0.95, case="decode-b16-n8192", by="rate"),),
+        )  # fmt: skip
+
+
+def _cascade() -> Iterator[Case]:
+    """Decoding of sequences with keys in common and 256 of their own, which are counted for each of them."""
+    for batch, shared in ((64, 4096), (16, 4096), (64, 512), (8, 1024)):
+        # Where little is shared the hint is refused, and must not cost anything.
+        limit = 2.0 if (batch, shared) == (64, 4096) else 0.97
+        yield _case(
+            f"cascade-b{batch}-n{shared}", "cascade", kind="paged", page_size=64, num_heads=32, num_kv_heads=8,
+            batch=batch, seqlen_q=1, seqlen_k=shared + 256, shared_keys=shared, graph=True, quick=batch == 64,
+            implementations=(TRITON, "tilewise-cascade"), bars=(Bar("tilewise-cascade", limit, against=(TRITON,)),),
         )  # fmt: skip
 
 

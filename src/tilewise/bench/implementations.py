@@ -64,6 +64,7 @@ def tilewise_and_torch(device: str) -> list[Implementation]:
     if device == "cpu":
         return [
             Implementation("tilewise", functools.partial(_tilewise, "auto", None)),
+            Implementation("tilewise-cascade", _tilewise_cascade),
             Implementation("sdpa", _sdpa),
             Implementation("sdpa-fp32", _sdpa_fp32),
             Implementation("sdpa-padded", _sdpa_padded),
@@ -74,6 +75,7 @@ def tilewise_and_torch(device: str) -> list[Implementation]:
     cudnn = functools.partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
     return [
         *_gpu_backends(),
+        Implementation("tilewise-cascade", _tilewise_cascade),
         Implementation("sdpa-flash", _sdpa, scope=flash),
         Implementation("sdpa-cudnn", _sdpa, scope=cudnn),
         Implementation("sdpa-padded", _sdpa_padded),
@@ -123,6 +125,19 @@ def _tilewise(backend: str, deterministic: bool | None, case: Case, inputs: Inpu
     table, lengths = _there(inputs.block_table), _there(inputs.seqlens_k)
     return Prepared(
         lambda: api.attention_paged(token, k_pages, v_pages, table, lengths, **flags), (q, k, v), inputs.dout
+    )
+
+
+def _tilewise_cascade(case: Case, inputs: Inputs) -> Prepared:
+    """The paged call with the hint that sequences share a prefix."""
+    if case.kind != "paged" or inputs.shared_prefix is None:
+        raise NotApplicable("for paged sequences that share a prefix")
+    q, k_pages, v_pages = inputs.q[:, :, 0], _there(inputs.k_pages), _there(inputs.v_pages)
+    table, lengths, shared = _there(inputs.block_table), _there(inputs.seqlens_k), inputs.shared_prefix
+    return Prepared(
+        lambda: api.attention_paged(q, k_pages, v_pages, table, lengths, shared_prefix=shared),
+        (inputs.q, inputs.k, inputs.v),
+        inputs.dout,
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.bench.cases import Case
+from tilewise.cascade import Group, SharedPrefix
 
 __all__ = ["Inputs", "make_inputs"]
 
@@ -25,6 +26,7 @@ class Inputs:
     v_pages: Tensor | None = None
     block_table: Tensor | None = None
     seqlens_k: Tensor | None = None
+    shared_prefix: SharedPrefix | None = None
 
     @property
     def nbytes(self) -> int:
@@ -49,8 +51,11 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     if case.kind == "dense":
         return Inputs(q, k, v, dout)
     table = _table(case, generator)
+    for keys in (k, v):
+        keys[1:, :, : case.shared_keys] = keys[:1, :, : case.shared_keys]
     seqlens_k = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=case.device)
-    return Inputs(q, k, v, dout, None, _paged(case, k, table), _paged(case, v, table), table, seqlens_k)
+    prefix = _shared(case, table, seqlens_k) if case.shared_keys else None
+    return Inputs(q, k, v, dout, None, _paged(case, k, table), _paged(case, v, table), table, seqlens_k, prefix)
 
 
 def _offsets(case: Case) -> Tensor:
@@ -62,7 +67,20 @@ def _table(case: Case, generator: torch.Generator) -> Tensor:
     """Pages in random order, as a cache in use hands them out."""
     pages = -(-case.seqlen_k // case.page_size)
     order = torch.randperm(case.batch * pages, generator=generator, device=case.device)
-    return order.view(case.batch, pages).to(torch.int32)
+    table = order.view(case.batch, pages).to(torch.int32)
+    table[:, : case.shared_keys // case.page_size] = table[:1, : case.shared_keys // case.page_size]
+    return table
+
+
+def _shared(case: Case, table: Tensor, seqlens_k: Tensor) -> SharedPrefix:
+    """The hint that a cache would give: one group of all sequences."""
+    pages, counts = case.shared_keys // case.page_size, torch.tensor((0, case.batch, case.shared_keys))
+    counts = counts.to(case.device, torch.int32)
+    group = Group(case.batch, case.batch, case.shared_keys)
+    own = table[:, pages:].contiguous()
+    return SharedPrefix(
+        (group,), table[:1, :pages].contiguous(), counts[2:], counts[:2], None, own, seqlens_k - counts[2]
+    )
 
 
 def _paged(case: Case, dense: Tensor, table: Tensor) -> Tensor:
