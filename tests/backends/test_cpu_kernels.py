@@ -18,12 +18,23 @@ from tilewise.backends.cpu.emit import BF16, FP16, Emitter, Value
 from tilewise.backends.cpu.features import drop, philox
 from tilewise.backends.cpu.intrinsics import load_f32, store_f32
 from tilewise.backends.cpu.isa import Isa
+from tilewise.backends.cpu.matrix import (
+    matrix_scores,
+    matrix_values,
+    pack_weights,
+    softmax_to_weights,
+    start_tiles,
+    stop_tiles,
+    transpose_queries,
+    transpose_values,
+)
 from tilewise.backends.cpu.microkernels import accumulate_keys, scores, softmax, weigh_values
 from tilewise.backends.cpu.packing import transpose_panel
 from tilewise.backends.cpu.streaming import stream_scores, stream_values
 from tilewise.numerics import philox_4x32
 
 LANES = isa.host().lanes
+AMX_FEATURES = ("avx512f", "avx512dq", "avx512vl", "avx512bw", "avx512bf16", "amx-tile", "amx-bf16")
 
 
 def loaded(parts: list[Part], table: Isa | None = None) -> tuple[Callable[..., Any], Any]:
@@ -182,6 +193,8 @@ def test_compiled_code_is_not_called_from_python() -> None:
         ("aarch64", {}, isa.NEON),
         ("arm64", {"neon": True}, isa.NEON),
         ("x86_64", {"avx512f": True, "avx512dq": True, "avx512vl": True}, isa.AVX512),
+        ("x86_64", dict.fromkeys(AMX_FEATURES, True), isa.AVX512_AMX),
+        ("x86_64", dict.fromkeys(AMX_FEATURES, True) | {"amx-bf16": False}, isa.AVX512),
         ("x86_64", {"avx512f": True, "avx2": True, "fma": True, "f16c": True}, isa.AVX2),
         ("x86_64", {"sse4.2": True}, isa.GENERIC),
         ("riscv64", {}, isa.GENERIC),
@@ -191,15 +204,18 @@ def test_instruction_set_is_chosen_by_features(machine: str, features: dict[str,
     assert isa.choose(machine, features) is expected
 
 
-@pytest.mark.parametrize("table", [isa.NEON, isa.AVX2, isa.AVX512, isa.GENERIC], ids=lambda t: t.name)
+@pytest.mark.parametrize("table", [isa.NEON, isa.AVX2, isa.AVX512, isa.AVX512_AMX, isa.GENERIC], ids=lambda t: t.name)
 def test_tables_are_consistent(table: Isa) -> None:
     assert table.panel % table.value_rows == 0
     assert table.block_n % table.key_step == 0
     assert table.block_n % table.lanes == 0
     assert table.key_step % 4 == 0
-    registers = 32 if table.name in ("neon", "avx512") else 16
+    registers = 16 if table.name in ("avx2", "generic") else 32
     assert table.score_keys * table.query_vectors < registers
     assert table.value_rows * table.value_vectors < registers
+    if table.matrix is not None:
+        assert table.panel * 4 == 2 * table.matrix.row_bytes, "two tiles hold a panel of fp32"
+        assert table.matrix.keys % table.matrix.depth == 0
 
 
 def assembly(named: Any, table: Isa, triple: str, cpu: str) -> str:
@@ -262,6 +278,43 @@ def test_decode_prefetches_into_the_level_of_the_table(
 def test_other_kernels_compile_elsewhere(target: tuple[Isa, str, str, str, str]) -> None:
     for named in (softmax, drop, transpose_panel):
         assert len(assembly(named, *target[:3])) > 500
+
+
+AMX_TARGET = (isa.AVX512_AMX, "x86_64-unknown-linux-gnu", "sapphirerapids")
+
+
+@pytest.mark.parametrize("named", [matrix_scores, matrix_values], ids=["scores", "values"])
+def test_matrix_products_load_a_tile_for_each_product(named: Any) -> None:
+    block = innermost(assembly(named, *AMX_TARGET), "tdpbf16ps")
+    assert len(re.findall("tdpbf16ps", block)) == len(re.findall("tileloadd", block)) == 4
+    assert "vcvtne2ps2bf16" in assembly(softmax_to_weights, *AMX_TARGET)
+
+
+@pytest.mark.skipif(isa.host().matrix is None, reason="no matrix unit")
+def test_matrix_products_are_exact_for_small_integers() -> None:
+    """In one function, as the tiles belong to the thread: S = K Q^T and V^T S for integers that bf16 holds."""
+    import torch
+
+    def both(k: int, q_rows: int, q: int, s: int, v_rows: int, v: int, weights: int, out: int, tiles: int) -> None:
+        start_tiles(tiles, tiles + 64)
+        transpose_queries(q_rows, 128, 64, q)
+        matrix_scores(k, 128, 64, q, s)
+        pack_weights(s, 32, weights)
+        transpose_values(v_rows, 64, 32, 32, v, 64)
+        matrix_values(v, 64, weights, 32, out)
+        stop_tiles(tiles + 64)
+
+    kernels = (start_tiles, transpose_queries, matrix_scores, pack_weights, transpose_values, matrix_values, stop_tiles)
+    both.__globals__.update({part_of(named).function.__name__: named for named in kernels})
+    function, engine = loaded([part_of(driver(both)), *map(part_of, kernels)])
+    k, q, v = (torch.randint(-1, 2, shape).bfloat16() for shape in ((32, 64), (32, 64), (32, 32)))
+    s, out = torch.full((32, 32), torch.nan), torch.full((32, 32), torch.nan)
+    scratch = [torch.empty(4096, dtype=torch.uint8) for _ in range(4)]
+    q_pairs, v_columns, weights, tiles = (x.data_ptr() for x in scratch)
+    function(k.data_ptr(), q.data_ptr(), q_pairs, s.data_ptr(), v.data_ptr(), v_columns, weights, out.data_ptr(), tiles)
+    del engine
+    assert torch.equal(s, k.float() @ q.float().T)
+    assert torch.equal(out, v.float().T @ s)
 
 
 def test_kernel_result_types_are_part_of_the_program() -> None:

@@ -77,10 +77,15 @@ def pack_queries(p: int, ws: int, batch: int, head: int, first_row: int, count: 
 
 
 @driver
-def pack_rows_tile(
+def rows_tile(
     p: int, tensor: int, dim: int, width: int, batch: int, kv_head: int, begin: int, end: int, target: int
-) -> None:
-    """Rows [begin, end) of K or V as rows of `width`, zero beyond dim, and zero rows up to a whole step."""
+) -> int:
+    """Where rows [begin, end) of K or V lie `width` elements apart, with zero rows up to a whole step: the tensor
+    itself, or `target`, into which they are packed.
+    """
+    adjacent = dim == width and field(p, tensor + 3) == 2 * width
+    if adjacent and (end - begin) % STEP == 0 and run_length(p, begin, end) == end - begin:
+        return kv_address(p, tensor, batch, kv_head, begin)
     row = begin
     while row < end:
         count = run_length(p, row, end)
@@ -89,6 +94,7 @@ def pack_rows_tile(
         row += count
     padded = (end - begin + STEP - 1) // STEP * STEP
     fill(target + 2 * (end - begin) * width, (padded - end + begin) * width // 2, 0.0)
+    return target
 
 
 @driver
@@ -120,12 +126,12 @@ def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, siz
 
 
 @driver
-def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int) -> None:
-    """One panel against keys [begin, end) of the tile at k0: scores, softmax, and values into the accumulator."""
+def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int, k: int) -> None:
+    """One panel against keys [begin, end) of the tile k at k0: scores, softmax, and values into the accumulator."""
     s, size, first_key = ws + field(p, f.WS_SCORES), end - begin, k0 + begin
     tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
     width_v, vectors = field(p, f.DIM_V_PADDED), (num_rows + LANES - 1) // LANES
-    panel_scores(p, ws, panel, num_rows, first_key, size, ws + field(p, f.WS_K) + 2 * begin * field(p, f.DIM_PADDED))
+    panel_scores(p, ws, panel, num_rows, first_key, size, k + 2 * begin * field(p, f.DIM_PADDED))
     running, weights = acc_state(p, ws) + 4 * panel * PANEL, ws + field(p, f.WS_WEIGHTS)
     row_sum, to_log2 = running + 4 * field(p, f.BLOCK_M), scalar_bits(field(p, f.TO_LOG2))
     if field(p, f.FEATURES) & f.HAS_DROPOUT:
@@ -145,7 +151,7 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
     """Stream the keys that any row of the block sees, tile by tile, panel by panel."""
     panels, bounds = (count + PANEL - 1) // PANEL, ws + field(p, f.WS_PANELS)
     width, width_v = field(p, f.DIM_PADDED), field(p, f.DIM_V_PADDED)
-    k, v, rows_v = ws + field(p, f.WS_K), ws + field(p, f.WS_V), ws + field(p, f.WS_V_ROWS)
+    v = ws + field(p, f.WS_V)
     first, last = f.UNBOUNDED, -1
     for panel in range(panels):
         first = min(first, load_i64(bounds + panel * PANEL_BYTES + MIN_FIRST))
@@ -153,15 +159,18 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
     k0 = max(0, first) // KEYS * KEYS
     while k0 <= last:
         size = min(KEYS, last + 1 - k0)
-        pack_rows_tile(p, f.K, field(p, f.HEAD_DIM), width, batch, kv_head, k0, k0 + size, k)
-        pack_rows_tile(p, f.V, field(p, f.HEAD_DIM_V), width_v, batch, kv_head, k0, k0 + size, rows_v)
+        end_key = k0 + size
+        k = rows_tile(p, f.K, field(p, f.HEAD_DIM), width, batch, kv_head, k0, end_key, ws + field(p, f.WS_K))
+        rows_v = rows_tile(
+            p, f.V, field(p, f.HEAD_DIM_V), width_v, batch, kv_head, k0, end_key, ws + field(p, f.WS_V_ROWS)
+        )
         transpose_values(rows_v, 2 * width_v, (size + STEP - 1) // STEP * STEP, width_v, v, VALUE_BYTES)
         for panel in range(panels):
             low = max(0, load_i64(bounds + panel * PANEL_BYTES + MIN_FIRST) - k0)
             high = min(size, load_i64(bounds + panel * PANEL_BYTES + MAX_LAST) + 1 - k0)
             if low < high:
-                begin, end = low // STEP * STEP, (high + STEP - 1) // STEP * STEP
-                panel_step(p, ws, batch, panel, min(PANEL, count - panel * PANEL), k0, begin, end)
+                begin, stop = low // STEP * STEP, (high + STEP - 1) // STEP * STEP
+                panel_step(p, ws, batch, panel, min(PANEL, count - panel * PANEL), k0, begin, stop, k)
         k0 += KEYS
 
 

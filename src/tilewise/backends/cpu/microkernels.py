@@ -9,11 +9,22 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 from tilewise.backends.cpu.compiler import kernel
 from tilewise.backends.cpu.emit import Emitter, Value
 
-__all__ = ["accumulate_keys", "row_max", "scores", "softmax", "softmax_gradient", "weigh_values"]
+__all__ = [
+    "Statistics",
+    "accumulate_keys",
+    "emit_softmax",
+    "row_max",
+    "scores",
+    "softmax",
+    "softmax_gradient",
+    "weigh_values",
+]
 
 # The running maximum of a row that saw no key; keeps -inf - max from being NaN.
 NO_KEY = -1e30
@@ -186,12 +197,40 @@ def softmax(
     costs nothing, as it makes the subtraction a fused multiply-add, and is more exact than scaling q. num_keys is a
     multiple of 4. A row without a key keeps row_max -inf and row_sum 0.
     """
+
+    def keep(at: Value, n: Value, powers: list[Value]) -> None:
+        base = e.b.add(e.b.add(s, at), e.b.mul(n, e.i64(4 * e.isa.panel)))
+        for u, power in enumerate(powers):
+            e.store(e.at(base, u * e.isa.panel), power)
+
+    emit_softmax(e, s, num_keys, Statistics(row_max, row_sum, tile_max, alpha), vectors, to_log2, keep)
+
+
+class Statistics(NamedTuple):
+    """Where the softmax state of a panel is."""
+
+    row_max: Value
+    row_sum: Value
+    tile_max: Value
+    alpha: Value
+
+
+def emit_softmax(
+    e: Emitter,
+    s: Value,
+    num_keys: Value,
+    state: Statistics,
+    vectors: Value,
+    to_log2: Value,
+    keep: Callable[[Value, Value, list[Value]], None],
+) -> None:
+    """The body of `softmax`; `keep(byte offset of the vector, key, P of four keys)` stores what it makes."""
     b = e.b
     factor = e.splat(to_log2)
 
     def column(at: Value) -> None:
-        old = e.load(b.add(row_max, at))
-        top = e.maximum(old, b.fmul(e.load(b.add(tile_max, at)), factor))
+        old = e.load(b.add(state.row_max, at))
+        top = e.maximum(old, b.fmul(e.load(b.add(state.tile_max, at)), factor))
         safe = e.maximum(top, e.f32s(NO_KEY))
         shift = b.fneg(safe)
 
@@ -199,16 +238,15 @@ def softmax(
             base = b.add(b.add(s, at), b.mul(n, e.i64(4 * e.isa.panel)))
             places = [e.at(base, u * e.isa.panel) for u in range(SOFTMAX_UNROLL)]
             powers = [e.exp2(e.fma(e.load(place), factor, shift)) for place in places]
-            for place, power in zip(places, powers, strict=True):
-                e.store(place, power)
+            keep(at, n, powers)
             return [b.fadd(total, power) for total, power in zip(sums, powers, strict=True)]
 
         parts = e.loop(num_keys, SOFTMAX_UNROLL, [e.f32s(0.0)] * SOFTMAX_UNROLL, step)
         total = b.fadd(b.fadd(parts[0], parts[1]), b.fadd(parts[2], parts[3]))
         decay = e.exp2(b.fsub(old, safe))
-        e.store(b.add(alpha, at), decay)
-        e.store(b.add(row_max, at), top)
-        e.store(b.add(row_sum, at), e.fma(e.load(b.add(row_sum, at)), decay, total))
+        e.store(b.add(state.alpha, at), decay)
+        e.store(b.add(state.row_max, at), top)
+        e.store(b.add(state.row_sum, at), e.fma(e.load(b.add(state.row_sum, at)), decay, total))
 
     _per_vector(e, vectors, column)
 
