@@ -107,8 +107,8 @@ def _flags(mask: Any, causal: bool, sliding_window: int | None, is_packed: bool)
         return _Mask(causal, window)
     if isinstance(mask, Structure):
         window = mask.window or window
-        if not is_packed and (packing := mask.packing) is not None:
-            return _Mask(mask.causal, window, cu_seqlens=packing.cu_seqlens, max_seqlen=packing.max_seqlen)
+        if mask.sequences is not None and not is_packed:
+            return _Mask(mask.causal, window, cu_seqlens=mask.packing.cu_seqlens, max_seqlen=mask.packing.max_seqlen)
         return _Mask(mask.causal, window, mask.keep, keys=mask.keys)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
         expected = "None, a boolean mask of padding (batch, keys), or a boolean or float mask of four dimensions"

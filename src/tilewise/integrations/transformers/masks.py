@@ -60,12 +60,11 @@ class Structure:
         return self
 
     @functools.cached_property
-    def packing(self) -> Packing | None:
+    def packing(self) -> Packing:
         """The packed sequences by their bounds. Counting them makes the CPU wait for a GPU, once for all layers."""
-        if self.sequences is None:
-            return None
-        first = torch.ones_like(self.sequences, dtype=torch.bool)
-        first[:, 1:] = self.sequences[:, 1:] != self.sequences[:, :-1]
+        sequences = self.sequences if self.sequences is not None else torch.zeros(self.shape[0], self.shape[2])
+        first = torch.ones_like(sequences, dtype=torch.bool)
+        first[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
         starts = first.flatten().nonzero().flatten()
         cu_seqlens = torch.cat([starts, starts.new_tensor([first.numel()])]).to(torch.int32)
         return Packing(cu_seqlens, int(cu_seqlens.diff().max()))
@@ -78,6 +77,11 @@ class _Pieces:
     causal: bool = False
     window: Window | None = None
     sequences: Tensor | None = None
+
+    @property
+    def everything(self) -> bool:
+        """Whether every query sees every key, wherever the two stand."""
+        return not self.causal and self.window is None and self.sequences is None
 
 
 def attention_mask_function(
@@ -104,14 +108,16 @@ def attention_mask_function(
     mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
     tracing = _tracing(attention_mask)
     pieces = _pieces(mask_function, tracing)
-    keys = _existing_keys(q_length, kv_length, q_offset, kv_offset, tracing)
-    skip = allow_is_causal_skip if pieces and pieces.causal else allow_is_bidirectional_skip
-    if pieces is not None and keys is not None:
-        shape = (batch_size, 1, q_length, kv_length)
-        keep = _padding(attention_mask, kv_offset, keys, tracing)
-        if not pieces.causal and pieces.window is None and (keep is not None or skip) and keys == kv_length:
+    shape = (batch_size, 1, q_length, kv_length)
+    if pieces is not None and pieces.everything:
+        keep = _padding(attention_mask, kv_offset, kv_length, tracing)
+        if keep is not None or allow_is_bidirectional_skip:
             return None if keep is None else keep.expand(shape)
-        if pieces.sequences is not None or skip:
+    elif pieces is not None:
+        keys = _existing_keys(q_length, kv_length, q_offset, kv_offset, tracing)
+        skip = allow_is_causal_skip if pieces.causal else allow_is_bidirectional_skip and keys == kv_length
+        if keys is not None and (skip or pieces.sequences is not None):
+            keep = _padding(attention_mask, kv_offset, keys, tracing)
             trivial = keep is None and pieces.sequences is None and keys == kv_length and _moot(pieces.window, keys)
             return None if trivial else Structure(shape, pieces.causal, pieces.window, keys, keep, pieces.sequences)
     # Where a matrix is wanted, all of it: a skipped one would mean something else to SDPA than to tilewise.

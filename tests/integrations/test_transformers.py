@@ -1,0 +1,296 @@
+"""`attn_implementation="tilewise"`: tiny models of transformers against their eager attention, on the CPU and a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+
+pytest.importorskip("transformers")
+
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache, masking_utils
+
+from tilewise.integrations.transformers import FLASH_NAME, NAME, forward, masks, register
+from tiny_models import (
+    CAUSAL,
+    WINDOW,
+    bert,
+    build,
+    compare,
+    llama,
+    mistral,
+    outputs_and_gradients,
+    t5,
+    textbook,
+    textbook_mask,
+    tokens,
+    vit,
+)
+
+pytestmark = pytest.mark.slow
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+DEVICES = pytest.mark.parametrize("where", ["cpu", CUDA])
+MODELS = pytest.mark.parametrize("name", list(CAUSAL))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    register()
+    register()  # twice is once
+    AttentionInterface.register("textbook", textbook)
+    AttentionMaskInterface.register("textbook", textbook_mask)
+
+
+def padded(where: str) -> dict[str, Tensor]:
+    """Two prompts of 19 tokens, the first of them 14 with padding on the left."""
+    ids = tokens(2, 19, device=where)
+    attention_mask = torch.ones_like(ids)
+    attention_mask[0, :5] = 0
+    return {"input_ids": ids, "attention_mask": attention_mask}
+
+
+def judge(
+    config: Any, inputs: dict[str, Any], where: str, kind: str = "AutoModelForCausalLM", valid: Tensor | None = None
+) -> None:
+    exact = outputs_and_gradients(
+        build(config, kind, device=where, dtype=torch.float64), "textbook", widened(inputs), valid
+    )
+    model = build(config, kind, device=where)
+    eager = outputs_and_gradients(model, "eager", inputs, valid)
+    compare(outputs_and_gradients(model, NAME, inputs, valid), eager, exact)
+
+
+def widened(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+
+
+@DEVICES
+@MODELS
+def test_logits_and_gradients_are_those_of_eager_attention(name: str, where: str) -> None:
+    judge(CAUSAL[name](), {"input_ids": tokens(2, 19, device=where)}, where)
+
+
+@DEVICES
+@MODELS
+def test_padding_is_left_out(name: str, where: str) -> None:
+    inputs = padded(where)
+    judge(CAUSAL[name](), inputs, where, valid=inputs["attention_mask"].bool())
+
+
+@DEVICES
+def test_bidirectional_models(where: str) -> None:
+    inputs = padded(where)
+    valid = inputs["attention_mask"].bool()
+    judge(bert(), {"input_ids": inputs["input_ids"]}, where, "AutoModelForMaskedLM")
+    judge(bert(), inputs, where, "AutoModelForMaskedLM", valid)
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)).to(where)
+    judge(vit(), {"pixel_values": pixels}, where, "AutoModelForImageClassification")
+
+
+@DEVICES
+def test_a_learned_bias_and_attention_across(where: str) -> None:
+    inputs = padded(where) | {"decoder_input_ids": tokens(2, 7, seed=1, device=where)}
+    judge(t5(), inputs, where, "AutoModelForSeq2SeqLM")
+
+
+@DEVICES
+@MODELS
+def test_packed_sequences_do_not_see_each_other(name: str, where: str) -> None:
+    """Marked by positions that start again, by transformers' packed arguments, and as a batch of their own."""
+    model = build(CAUSAL[name](), device=where)
+    ids = tokens(1, 20, device=where)
+    lengths = (3, 9, 8)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].to(where)
+    cu_seqlens = torch.tensor([0, 3, 12, 20], dtype=torch.int32, device=where)
+    bounds = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 9, "max_length_k": 9}
+    with torch.no_grad():
+        alone = torch.cat([model(part).logits for part in ids.split(lengths, dim=1)], dim=1)
+        # GPT-OSS does not tell its mask about positions, under any attention.
+        restarted = alone if name != "gpt_oss" else model(ids, position_ids=positions, use_cache=False).logits
+        for implementation in (NAME, FLASH_NAME):
+            model.set_attn_implementation(implementation)
+            marked = model(ids, position_ids=positions, use_cache=False).logits
+            torch.testing.assert_close(marked, restarted, rtol=1e-5, atol=1e-5)
+            packed = model(ids, position_ids=positions, **bounds).logits
+            torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_packed_batch_is_trained_as_eager_attention_trains_it() -> None:
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((3, 16), (10, 9))])
+    judge(mistral(), {"input_ids": tokens(2, 19), "position_ids": positions}, "cpu")
+
+
+@DEVICES
+@MODELS
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_greedy_generation_is_that_of_eager_attention(name: str, cache: str | None, where: str) -> None:
+    model = build(CAUSAL[name](), device=where)
+    options = {"max_new_tokens": 10, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    expected = model.generate(**padded(where), **options)
+    assert len(set(expected[0, 19:].tolist())) > 1, "a model that repeats one token proves little"
+    for implementation in (NAME, FLASH_NAME):
+        model.set_attn_implementation(implementation)
+        assert torch.equal(model.generate(**padded(where), **options), expected)
+
+
+@MODELS
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_a_prompt_in_chunks(name: str, kind: Any) -> None:
+    """The second chunk's queries stand behind the first's; a static cache has empty slots behind both."""
+    config = CAUSAL[name]()
+    model = build(config)
+    ids = tokens(2, 19)
+    with torch.no_grad():
+        expected = model(ids).logits[:, 8:]
+        for implementation in (NAME, FLASH_NAME):
+            model.set_attn_implementation(implementation)
+            options = {"max_cache_len": 32} if kind is StaticCache else {}
+            cache = kind(config=config, **options)
+            chunks = [model(part, past_key_values=cache).logits for part in ids.split([8, 9, 1, 1], dim=1)]
+            torch.testing.assert_close(torch.cat(chunks[1:], dim=1), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_compiled_model_gives_the_same() -> None:
+    model = build(mistral())
+    with torch.no_grad():
+        expected = [model(tokens(2, 19)).logits, model(**padded("cpu")).logits[padded("cpu")["attention_mask"].bool()]]
+        model.set_attn_implementation(NAME)
+        compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(tokens(2, 19)).logits, expected[0], rtol=1e-5, atol=1e-5)
+        logits = compiled(**padded("cpu")).logits[padded("cpu")["attention_mask"].bool()]
+        torch.testing.assert_close(logits, expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_is_drawn_in_training_and_repeated_by_the_seed() -> None:
+    config = llama()
+    config.attention_dropout = 0.5
+    model = build(config)
+    model.set_attn_implementation(NAME)
+
+    def logits() -> Tensor:
+        torch.manual_seed(3)
+        out: Tensor = model(tokens(1, 19)).logits
+        return out
+
+    plain = logits()
+    model.train()
+    assert torch.equal(logits(), logits())
+    assert not torch.allclose(logits(), plain, atol=0.1)
+
+
+def test_a_wrong_window_would_be_noticed() -> None:
+    """The models are sensitive enough for the comparisons above to mean something."""
+    with torch.no_grad():
+        one, other = mistral(), mistral()
+        other.sliding_window = WINDOW + 1
+        assert (build(one)(tokens(1, 19)).logits - build(other)(tokens(1, 19)).logits).abs().max() > 1e-2
+
+
+def asked(**arguments: Any) -> Any:
+    """What the mask function answers for two sequences of 8 tokens."""
+    return masks.attention_mask_function(**({"batch_size": 2, "q_length": 8, "kv_length": 8} | arguments))
+
+
+def test_structured_masks_are_flags() -> None:
+    padding = torch.ones(2, 8, dtype=torch.bool)
+    assert asked() is None
+    assert asked(attention_mask=padding) is None, "nothing is padded"
+    padding[0, :3] = False
+    left = asked(attention_mask=padding)
+    assert left.causal
+    assert left.window is None
+    assert left.keep.shape == (2, 1, 1, 8)
+    window = asked(mask_function=masking_utils.sliding_window_causal_mask_function(3), attention_mask=padding)
+    assert (window.causal, window.window) == (True, (2, None))
+    assert asked(mask_function=masking_utils.sliding_window_causal_mask_function(8)) is None, "wider than all there is"
+    both = masking_utils.sliding_window_bidirectional_mask_function(3)
+    assert asked(mask_function=both, allow_is_bidirectional_skip=True).window == (3, 3)
+    bidirectional = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}
+    assert asked(**bidirectional, allow_is_bidirectional_skip=True) is None
+    assert asked(**bidirectional, allow_is_bidirectional_skip=True, kv_length=12) is None, "attention across"
+    view = asked(**bidirectional, attention_mask=padding)
+    assert view.shape == (2, 1, 8, 8)
+    assert view.stride()[2] == 0, "padding is not multiplied by the queries"
+
+
+def test_a_static_cache_is_cut_to_the_keys_that_exist() -> None:
+    static = asked(kv_length=32, q_offset=torch.tensor(5))
+    assert (static.keys, static.causal) == (13, True)
+    row = asked(q_length=1, kv_length=32, q_offset=torch.tensor(5), allow_is_causal_skip=False)
+    assert row.shape == (2, 1, 1, 32)
+    assert row.sum(-1).flatten().tolist() == [6, 6]
+
+
+def test_masks_of_other_kinds_are_matrices() -> None:
+    chunked = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64))
+    assert asked(mask_function=chunked).shape == (2, 1, 8, 8)
+    either = masking_utils.or_masks(masking_utils.causal_mask_function, lambda *where: where[3] >= 0)
+    assert bool(asked(mask_function=either, allow_is_causal_skip=False).all())
+    assert asked(allow_is_causal_skip=False).dtype == torch.bool, "a model that wants the matrix gets it"
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_of_the_caller_is_all_of_the_mask(dtype: torch.dtype) -> None:
+    model = build(llama())
+    keep = torch.rand(1, 1, 19, 19, generator=torch.Generator().manual_seed(0)) < 0.5
+    keep |= torch.eye(19, dtype=torch.bool)
+    added = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected = model(tokens(1, 19), attention_mask=added).logits
+        model.set_attn_implementation(NAME)
+        mine = model(tokens(1, 19), attention_mask=keep if dtype == torch.bool else added).logits
+    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+
+
+def call(**arguments: Any) -> Tensor:
+    q, k, v = (torch.randn(2, 4, 5, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    inputs: dict[str, Any] = {"attention_mask": None} | arguments
+    return forward.attention_forward(torch.nn.Identity(), q, k, v, **inputs)[0]
+
+
+def test_an_argument_that_is_not_honoured_raises() -> None:
+    with pytest.raises(tw.Unsupported, match=r"does not honour the argument block_indices.*register\(ignore"):
+        call(block_indices=torch.zeros(1))
+    with pytest.raises(tw.Unsupported, match=r"eager.*weights"):
+        call(output_attentions=True)
+    call(block_indices=None, output_attentions=False, position_ids=torch.arange(5))
+    call(block_indices=torch.zeros(1), ignore=frozenset({"block_indices"}))
+    bounds = torch.tensor([0, 10], dtype=torch.int32)
+    with pytest.raises(tw.Unsupported, match="position_bias together with cu_seq_lens_q"):
+        call(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, position_bias=torch.zeros(1, 4, 5, 5))
+    with pytest.raises(tw.Unsupported, match="attention_mask together with cu_seq_lens_q"):
+        call(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, attention_mask=torch.ones(2, 5))
+    with pytest.raises(tw.InvalidProblem, match="attention_mask: expected"):
+        call(attention_mask=torch.ones(2, 5, 5))
+    with pytest.raises(tw.Unsupported, match="continuous batching is causal"):
+        call(cache=object(), is_causal=False)
+    with pytest.raises(tw.Unsupported, match="without a mask"):
+        call(cache=object(), attention_mask=torch.zeros(1, 1, 5, 5))
+
+
+def test_without_a_mask_the_arguments_hold() -> None:
+    torch.testing.assert_close(call(is_causal=True, sliding_window=2), call(attention_mask=band(2, 0)))
+    torch.testing.assert_close(call(is_causal=False, sliding_window=2), call(attention_mask=band(2, 1)))
+    padding = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    everything = padding.bool()[:, None, None, :] & band(5, 0)
+    torch.testing.assert_close(call(is_causal=True, attention_mask=padding), call(attention_mask=everything))
+
+
+def band(size: int, right: int) -> Tensor:
+    """Keys less than `size` back and at most `right` ahead."""
+    distance = torch.arange(5)[:, None] - torch.arange(5)
+    return ((distance < size) & (distance >= -right))[None, None]
+
+
+def test_old_releases_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.57.6")
+    with pytest.raises(tw.Unsupported, match=r"4\.57\.6 is older than 5\.17"):
+        register()

@@ -1,0 +1,175 @@
+"""Continuous batching of transformers on tilewise: token for token what `generate` gives, cache read where it lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+
+pytest.importorskip("transformers")
+pytest.importorskip("psutil", reason="transformers asks it for the free memory of a CPU")
+
+import transformers
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from tilewise.integrations.transformers import FLASH_NAME, NAME, paged, register
+from tiny_models import CAUSAL, build, gemma2, llama, tokens
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+
+# Up to 5.21 every name can batch, by a prefix; from 5.22 on only those that contain "flash".
+PREFIXED = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 22)
+NAMES = (NAME, FLASH_NAME) if PREFIXED else (FLASH_NAME,)
+PAGE = "block_size" if PREFIXED else "page_size"
+
+NEW_TOKENS = 9
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    register()
+
+
+def settings(**changes: Any) -> ContinuousBatchingConfig:
+    """Pages of 8 tokens and steps of at most 24, so that the longer prompts come in chunks beside decoding ones."""
+    options = {PAGE: 8, "num_blocks": 64, "max_batch_tokens": 24, "use_cuda_graph": False}
+    return ContinuousBatchingConfig(**options | changes)
+
+
+def greedy() -> transformers.GenerationConfig:
+    return transformers.GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=2, pad_token_id=0)
+
+
+def one_by_one(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    where = model.device
+    rows = (model.generate(torch.tensor([prompt], device=where), generation_config=greedy())[0] for prompt in prompts)
+    return [row[len(prompt) :].tolist() for row, prompt in zip(rows, prompts, strict=True)]
+
+
+def batched(model: Any, prompts: list[list[int]], config: ContinuousBatchingConfig) -> list[list[int]]:
+    results = model.generate_batch(
+        inputs=prompts, generation_config=greedy(), continuous_batching_config=config, progress_bar=False
+    )
+    assert [result.error for result in results.values()] == [None] * len(prompts)
+    return [results[key].generated_tokens for key in sorted(results)]
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    return [tokens(1, n, seed=n)[0].tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("where", ["cpu", CUDA])
+@pytest.mark.parametrize("name", list(CAUSAL))
+def test_batched_generation_is_that_of_each_prompt_alone(name: str, where: str) -> None:
+    model = build(CAUSAL[name](), device=where)
+    prompts = prompts_of(5, 17, 9, 30)
+    expected = one_by_one(model, prompts)
+    for implementation in NAMES if name == "llama" else (FLASH_NAME,):
+        model.set_attn_implementation(implementation)
+        assert batched(model, prompts, settings()) == expected
+        assert model.config._attn_implementation == implementation
+
+
+class Watch:
+    """Counts the calls to one of the functions that attend to a cache, and what they are given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.function = getattr(paged, name)
+        self.calls: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(paged, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls.append(args)
+        out: Tensor = self.function(*args, **kwargs)
+        return out
+
+
+def test_the_cache_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_pages, packed = Watch(monkeypatch, "attention_paged"), Watch(monkeypatch, "attention_varlen")
+    model = build(llama())
+    model.set_attn_implementation(FLASH_NAME)
+    batched(model, prompts_of(5, 17, 9, 30), settings())
+    pages = {call[1].data_ptr() for call in in_pages.calls}
+    assert len(pages) == model.config.num_hidden_layers, "the same storage in every step, nothing gathered"
+    assert all(call[1].shape[1] == 8 for call in in_pages.calls)
+    assert len(packed.calls) == model.config.num_hidden_layers, "only the first step has nothing to read"
+
+
+def test_layers_with_a_window_are_gathered_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_pages, packed = Watch(monkeypatch, "attention_paged"), Watch(monkeypatch, "attention_varlen")
+    model = build(gemma2())
+    model.set_attn_implementation(FLASH_NAME)
+    batched(model, prompts_of(5, 17), settings())
+    assert len({call[1].data_ptr() for call in in_pages.calls}) == 1
+    assert len(packed.calls) == len(in_pages.calls) + 2, "both layers in the first step, then one of each a step"
+
+
+def test_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with a common prompt read the same pages."""
+    watch = Watch(monkeypatch, "attention_paged")
+    model = build(llama())
+    system = prompts_of(16)[0]
+    prompts = [system + tail for tail in prompts_of(3, 4, 5)]
+    expected = one_by_one(model, prompts)
+    model.set_attn_implementation(FLASH_NAME)
+    assert batched(model, prompts, settings(max_batch_tokens=19)) == expected
+    last = watch.calls[-1][3]
+    assert last.shape[0] > 1
+    assert bool((last[:, :2] == last[0, :2]).all()), "two pages of the system prompt"
+
+
+def test_tables_of_blocks_as_decoding_passes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other form of a step: a table of blocks, and new tokens that the attention writes itself.
+
+    transformers offers it to flash-attn alone, so its question whether that is there is answered for it.
+    """
+    from transformers.generation.continuous_batching import initialization
+
+    def available(config: Any, cb_config: Any, user_requested: bool) -> None:
+        cb_config.max_blocks_per_request = 8
+
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", available)
+    watch = Watch(monkeypatch, "_last_slots")
+    model = build(llama())
+    prompts = prompts_of(5, 17, 9, 30)
+    expected = one_by_one(model, prompts)
+    model.set_attn_implementation(FLASH_NAME)
+    assert batched(model, prompts, settings()) == expected
+    assert watch.calls
+
+
+def test_sequences_that_fill_up_a_batch_write_to_the_trash() -> None:
+    table = torch.tensor([[3, 5], [0, 0]], dtype=torch.int32)
+    assert paged._last_slots(table, torch.tensor([6, 0]), 4, 99).tolist() == [5 * 4 + 1, 99]
+
+
+def test_a_table_of_pages_from_the_slots_to_read() -> None:
+    slots = torch.tensor([8, 9, 10, 11, 4, 5, 16, 17, 18])
+    table = paged._block_table(slots, torch.tensor([0, 6, 9]), 6, 4)
+    assert table.tolist()[0] == [2, 1]
+    assert table.tolist()[1][0] == 4
+
+
+@pytest.mark.skipif(PREFIXED, reason="up to 5.21 both names batch")
+def test_the_plain_name_is_refused_by_transformers() -> None:
+    model = build(llama())
+    model.set_attn_implementation(NAME)
+    with pytest.raises(ValueError, match="tilewise is not supported for continuous batching"):
+        model.generate_batch(inputs=prompts_of(5), generation_config=greedy(), continuous_batching_config=settings())
+
+
+def test_a_module_without_a_number_is_refused() -> None:
+    from tilewise.integrations.transformers.forward import attention_forward
+
+    q = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(tw.Unsupported, match="Identity has no layer_idx"):
+        attention_forward(torch.nn.Identity(), q, q, q, None, cache=object())

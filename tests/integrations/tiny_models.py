@@ -1,0 +1,193 @@
+"""Tiny models of transformers with random weights: every kind of attention the integration must get right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCABULARY = 64
+WINDOW = 6
+
+# Random weights of this size make attention matter: a wrong mask moves logits by more than 1 (see the tests).
+SPREAD = 0.3
+
+Results = tuple[list[Tensor], list[Tensor]]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+BOTH = ["sliding_attention", "full_attention"]
+
+
+def llama() -> Any:
+    """Grouped heads."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**SIZES)
+
+
+def qwen() -> Any:
+    """Normalised queries and keys."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**SIZES)
+
+
+def gemma2() -> Any:
+    """Softcap, and a window in every other layer."""
+    from transformers import Gemma2Config
+
+    extra = {"sliding_window": WINDOW, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 8, "layer_types": BOTH}
+    return Gemma2Config(**SIZES, **extra)
+
+
+def gemma3() -> Any:
+    """Other rotary tables in layers with a window."""
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(**SIZES, sliding_window=WINDOW, query_pre_attn_scalar=8, layer_types=BOTH)
+
+
+def mistral() -> Any:
+    """A window in every layer."""
+    from transformers import MistralConfig
+
+    return MistralConfig(**SIZES, sliding_window=WINDOW)
+
+
+def gpt_oss() -> Any:
+    """Sinks."""
+    from transformers import GptOssConfig
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    extra = {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": BOTH, "rope_parameters": rope}
+    return GptOssConfig(**SIZES, sliding_window=WINDOW, **extra)
+
+
+CAUSAL: dict[str, Callable[[], Any]] = {
+    f.__name__: f for f in (llama, qwen, gemma2, gemma3, mistral, gpt_oss)
+}  # fmt: skip
+
+
+def bert() -> Any:
+    """Bidirectional, with padding."""
+    from transformers import BertConfig
+
+    sizes = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
+    return BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+def vit() -> Any:
+    """Bidirectional, 17 tokens, no mask at all."""
+    from transformers import ViTConfig
+
+    sizes = {
+        name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    }
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return ViTConfig(**sizes, **dropout, image_size=16, patch_size=4, num_labels=5)
+
+
+def t5() -> Any:
+    """A learned bias of positions, and attention across."""
+    from transformers import T5Config
+
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5Config(**sizes, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0)
+
+
+def build(
+    config: Any, kind: str = "AutoModelForCausalLM", *, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Any:
+    """A model with the weights of seed 0, on eager attention."""
+    import transformers
+
+    model = getattr(transformers, kind).from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * SPREAD)
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the only one that takes it
+    return model.to(device=device, dtype=dtype)
+
+
+def tokens(batch: int, seqlen: int, *, seed: int = 0, device: str = "cpu") -> Tensor:
+    """Random tokens, none of them special."""
+    return torch.randint(3, VOCABULARY, (batch, seqlen), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def textbook(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float = 1.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The formula, in the dtype of its inputs: transformers' eager attention takes its softmax in float32."""
+    key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
+    scores = query @ key.mT * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    columns = [scores] if s_aux is None else [scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)]
+    weights = torch.softmax(torch.cat(columns, dim=-1), dim=-1)[..., : key.shape[2]]
+    if attention_mask is not None:
+        weights = weights.masked_fill(~attention_mask.any(-1, keepdim=True), 0.0)
+    return (weights @ value).transpose(1, 2), None
+
+
+def textbook_mask(**arguments: Any) -> Tensor:
+    """Always the whole matrix."""
+    from transformers.masking_utils import sdpa_mask
+
+    matrix: Tensor = sdpa_mask(**arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    return matrix
+
+
+def outputs_and_gradients(model: Any, implementation: str, inputs: dict[str, Any], valid: Tensor | None) -> Results:
+    """The logits (of valid positions) and the gradient of every parameter, under one attention."""
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    logits = model(**inputs).logits
+    logits = logits if valid is None else logits[valid]
+    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype, device=logits.device).view_as(logits)
+    (logits * weights).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [logits.detach()], [gradient.clone() for gradient in gradients]
+
+
+def compare(ours: Results, eager: Results, exact: Results, *, ulps: float = 8.0) -> None:
+    """The rule of docs/contract.md: twice the error of plain PyTorch in the same dtype, and a few ulp.
+
+    The worst of all gradients is judged against the worst: which of two roundings is luckier in one says nothing.
+    """
+    for mine, plain, truth in zip(ours, eager, exact, strict=True):
+        allowed = 2 * worst(plain, truth) + ulps * torch.finfo(mine[0].dtype).eps
+        assert worst(mine, truth) <= allowed, f"relative error {worst(mine, truth):.3g}, allowed {allowed:.3g}"
+
+
+def worst(results: list[Tensor], truth: list[Tensor]) -> float:
+    """The largest relative error, of tensors below a tenth of the largest in terms of that tenth.
+
+    Gradients of queries and keys are differences of terms as large as the other gradients, whose rounding they keep;
+    those of biases that all keys share are 0 in theory.
+    """
+    assert len(results) == len(truth) > 0
+    sizes = [t.abs().max().item() for t in truth]
+    errors = [(r.double() - t.double()).abs().max().item() for r, t in zip(results, truth, strict=True)]
+    return max(error / max(size, 0.1 * max(sizes)) for error, size in zip(errors, sizes, strict=True))
