@@ -95,5 +95,5 @@ def _with_data(page: str, data: dict[str, Any]) -> str:
 
 
 def _inline(source: str) -> str:
-    """JavaScript that does not end the element it stands in; in a string, <\\/ is the same as </."""
+    """JavaScript that does not end the element it stands in: in a string, the backslash changes nothing."""
     return source.replace("</script", "<\\/script").replace("<!--", "<\\!--")

@@ -1,6 +1,7 @@
 /** The frame of the page: tabs, theme, keys, and the address that keeps the state. */
 
 import { fill, h, setText } from "tilewise/ui/dom.js";
+import { startTips } from "tilewise/ui/tips.js";
 import { createBackwardView } from "tilewise/views/backward.js";
 import { createMatmulView } from "tilewise/views/matmul.js";
 import { createPagingView } from "tilewise/views/paging.js";
@@ -25,6 +26,8 @@ const VIEWS = [
   { id: "problem", title: "My problem", create: createProblemView },
 ];
 
+const WRITE_AFTER_MS = 400;
+
 const KEYS = [
   ["← →", "one step back or forward; on the tabs, the neighbouring view"],
   ["Space", "play and pause"],
@@ -43,6 +46,8 @@ class App {
     this.remembered = new Map();
     this.current = "";
     this.written = "";
+    /** @type {ReturnType<typeof setTimeout> | null} */
+    this.timer = null;
   }
 
   start() {
@@ -59,8 +64,10 @@ class App {
     });
     this.#startTheme();
     this.#startHelp();
+    startTips();
     setText(element("footer"), footer(this.data));
     this.#onAddress();
+    performance.mark("tilewise-ready");
     document.documentElement.dataset.ready = "true";
   }
 
@@ -86,6 +93,12 @@ class App {
     this.remembered.set(id, params);
     const query = new URLSearchParams(params).toString();
     this.written = `#${id}${query && `?${query}`}`;
+    // Browsers refuse more than about a hundred changes of the address in half a minute; playing makes sixty a second.
+    this.timer ??= setTimeout(() => this.#writeAddress(), WRITE_AFTER_MS);
+  }
+
+  #writeAddress() {
+    this.timer = null;
     if (location.hash !== this.written) history.replaceState(null, "", this.written);
   }
 

@@ -1,8 +1,8 @@
-/** Numbers for people; the rounding follows tilewise/units.py. */
+/** Numbers for people; digits as in tilewise/units.py. */
 
 const BYTES = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const COUNTS = ["", "k", "M", "G", "T", "P", "E"];
-const SECONDS = ["ns", "us", "ms", "s"];
+const SECONDS = ["ns", "µs", "ms", "s"];
 
 /** 17301504 -> "17,301,504". @param {number} value */
 export function grouped(value) {
@@ -19,7 +19,7 @@ export function formatCount(count) {
   return scaled(count, 1000, COUNTS);
 }
 
-/** 1.24 s, 310 ms, 4.20 us. @param {number} seconds */
+/** 1.24 s, 310 ms, 4.20 µs. @param {number} seconds */
 export function formatSeconds(seconds) {
   return seconds < 1000 ? scaled(seconds * 1e9, 1000, SECONDS) : `${seconds.toFixed(0)} s`;
 }
@@ -30,6 +30,11 @@ export function shortNumber(value, digits = 3) {
   if (!Number.isFinite(value)) return "–";
   const text = value.toFixed(digits);
   return text.replace("-", "−");
+}
+
+/** For axes: 20 M instead of 20.0 M. @param {string} text */
+export function short(text) {
+  return text.replace(/\.0+(?= |$)/, "");
 }
 
 /** "1 tile", "3 tiles". @param {number} count @param {string} noun */

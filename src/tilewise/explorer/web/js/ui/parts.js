@@ -32,7 +32,7 @@ export function explained(text, explanation) {
   serial += 1;
   const id = `tip-${serial}`;
   return h("span", { class: "explained", tabindex: 0, "aria-describedby": id },
-    text, h("span", { class: "tip", id, role: "tooltip" }, explanation));
+    text, h("span", { id, hidden: true }, explanation));
 }
 
 /** @param {string[]} head @param {(string | Node)[][]} rows @param {string} name */

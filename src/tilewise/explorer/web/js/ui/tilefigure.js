@@ -67,11 +67,11 @@ export class TileFigure {
     const room = (/** @type {Strip["side"]} */ side) => this.#on(side).length * (STRIP + GAP);
     const work = this.replay?.trace.workload;
     const x = LABEL + room("left");
-    const y = LABEL + room("top");
-    const most = width - x - room("right") - LABEL;
+    const y = 4 + room("top") + LABEL;
+    const most = width - x - room("right") - GAP;
     const [rows, cols] = work ? [work.seqlen_q, work.seqlen_k] : [1, 1];
     const cell = Math.max(1, Math.min(most / cols, 400 / Math.max(rows, cols)));
-    const height = y + cell * rows + room("bottom") + LABEL;
+    const height = y + cell * rows + room("bottom") + 4;
     // In the middle of its column, whatever the cells leave free.
     return { x: x + Math.max(0, (most - cell * cols) / 2), y, side: cell * cols, cell, height };
   }
@@ -201,7 +201,7 @@ export class TileFigure {
     const rows = /** @type {Replay} */ (this.replay).trace.workload.seqlen_q * frame.cell;
     if (side === "left") return { x: frame.x - step * (this.#on(side).length - index), y: frame.y };
     if (side === "right") return { x: frame.x + frame.side + GAP + step * index, y: frame.y };
-    if (side === "top") return { x: frame.x, y: frame.y - step * (this.#on(side).length - index) };
+    if (side === "top") return { x: frame.x, y: frame.y - LABEL - step * (this.#on(side).length - index) };
     return { x: frame.x, y: frame.y + rows + GAP + step * index };
   }
 

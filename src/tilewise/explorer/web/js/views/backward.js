@@ -62,7 +62,7 @@ class BackwardView {
       heading("Backward: recompute instead of remember",
         "The gradients need the probabilities P again. Keeping them takes N² memory. Tiled attention keeps one number a row, lse = m + ln l, and recomputes each tile as P = e^(S − lse). It does one product more and moves far less."),
       this.form.element, this.player.element,
-      h("div", { class: "panels" },
+      h("div", { class: "panels loose" },
         h("section", { class: "panel", "aria-label": "Tiles of the backward" },
           h("h3", {}, "K, V outside", h("small", {}, "dK and dV stay in SRAM while the queries stream past")), this.text, this.figure.element, this.box.element),
         h("div", { class: "stack" },
@@ -102,6 +102,7 @@ class BackwardView {
     fill(this.kept,
       h("p", { class: "small" }, h("b", {}, "Naive: "), `Q, K, V and P, ${plural(3 * n * d + n * n, "element")} here.`),
       h("p", { class: "small" }, h("b", {}, "Tiled: "), `Q, K, V, O and lse, ${plural(4 * n * d + n, "element")} here.`),
+      keptBars(bytes),
       table(["in fp16, lse in fp32", "naive", "tiled", "ratio"], [
         row(`here, N = ${n}, d = ${d}`, n, d), row("N = 4,096, d = 128", 4096, 128), row("N = 32,768, d = 128", 32768, 128),
       ], "Memory kept between the passes"));
@@ -147,6 +148,17 @@ class BackwardView {
     this.player.stop();
     this.figure.destroy();
   }
+}
+
+/** What is kept at 4,096 tokens, as bars. @param {(tokens: number, dim: number) => {naive: number, tiled: number}} bytes */
+function keptBars(bytes) {
+  const { naive, tiled } = bytes(4096, 128);
+  return ["naive", "tiled"].map((name) => {
+    const size = name === "naive" ? naive : tiled;
+    const bar = h("span", { class: name === "naive" ? "bar-naive" : "bar-fa2" });
+    bar.style.width = `${(100 * size) / naive}%`;
+    return h("div", { class: "bar-line small" }, h("span", {}, `${name}, N = 4,096`), h("div", { class: "meter", role: "img", "aria-label": `${name}: ${formatBytes(size)}` }, bar));
+  });
 }
 
 /** @param {Replay} replay */

@@ -68,7 +68,8 @@ class PagingView {
     const counters = id === "paged"
       ? [counter("pages taken", "paged-reserved"), counter("free", "paged-free"), counter("saved by sharing", "paged-saved", "Pages that the tables name more than once: what copies would take besides."), counter("in use", "paged-utilisation", "Token slots in use, of those in pages that are taken.")]
       : [counter("pages reserved", "contiguous-reserved"), counter("used", "contiguous-used"), counter("wasted", "contiguous-wasted", "Reserved pages without a single token."), counter("in use", "contiguous-utilisation", "Token slots in use, of those reserved.")];
-    const element = h("section", { class: "panel", "aria-label": title }, h("h3", {}, title, h("small", {}, what)), pool,
+    const note = id === "paged" ? "Double border: shared by several requests." : "A line of pages is one reservation. Hatched: reserved, and empty. Dashed: beyond the batch's slots.";
+    const element = h("section", { class: "panel", "aria-label": title }, h("h3", {}, title, h("small", {}, what)), pool, h("p", { class: "small muted" }, note),
       h("dl", { class: "counters" }, counters.map((one) => one.element)));
     return { element, pool, counters };
   }
@@ -112,6 +113,7 @@ class PagingView {
   #showPaged({ paged, fresh }) {
     const filled = paged.fill();
     const events = paged.events.slice(fresh.paged);
+    this.paged.pool.style.setProperty("--columns", String(columns(this.form.values)));
     fill(this.paged.pool, Array.from({ length: paged.numPages }, (_, page) => {
       const holders = [...paged.tables].filter(([, table]) => table.includes(page)).map(([request]) => request);
       const event = events.filter((one) => one.page === page).map((one) => one.kind).pop();
@@ -130,6 +132,7 @@ class PagingView {
   /** @param {State} state */
   #showContiguous({ contiguous, fresh }) {
     const events = contiguous.events.slice(fresh.contiguous);
+    this.contiguous.pool.style.setProperty("--columns", String(columns(this.form.values)));
     fill(this.contiguous.pool, Array.from({ length: contiguous.numPages }, (_, page) => {
       const slot = Math.floor(page / contiguous.pagesPerSlot);
       const request = contiguous.slots[slot] ?? null;
@@ -179,6 +182,12 @@ class PagingView {
   destroy() {
     this.player.stop();
   }
+}
+
+/** A reservation is a line, where it fits one. @param {Record<string, number>} values */
+function columns({ max, page }) {
+  const each = Math.ceil(max / page);
+  return each >= 3 && each <= 8 ? each : each === 2 ? 6 : 8;
 }
 
 /** @param {{utilisation: number, reservedPages: number}} pool */

@@ -39,11 +39,12 @@ function pagedAnswer({ kind, request }, { paged, fresh, refusedPaged }) {
   if (refusedPaged.has(request)) return "it was refused and is not here.";
   const [copied] = pages("copy");
   const copy = copied ? `its last page is shared, so page ${copied.source} is copied to ${copied.page} before it writes. ` : "";
-  const reused = pages("take").filter(({ page }) => paged.events.slice(0, fresh.paged).some((event) => event.kind === "free" && event.page === page));
+  const before = paged.events.slice(0, fresh.paged).filter((event) => event.kind === "free");
+  const reused = pages("take").map(({ page }) => before.filter((event) => event.page === page).pop()).filter((event) => event !== undefined);
   if (kind === "shares") return `the table names the same ${plural(pages("share").length, "page")}; none is taken.`;
   if (kind === "finishes") return `${list(pages("free"))} ${pages("free").length === 1 ? "is" : "are"} free at once${kept(pages("free").length, paged)}.`;
   if (pages("take").length === 0) return copy || "there is room in its last page.";
-  return `${copy}${list(pages("take"))} ${pages("take").length === 1 ? "goes" : "go"} out${reused.length > 0 ? `; ${list(reused)} had been given back before` : ""}.`;
+  return `${copy}${list(pages("take"))} ${pages("take").length === 1 ? "goes" : "go"} out${reused.length > 0 ? `; ${reused.map((event) => `page ${event.page} was ${event.request}'s`).join(", ")}` : ""}.`;
 }
 
 /** @param {PageEvent[]} events */

@@ -106,7 +106,7 @@ class ProblemView {
   #show(plan, values) {
     const facts = { plan, values };
     fill(this.answer,
-      h("div", { class: "panels" },
+      h("div", { class: "panels loose" },
         h("div", { class: "stack" }, backendPart(facts), timePart(facts), memoryPart(facts)),
         h("div", { class: "stack" }, rooflinePart(facts), comparisonPart(facts))));
     this.answer.dataset.answered = String(this.asked);

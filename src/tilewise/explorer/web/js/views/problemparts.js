@@ -2,7 +2,7 @@
 
 import { chart } from "tilewise/ui/chart.js";
 import { h } from "tilewise/ui/dom.js";
-import { formatBytes, formatCount, formatSeconds, grouped } from "tilewise/ui/format.js";
+import { formatBytes, formatCount, formatSeconds, grouped, short } from "tilewise/ui/format.js";
 import { explained, table } from "tilewise/ui/parts.js";
 
 /** @typedef {{plan: any, values: Record<string, any>}} Facts */
@@ -86,11 +86,8 @@ export function rooflinePart({ plan, values }) {
   const picture = chart([{ name: "", colour: "c-roof", points: roof.slice(0, 2) }, { name: `${formatCount(rate)}FLOP/s`, colour: "c-roof", points: roof.slice(1) }], {
     label: `Roofline of ${plan.device.name}: naive ${plan.naive.intensity.toFixed(1)}, tiled ${plan.tiled.intensity.toFixed(1)} FLOP per byte`,
     scale: "log", xLabel: "FLOP per byte from memory", yLabel: "FLOP/s that can be reached",
-    formatX: (x) => formatCount(x), formatY: (y) => formatCount(y),
-    dots: [
-      { ...points[0], name: "naive", colour: "c-naive", below: true },
-      { ...points[1], name: "tiled", colour: "c-fa2", below: false },
-    ],
+    formatX: (x) => (x < 1 ? String(x) : short(formatCount(x))), formatY: (y) => short(formatCount(y)),
+    dots: dots(points),
   });
   return card("Roofline", "left of the bend memory decides, right of it arithmetic", picture,
     h("dl", { class: "counters" },
@@ -98,6 +95,14 @@ export function rooflinePart({ plan, values }) {
       fact("naive", plan.naive.intensity.toFixed(1), "FLOP for each byte that comes from memory.", "intensity-naive"),
       fact("bend", ridge.toFixed(0), `${formatCount(rate)}FLOP/s divided by ${formatCount(plan.device.bandwidth)}B/s: below it the arithmetic units wait for memory.`, "ridge"),
       fact("bound by", plan.tiled.bound ?? "unknown", because(plan, plan.tiled), "bound")));
+}
+
+/** Two points, named together where they would cover each other. @param {{x: number, y: number}[]} points */
+function dots([naive, tiled]) {
+  const alike = Math.abs(Math.log(naive.x / tiled.x)) < 0.5;
+  return alike
+    ? [{ ...tiled, name: "naive and tiled", colour: "c-fa2", below: true }]
+    : [{ ...naive, name: "naive", colour: "c-naive", below: true }, { ...tiled, name: "tiled", colour: "c-fa2", below: true }];
 }
 
 /** @type {[string, string, (work: any) => string][]} */

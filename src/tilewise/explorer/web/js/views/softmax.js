@@ -140,7 +140,7 @@ class SoftmaxView {
       const own = Math.floor(at / size);
       const state = step < 0 || own > block ? "" : own < block ? (step === 1 && block > 0 ? "rescaled" : "used") : step === 0 ? "loaded" : step === 2 ? "computing" : "loaded";
       const shown = step >= 0 && (own < block || (own === block && step === 2));
-      return h("div", { class: `score ${state} ${at % size === 0 && at > 0 ? "block-start" : ""} ${score === rowMax && step >= 0 && own <= block ? "top" : ""}` },
+      return h("div", { class: `score ${state} ${at % size === 0 && at > 0 ? "block-start" : ""} ${score === rowMax && step >= 0 && own <= block ? "largest" : ""}` },
         h("b", {}, text(score)), h("small", {}, shown ? text(term(score, rowMax)) : " "));
     }));
   }

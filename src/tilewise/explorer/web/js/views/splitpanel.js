@@ -61,5 +61,5 @@ function run(trace, inputs) {
 
 /** @param {Float64Array} data @param {number} row */
 function numbers(data, row) {
-  return Array.from({ length: DIM }, (_, col) => shortNumber(data[row * DIM + col])).join("  ");
+  return h("code", {}, Array.from({ length: DIM }, (_, col) => shortNumber(data[row * DIM + col]).padStart(7, "\u00a0")).join(""));
 }

@@ -78,7 +78,7 @@ class TilesView {
         h("button", { type: "button", onclick: () => this.#preset(values) }, name))),
       this.form.element, this.problem, this.summary, this.player.element,
       h("div", { class: "panels" }, this.panels.map((panel) => panel.element)),
-      legend([["loaded", "loaded, in SRAM"], ["computing", "computing scores"], ["rescaled", "softmax, rescaled"], ["stored", "accumulated, stored"], ["masked", "masked pair in a partial tile"], ["skipped", "skipped tile: never touched"]]));
+      legend([["loaded", "loaded, in SRAM"], ["computing", "computing scores"], ["rescaled", "softmax, rescaled"], ["stored", "accumulated, stored"], ["used", "used and thrown away"], ["masked", "masked pair in a partial tile"], ["skipped", "skipped tile: never touched"], ["leaving", "in SRAM, freed after this step"]]));
     this.#rebuild(Number(context.params.step) || 0);
   }
 

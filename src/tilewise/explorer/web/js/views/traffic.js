@@ -5,7 +5,7 @@ import { elements, fa1Forward, naiveForward, scoreMatrixBytes, statisticsBytes, 
 import { chart } from "tilewise/ui/chart.js";
 import { fill, h, setText } from "tilewise/ui/dom.js";
 import { Form, paramsOf, valuesFrom } from "tilewise/ui/form.js";
-import { formatBytes, formatCount, formatSeconds, grouped } from "tilewise/ui/format.js";
+import { formatBytes, formatCount, formatSeconds, grouped, short } from "tilewise/ui/format.js";
 import { explained, heading, table } from "tilewise/ui/parts.js";
 
 /** @typedef {import("tilewise/main.js").Context} Context */
@@ -49,11 +49,12 @@ class TrafficView {
       heading("What crosses the memory",
         "Naive attention writes the N × N scores, reads them, writes their softmax and reads that. Tiled attention reads Q once, streams K and V past each tile of queries, and writes O once. One head, forward."),
       this.form.element,
-      h("div", { class: "panels" },
+      h("div", { class: "panels loose" },
         h("section", { class: "panel", "aria-label": "Chart" }, h("h3", {}, "Traffic as N grows"), this.picture, this.share),
-        h("section", { class: "panel", "aria-label": "Table" }, h("h3", {}, "The same in numbers"), this.rows)),
-      h("section", { class: "panel below", "aria-label": "Memory" },
-        h("h3", {}, "What the score matrix takes", h("small", {}, "one head, against the running statistics (m and l) that replace it")), this.memory));
+        h("div", { class: "stack" },
+          h("section", { class: "panel", "aria-label": "Table" }, h("h3", {}, "The same in numbers"), this.rows),
+          h("section", { class: "panel", "aria-label": "Memory" },
+            h("h3", {}, "What the score matrix takes", h("small", {}, "one head, and the statistics m and l that replace it")), this.memory))));
     this.#show();
   }
 
@@ -86,11 +87,12 @@ class TrafficView {
     const points = lengths.map((n) => ({ n, ...this.#at(n) }));
     const series = /** @type {const} */ ([["naive", "naive", "c-naive"], ["fa1", "FA-1", "c-fa1"], ["fa2", "FA-2", "c-fa2"]]);
     fill(this.picture, chart(series.map(([key, name, colour]) => ({
-      name, colour, dash: key === "fa1" ? "6 4" : undefined, points: points.map((point) => [point.n, this.#measure(point[key])]),
+      name, colour, below: key === "fa2", dash: key === "fa1" ? "6 4" : undefined, points: points.map((point) => [point.n, this.#measure(point[key])]),
     })), {
       label: `Traffic of naive, FA-1 and FA-2 attention against N, ${values.scale} axes`, scale: values.scale,
       xLabel: "tokens N", yLabel: values.unit === "elements" ? "elements moved" : values.unit === "bytes" ? "bytes moved" : "time at full bandwidth",
-      formatX: (n) => (values.scale === "log" && n >= 1000 ? formatCount(n) : grouped(n)), formatY: (value) => this.#format(value),
+      xTicks: values.scale === "log" ? lengths : [0, 1024, 2048, 3072, 4096],
+      formatX: grouped, formatY: (value) => short(this.#format(value)),
     }));
     this.#showTable(points);
     this.#showShare();
@@ -113,7 +115,7 @@ class TrafficView {
     const n = 2048;
     const { naive } = this.#at(n);
     const squares = 4 * n * n;
-    setText(this.share, `Naive attention at N = 2,048, d = ${this.form.values.d}: reads ${grouped(naive.reads)}, writes ${grouped(naive.writes)}, in all ${grouped(elements(naive))}, of which N² terms ${grouped(squares)} (${Math.round((100 * squares) / elements(naive))} %).`);
+    setText(this.share, `Naive attention at N = 2,048, d = ${this.form.values.d}: reads ${grouped(naive.reads)}, writes ${grouped(naive.writes)}, in all ${grouped(elements(naive))}, of which N² terms ${grouped(squares)} (${Math.round((100 * squares) / elements(naive))}\u00a0%).`);
   }
 
   #showMemory() {
