@@ -182,9 +182,9 @@ def sink_gradient(sinks: Tensor, saved: Saved) -> Tensor:
     wide = torch.float64
     delta = (out.to(wide) * dout.to(wide)).sum(-1)
     pull = -delta if dlse is None else dlse.to(wide) - delta
-    # Rows of padding have lse -inf: no share of theirs may become infinite.
-    share = torch.where(lse == -math.inf, 0.0, torch.exp(sinks.to(wide).view(1, -1, 1) - lse.to(wide)))
-    return (share * pull).sum((0, 2)).to(sinks.dtype)
+    share = torch.exp(sinks.to(wide).view(1, -1, 1) - lse.to(wide)) * pull
+    # Rows of padding have lse -inf and anything in dout.
+    return torch.where(lse == -math.inf, 0.0, share).sum((0, 2)).to(sinks.dtype)
 
 
 def _backend(problem: AttentionProblem, where: torch.device, requested: str) -> Backend:

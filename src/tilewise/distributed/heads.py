@@ -21,6 +21,9 @@ from tilewise.operands import Flags, Operands
 
 __all__ = ["Assignment", "assign", "heads_attention"]
 
+# The settings that must be the same on every rank: all but the last, the group.
+COMPARED = Settings._fields[:-1]
+
 
 class Assignment(NamedTuple):
     """The heads of one rank: query heads first .. last-1, and the K/V head for each group of them."""
@@ -58,7 +61,7 @@ def heads_attention(
         raise Unsupported(f"{reason}; method='ring' and method='all_gather' do not")
     every = [assign(r, world, q.shape[1], k.shape[1]) for r in range(world)]
     own = every[rank]
-    context = str(settings._replace(group=""))
+    context = ", ".join(f"{name}={value}" for name, value in zip(COMPARED, settings, strict=False))
     whole = [
         _to_sequences(
             t,

@@ -1,0 +1,229 @@
+"""What the ranks check beyond numbers: repeatability, sub-groups and meshes, compilation, data parallelism beside it,
+and that disagreeing ranks are told so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from implementation import ContextParallel, poisoned
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import tilewise as tw
+from tilewise.distributed import context_parallel_attention, position_ids, shard, unshard
+from tilewise.distributed.transport import group_of
+from tilewise.testing import Case, find_faults, make_inputs
+
+SEQLEN = 54
+
+
+def checks(world: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The checks for a world size, by name."""
+    for method in ("ring", "all_gather", "heads"):
+        yield f"repeatable, {method}", lambda method=method: repeatable(method)  # type: ignore[misc]
+    yield "shards come back", shards_come_back
+    yield "padding gets no gradient", padding_gets_no_gradient
+    yield "auto runs", auto_runs
+    yield "bad arguments", bad_arguments
+    if world == 2:
+        yield "compiled", compiled
+        yield "beside DDP", lambda: data_parallel(ddp=True)
+        yield "beside FSDP", lambda: data_parallel(ddp=False)
+    if world > 1:
+        # Last: a group that has agreed once raises at once on a bad rank, so each takes a group of its own.
+        for name in DISAGREEMENTS:
+            yield f"disagreement: {name}", lambda name=name: disagreement(name)  # type: ignore[misc]
+        yield "disagreement: a rank with bad arguments", one_bad_rank
+    if world == 4:
+        yield "sub-groups", sub_groups
+        yield "mesh of two dimensions", two_dimensions
+
+
+def tensors(*, heads: int = 4, grad: bool = False, seqlen: int = SEQLEN) -> tuple[Tensor, Tensor, Tensor]:
+    """The same whole q, k, v on every rank."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, heads, seqlen, 16, generator=generator).requires_grad_(grad) for _ in range(3))
+    return q, k, v
+
+
+def repeatable(method: Any) -> None:
+    q, k, v = (shard(t).requires_grad_() for t in tensors())
+    runs = []
+    for _ in range(2):
+        out, lse = context_parallel_attention(q, k, v, causal=True, method=method, return_lse=True)
+        runs.append((out, lse, *torch.autograd.grad(out.sum() + lse[..., :2].sum(), (q, k, v))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def shards_come_back() -> None:
+    whole = torch.arange(2 * 3 * 37).view(2, 3, 37)
+    for sharding in ("zigzag", "contiguous"):
+        local = shard(whole, dim=2, sharding=sharding)  # type: ignore[arg-type]
+        assert torch.equal(unshard(local, dim=2, seqlen=37, sharding=sharding), whole)  # type: ignore[arg-type]
+        positions = position_ids(local.shape[2], sharding=sharding)  # type: ignore[arg-type]
+        inside = positions < 37
+        assert torch.equal(local[0, 0][inside], positions[inside])
+    documents = position_ids(8, cu_seqlens=torch.tensor([0, 3, 8]), sharding="contiguous")
+    if dist.get_rank() == 0:
+        assert documents.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+
+
+def padding_gets_no_gradient() -> None:
+    sinks = torch.zeros(4, requires_grad=True)
+    for method in ("ring", "all_gather", "heads"):
+        q, k, v = (poisoned(t, None, 2, "zigzag").requires_grad_() for t in tensors(seqlen=37))
+        out, lse = context_parallel_attention(q, k, v, causal=True, seqlen=37, sinks=sinks, method=method, return_lse=True)  # type: ignore[call-overload]
+        padding = position_ids(q.shape[2]) >= 37
+        gradients = torch.autograd.grad((out, lse), (q, k, v, sinks), (torch.ones_like(out), torch.ones_like(lse)))
+        assert not out[:, :, padding].any()
+        assert bool((lse[:, :, padding] == -torch.inf).all())
+        assert not any(bool(g[:, :, padding].any()) for g in gradients[:3])
+        assert bool(torch.isfinite(torch.cat([g.flatten() for g in gradients])).all())
+
+
+def auto_runs() -> None:
+    q, k, v = tensors()
+    out = context_parallel_attention(*(shard(t) for t in (q, k, v)), causal=True, seqlen=SEQLEN)
+    torch.testing.assert_close(unshard(out, seqlen=SEQLEN), tw.attention(q, k, v, causal=True))
+
+
+def raises(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:
+    """The call raises, naming what is wrong."""
+    try:
+        call()
+    except kind as error:
+        assert words in str(error), f"{words!r} is not in: {error}"
+    else:
+        raise AssertionError(f"{kind.__name__} expected")
+
+
+def bad_arguments() -> None:
+    """The same mistake on every rank: named, and the group works afterwards."""
+    q, k, v = (shard(t) for t in tensors())
+    call = context_parallel_attention
+    raises(tw.InvalidProblem, "method", lambda: call(q, k, v, method="star"))  # type: ignore[call-overload]
+    raises(tw.InvalidProblem, "sharding", lambda: call(q, k, v, sharding="random"))  # type: ignore[call-overload]
+    raises(tw.InvalidProblem, "seed", lambda: call(q, k, v, dropout=0.1))
+    raises(tw.InvalidProblem, "seqlen", lambda: call(q, k, v, seqlen=10**6))
+    raises(tw.InvalidProblem, "even number of rows", lambda: call(q[:, :, :7], k, v, method="ring"))
+    raises(tw.InvalidProblem, "cu_seqlens", lambda: call(q, k, v, cu_seqlens=torch.tensor([0, 3])))
+    packed = [t[0].transpose(0, 1) for t in (q, k, v)]
+    for borders in ([1, 3], [0, 5, 3], [0, 10**6]):
+        raises(tw.InvalidProblem, "cu_seqlens", lambda b=borders: call(*packed, cu_seqlens=torch.tensor(b)))  # type: ignore[misc]
+    raises(tw.InvalidProblem, "one-dimensional", lambda: group_of(_Mesh2.mesh()))
+    few = [shard(t) for t in tensors(heads=1)]
+    if dist.get_world_size() > 1:
+        raises(tw.Unsupported, "ring", lambda: call(*few, method="heads"))
+
+
+class _Mesh2:
+    """A mesh of two dimensions over whatever is there."""
+
+    @staticmethod
+    def mesh() -> Any:
+        return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))
+
+
+# What the ranks call with, by rank: 0 and the others.
+DISAGREEMENTS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
+    "causal": ("causal", lambda rank: {"causal": rank == 0}),
+    "window": ("window_left", lambda rank: {"window": (3 + rank, None)}),
+    "rows": ("q", lambda rank: {"rows": 8 if rank == 0 else 16}),
+    "dtype": ("q", lambda rank: {"dtype": torch.float32 if rank == 0 else torch.bfloat16}),
+    "gradients": ("grads", lambda rank: {"grad": rank == 0}),
+    "method": ("method", lambda rank: {"method": "ring" if rank == 0 else "all_gather"}),
+    "heads": ("flags", lambda rank: {"method": "heads", "causal": rank == 0}),
+}
+
+
+def disagreement(name: str) -> None:
+    words, flags = DISAGREEMENTS[name]
+    given = {"method": "ring", **flags(min(1, dist.get_rank()))}
+    shape = (1, 4, given.pop("rows", 8), 16)
+    like = {"dtype": given.pop("dtype", torch.float32), "requires_grad": given.pop("grad", False)}
+    q, k, v = (torch.ones(shape, **like) for _ in range(3))
+    group = dist.new_group()
+    raises(tw.InvalidProblem, f"{words}: expected the same", lambda: context_parallel_attention(q, k, v, group, **given))
+
+
+def one_bad_rank() -> None:
+    """A rank whose own arguments are wrong tells the others instead of leaving them to wait."""
+    q, k, v = (shard(t) for t in tensors())
+    group = dist.new_group()
+    if dist.get_rank() == 1:
+        raises(tw.InvalidProblem, "head_dim", lambda: context_parallel_attention(q, k[..., :3], v, group, method="ring"))
+    else:
+        raises(tw.InvalidProblem, "on rank 1", lambda: context_parallel_attention(q, k, v, group, method="ring"))
+
+
+def compiled() -> None:
+    """One graph, forward and backward, the same bits."""
+    q, k, v = (shard(t).requires_grad_() for t in tensors())
+    for method in ("ring", "all_gather", "heads"):
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, method: Any = method) -> Tensor:
+            return context_parallel_attention(2 * q, k, v, causal=True, method=method).square()
+
+        torch._dynamo.reset()
+        results = []
+        for call in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+            out = call(q, k, v)
+            results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class Model(torch.nn.Module):
+    """A layer of attention over whichever tokens it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """x (batch, rows, 16)."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(2)
+        return x + self.out(attend(q, k, v, causal=True, layout="bshd").flatten(2))
+
+
+def data_parallel(*, ddp: bool) -> None:
+    """Gradients averaged over the ranks that share a sequence are those of the whole sequence over their number."""
+    generator = torch.Generator().manual_seed(5)
+    x, target = (torch.randn(1, 32, 16, generator=generator) for _ in range(2))
+    single = Model()
+    whole = copy.deepcopy(single)
+    (single(x, tw.attention) - target).square().sum().backward()
+    if ddp:
+        wrapped: Any = torch.nn.parallel.DistributedDataParallel(whole)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        wrapped = fully_shard(whole, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    local, wish = (shard(t, dim=1) for t in (x, target))
+    (wrapped(local, context_parallel_attention) - wish).square().sum().backward()
+    for (name, mine), theirs in zip(whole.named_parameters(), single.parameters(), strict=True):
+        gradient: Any = mine.grad
+        gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        torch.testing.assert_close(gradient * dist.get_world_size(), theirs.grad, atol=2e-5, rtol=2e-5, msg=name)
+
+
+def sub_groups() -> None:
+    """Two pairs of ranks, each with a sequence of its own."""
+    group, _ = dist.new_subgroups(2)
+    case = Case(causal=True, seed=dist.get_rank() // 2, seqlens_q=(37,), seqlens_k=(37,), alibi="h")
+    results = ContextParallel("ring", "zigzag", group).run(case, make_inputs(case))
+    assert find_faults(case, results) == []
+
+
+def two_dimensions() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    q, k, v = tensors()
+    q = q + mesh["data"].get_local_rank()
+    local = [shard(t, mesh["context"]) for t in (q, k, v)]
+    out = context_parallel_attention(*local, mesh["context"], causal=True, seqlen=SEQLEN)
+    torch.testing.assert_close(unshard(out, mesh["context"], seqlen=SEQLEN), tw.attention(q, k, v, causal=True))

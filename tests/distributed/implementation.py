@@ -1,0 +1,91 @@
+"""Context-parallel attention as an implementation that the conformance suite can judge: every rank has the whole case,
+computes its shard, and the results are put together again. NaN fills what the shards are padded with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.distributed import context_parallel_attention, position_ids, shard, unshard
+from tilewise.testing import Case, Inputs
+from tilewise.testing.cases import GRADIENTS
+from tilewise.testing.results import Results, dropout_seed
+
+__all__ = ["ContextParallel", "poisoned"]
+
+
+def poisoned(tensor: Tensor, group: Any, dim: int, sharding: Any) -> Tensor:
+    """This rank's shard with NaN in its padding."""
+    local = shard(tensor, group, dim=dim, sharding=sharding)
+    positions = position_ids(local.shape[dim], group, sharding=sharding)
+    padding = (positions >= tensor.shape[dim]).view([-1 if d == dim else 1 for d in range(local.dim())])
+    return torch.where(padding, torch.nan, local)
+
+
+class ContextParallel:
+    """One method and sharding over a group (None: all ranks)."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, method: str, sharding: str, group: Any = None) -> None:
+        self.method, self.sharding, self.group = method, sharding, group
+        self.name = f"{method} {sharding} over {dist.get_world_size(group)}"
+
+    def supports(self, case: Case) -> str | None:
+        """Everything but bias, mask and pages; packed documents attend to themselves."""
+        world = dist.get_world_size(self.group)
+        refusals = {
+            "no bias or mask": bool(case.bias or case.mask),
+            "no pages": case.kind == "paged",
+            "packed documents attend to themselves": case.kind == "varlen" and case.seqlens_q != case.seqlens_k,
+            "fewer query heads than ranks": self.method == "heads" and case.num_heads < world,
+        }
+        return next((reason for reason, refused in refusals.items() if refused), None)
+
+    def run(self, case: Case, inputs: Inputs) -> Results:
+        """The whole results, on every rank; gradients summed over ranks."""
+        dims = {"dense": 1 if case.layout == "bshd" else 2, "varlen": 0}
+        dim, lse_dim = dims[case.kind], 1 if case.kind == "varlen" else 2
+        wanted = case.wants_grad
+        leaves = inputs.map(lambda name, t: t.detach().requires_grad_(name in wanted))
+        q, k, v = (self._local(t, dim) for t in (leaves.q, leaves.k, leaves.v))
+        out, lse = self._call(case, leaves, q, k, v)
+        cotangents = {"out": (out, inputs.dout.to(out.dtype), dim), "lse": (lse, inputs.dlse.to(lse.dtype), lse_dim)}
+        rows = inputs.q.shape[dim]
+        results = {
+            "out": unshard(out, self.group, dim=dim, seqlen=rows, sharding=self.sharding),  # type: ignore[arg-type]
+            "lse": unshard(lse, self.group, dim=lse_dim, seqlen=rows, sharding=self.sharding),  # type: ignore[arg-type]
+        }
+        if not wanted:
+            return results
+        pulled = [cotangents[name] for name in case.cotangents]
+        gradients = torch.autograd.grad(
+            [result for result, _, _ in pulled],
+            [getattr(leaves, name) for name in wanted],
+            [self._local(cotangent, at) for _, cotangent, at in pulled],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        for name, gradient in zip(wanted, gradients, strict=True):
+            whole = gradient.double() if case.dtype == torch.float64 else gradient.float()
+            dist.all_reduce(whole, group=self.group)
+            results[GRADIENTS[name]] = whole.to(gradient.dtype)
+        return results
+
+    def _local(self, tensor: Tensor, dim: int) -> Tensor:
+        return poisoned(tensor, self.group, dim, self.sharding)
+
+    def _call(self, case: Case, leaves: Inputs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        lengths: dict[str, Any] = {"cu_seqlens": leaves.cu_seqlens_q}
+        if case.kind == "dense":
+            lengths = {"seqlen": case.seqlen_q, "seqlen_k": case.seqlen_k, "layout": case.layout}
+        return context_parallel_attention(
+            q, k, v, self.group, method=self.method, sharding=self.sharding, causal=case.causal,  # type: ignore[arg-type]
+            window=case.window, alibi_slopes=leaves.alibi_slopes, softcap=case.softcap, sinks=leaves.sinks,
+            dropout=case.dropout, seed=dropout_seed(case), scale=case.scale, deterministic=case.deterministic,
+            return_lse=True, **lengths,
+        )  # fmt: skip

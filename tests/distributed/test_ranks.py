@@ -1,0 +1,65 @@
+"""Context parallelism on 1 to 4 gloo ranks: one torchrun per number of ranks runs all checks of worker.py."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TIMEOUT = 240
+
+
+def torchrun(script: str, world: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of this folder on that many ranks."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TILEWISE", "OMP"))} | {"OMP_NUM_THREADS": "1"}
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), str(HERE / script)]
+    return subprocess.run(
+        [sys.executable, *command, *arguments], capture_output=True, text=True, timeout=TIMEOUT, env=environment, check=False
+    )
+
+
+@functools.cache
+def outcomes(world: int) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        done = torchrun("worker.py", world, str(report))
+        if not report.exists():
+            raise AssertionError(f"{world} ranks wrote no report\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
+        found: dict[str, str] = json.loads(report.read_text())
+        return found
+
+
+def ranks(world: int) -> pytest.MarkDecorator:
+    return pytest.mark.xdist_group(f"ranks-{world}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("world", "least"),
+    [
+        pytest.param(1, 35, marks=ranks(1)),
+        pytest.param(2, 65, marks=ranks(2)),
+        pytest.param(3, 85, marks=ranks(3)),
+        pytest.param(4, 85, marks=ranks(4)),
+    ],
+)
+def test_every_check_holds(world: int, least: int) -> None:
+    found = outcomes(world)
+    failed = {name: outcome for name, outcome in found.items() if outcome != "ok"}
+    assert not failed, "\n\n".join(f"{name}: {outcome}" for name, outcome in failed.items())
+    assert len(found) >= least
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks-2")
+def test_a_rank_that_dies_is_an_error_within_the_timeout() -> None:
+    done = torchrun("dying.py", 2)
+    assert "rank 0 saw PeerFailure" in done.stdout, done.stdout + done.stderr[-4000:]

@@ -1,0 +1,98 @@
+"""What every rank runs under torchrun: `worker.py RESULTS` runs the checks for its world size and rank 0 writes, by
+name, "ok" or what went wrong.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import behaviour
+from implementation import ContextParallel
+
+from tilewise.testing import Case, find_faults, make_inputs, uninitialised_is_nan
+from tilewise.testing.generation import single_cases
+
+METHODS = list(itertools.product(("ring", "all_gather", "heads"), ("zigzag", "contiguous")))
+# Documents that cross borders of ranks and chunks, are empty, or end where one ends.
+PACKED = Case(kind="varlen", seqlens_q=(40, 1, 0, 65, 9, 13), seqlens_k=(40, 1, 0, 65, 9, 13), head_dim=24, head_dim_v=8)
+SPECIAL = (
+    ("documents", PACKED, {"causal": True, "padding": 3}),
+    ("documents, alibi", PACKED, {"alibi": "bh", "sinks": True}),
+    ("documents, dropout", PACKED, {"dropout": 0.3, "window": (17, 3)}),
+    ("documents, all", PACKED, {"causal": True, "alibi": "h", "dropout": 0.2, "softcap": 2.0, "sinks": True}),
+    ("gqa, few heads", Case(), {"num_heads": 4, "num_kv_heads": 1, "causal": True}),
+    ("gqa, odd groups", Case(), {"num_heads": 8, "num_kv_heads": 2, "dropout": 0.3, "causal": True}),
+    ("far window", Case(), {"causal": True, "window": (3, None), "seqlens_q": (257,), "seqlens_k": (257,)}),
+    ("cross, alibi", Case(), {"alibi": "h", "seqlens_q": (111,), "seqlens_k": (65,), "window": (90, 31)}),
+    ("cross, dropout", Case(), {"dropout": 0.5, "seqlens_q": (33,), "seqlens_k": (111,), "causal": True, "alibi": "bh"}),
+    ("one token", Case(), {"seqlens_q": (1,), "seqlens_k": (1,), "causal": True, "sinks": True}),
+    ("nothing", Case(), {"seqlens_q": (0,), "seqlens_k": (0,)}),
+)
+
+
+def checks() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Every check by its name, the same in the same order on every rank."""
+    world = dist.get_world_size()
+    cases = [case for case in single_cases() if not (case.bias or case.mask or case.kind == "paged")]
+    # One rank and four see a third each; two and three see all.
+    for index, case in enumerate(cases[:: 3 if world in (1, 4) else 1]):
+        yield from conformance(f"single {case.label}", case, METHODS[index % len(METHODS)])
+    for label, base, changes in SPECIAL:
+        case = Case(**{**base.__dict__, **changes})
+        for method in METHODS if world > 2 else METHODS[::2]:
+            yield from conformance(f"special {label}", case, method)
+    for name, check in behaviour.checks(world):
+        yield name, check
+
+
+def conformance(name: str, case: Case, way: tuple[str, str]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A case of the suite, judged on rank 0."""
+    implementation = ContextParallel(*way)
+    if implementation.supports(case) is not None:
+        implementation = ContextParallel("ring", way[1])
+        if implementation.supports(case) is not None:
+            return
+
+    def check() -> None:
+        with uninitialised_is_nan():
+            results = implementation.run(case, make_inputs(case))
+        faults = find_faults(case, results) if dist.get_rank() == 0 else []
+        if faults:
+            raise AssertionError("\n".join(faults) + f"\n{case!r}")
+
+    yield f"{name}, {implementation.method} {implementation.sharding}", check
+
+
+def main() -> None:
+    """Run the checks; a failure on any rank is reported with its rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    outcomes: dict[str, str] = {}
+    for name, check in checks():
+        failure = ""
+        try:
+            check()
+        except Exception:  # noqa: BLE001  every failure is a line in the report, and peers must go on too
+            failure = f"rank {dist.get_rank()}: {traceback.format_exc()}"
+        everywhere: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(everywhere, failure)
+        outcomes[name] = "\n".join(filter(None, everywhere)) or "ok"
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(outcomes))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
