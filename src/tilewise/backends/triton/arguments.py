@@ -19,8 +19,8 @@ from tilewise.backends.triton.traits import Box, Grid4, Lengths, Rows, padded
 from tilewise.problem import AttentionProblem
 
 __all__ = [
-    "Views", "dense_rows", "key_descriptors", "key_rows", "packed_rows", "page_rows", "query_descriptors", "query_rows",
-    "rows_allocation", "score_arguments", "single_address", "stat_rows", "workspace_rows",
+    "STAT_TILE", "Views", "dense_rows", "key_descriptors", "key_rows", "packed_rows", "page_rows", "query_descriptors",
+    "query_rows", "rows_allocation", "score_arguments", "single_address", "stat_rows", "stored_rows", "workspace_rows",
 ]  # fmt: skip
 
 Views = Mapping[str, View]
@@ -33,8 +33,9 @@ PAGES: Dims = (0, 2, 1)
 # Paged queries of one token a sequence are a batch of sequences of length 1.
 SINGLE: Dims = (0, 1, None)
 SINGLE_STATS: Dims = (1, 0, None)
-# Rows of the backward's statistics start at multiples of so many: vectors load them whatever the length.
-STAT_ROWS = 16
+# The backward's statistics of a dense sequence fill whole tiles (no table has a taller one), those of packed rows start
+# at an aligned address for every head.
+STAT_TILE, STAT_ROWS = 128, 16
 
 
 def _rows(name: str, view: View, dims: Dims, sizes: tuple[int, int], offset: int = 0) -> Rows:
@@ -91,12 +92,18 @@ def stat_rows(plan: Plan, name: str, view: View, *, packed: bool | None = None) 
     return Rows(Address(name, view.dtype, aligned=False), batch, head, Fixed(1) if row == 1 else row)
 
 
+def stored_rows(problem: AttentionProblem) -> int:
+    """Rows of statistics that the backward keeps for a head."""
+    if problem.kind == "dense":
+        return -(-problem.seqlen_q // STAT_TILE) * STAT_TILE
+    return -(-problem.total_q // STAT_ROWS) * STAT_ROWS
+
+
 def workspace_rows(plan: Plan, index: int, *, packed: bool | None = None) -> tuple[Rows, int]:
     """(the `index`-th statistic in the backward's workspace, elements it takes)."""
     problem = plan.problem
     dense = problem.kind == "dense"
-    length = problem.seqlen_q if dense else problem.total_q
-    stride = -(-length // STAT_ROWS) * STAT_ROWS
+    stride = stored_rows(problem)
     count = problem.num_heads * stride * (problem.batch if dense else 1)
     address = Address("workspace", torch.float32, offset=index * count * 4)
     head, one = Multiple(stride, STAT_ROWS), Fixed(1)

@@ -42,12 +42,14 @@ from tilewise.backends.triton.primitives import (
 )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_heads"])
+@triton.jit(do_not_specialize=["num_rows", "num_stored", "num_heads"])
 def row_stats_kernel(
-    out, dout, lse, dlse, lse_unit, delta, num_rows, num_heads, T: tl.constexpr, BLOCK_M: tl.constexpr
+    out, dout, lse, dlse, lse_unit, delta, num_rows, num_stored, num_heads, T: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """lse_unit and delta of BLOCK_M rows. Grid: row tile (fastest), head, batch."""
-    num_blocks = (num_rows + BLOCK_M - 1) // BLOCK_M
+    """lse_unit and delta of BLOCK_M rows; +inf and 0 for those from num_rows to num_stored. Grid: row tile (fastest),
+    head, batch.
+    """
+    num_blocks = (num_stored + BLOCK_M - 1) // BLOCK_M
     first = tl.program_id(0) % num_blocks * BLOCK_M
     head = tl.program_id(0) // num_blocks % num_heads
     batch_idx = tl.program_id(0) // num_blocks // num_heads
@@ -75,7 +77,7 @@ def row_stats_kernel(
     )
     sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     at = head_base(lse, batch_idx, head, first, False) + rows * lse.stride_row
-    value = tl.load(at, mask=row_ok, other=0.0)
+    value = tl.load(at, mask=row_ok, other=NEG_INF)
     if dlse is not None:
         sums -= tl.load(
             head_base(dlse, batch_idx, head, first, False) + rows * dlse.stride_row, mask=row_ok, other=0.0
@@ -86,12 +88,12 @@ def row_stats_kernel(
     tl.store(
         head_base(lse_unit, batch_idx, head, first, False) + rows * lse_unit.stride_row,
         tl.where(empty, float("inf"), value),
-        mask=row_ok,
+        mask=rows < num_stored,
     )
     tl.store(
         head_base(delta, batch_idx, head, first, False) + rows * delta.stride_row,
         tl.where(empty, 0.0, sums),
-        mask=row_ok,
+        mask=rows < num_stored,
     )
 
 
@@ -150,11 +152,13 @@ def load_stats(
     lse_unit, delta, first, batch_idx, head, q_start, seqlen_q,
     EDGE: tl.constexpr, BLOCK_M: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """(lse, delta) of a tile of queries; +inf makes P of rows past the end 0."""
+    """(lse, delta) of a tile of queries; +inf makes P of rows past the end 0. Dense ones are stored so in whole tiles:
+    with a mask that the length decides they could not be loaded as vectors.
+    """
     m_row = first + tl.arange(0, BLOCK_M)
     lse_at = head_base(lse_unit, batch_idx, head, q_start, T.PACKED_Q) + m_row * lse_unit.stride_row
     delta_at = head_base(delta, batch_idx, head, q_start, T.PACKED_Q) + m_row * delta.stride_row
-    if EDGE:
+    if EDGE and (T.PACKED_Q or T.PAGED):
         ok = m_row < seqlen_q
         return tl.load(lse_at, mask=ok, other=float("inf")), tl.load(delta_at, mask=ok, other=0.0)
     return tl.load(lse_at), tl.load(delta_at)

@@ -12,6 +12,7 @@ from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall
 from tilewise.backends.triton import backward as bwd
 from tilewise.backends.triton import bias_gradient, decode, forward, pages
 from tilewise.backends.triton.arguments import (
+    STAT_TILE,
     Views,
     dense_rows,
     key_descriptors,
@@ -23,6 +24,7 @@ from tilewise.backends.triton.arguments import (
     score_arguments,
     single_address,
     stat_rows,
+    stored_rows,
     workspace_rows,
 )
 from tilewise.backends.triton.configs import Config
@@ -123,6 +125,7 @@ def stats_call(plan: Plan, views: Views) -> KernelCall:
     problem = plan.problem
     dense = problem.kind == "dense"
     num_rows, batch = (problem.seqlen_q, problem.batch) if dense else (problem.total_q, 1)
+    num_stored = stored_rows(problem)
 
     def rows(name: str) -> Any:
         if dense:
@@ -138,11 +141,12 @@ def stats_call(plan: Plan, views: Views) -> KernelCall:
         "lse_unit": workspace_rows(plan, 0, packed=True)[0],
         "delta": workspace_rows(plan, 1, packed=True)[0],
         "num_rows": num_rows,
+        "num_stored": num_stored,
         "num_heads": problem.num_heads,
         "T": plan.traits,
         "BLOCK_M": block_m,
     }
-    programs = triton.cdiv(num_rows, block_m) * problem.num_heads * batch
+    programs = triton.cdiv(num_stored, block_m) * problem.num_heads * batch
     return KernelCall(bwd.row_stats_kernel, (programs, 1, 1), arguments, 4, 1)
 
 
@@ -158,6 +162,8 @@ def shared_arguments(plan: Plan, views: Views) -> dict[str, Any]:
 def key_gradient_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) -> KernelCall:
     """The kernel that writes dK and dV: of paged keys as one fp32 row for each (sequence, key)."""
     problem, config = plan.problem, plan.config("dkdv")
+    if STAT_TILE % config.block_m:
+        raise ValueError(f"statistics are stored in tiles of {STAT_TILE} rows, not of {config.block_m}")
     width = problem.head_dim + problem.head_dim_v
     bytes_per_head = problem.seqlen_q * width * problem.dtype.itemsize * problem.group_size
     if problem.kind == "paged":

@@ -1,0 +1,326 @@
+"""The host side of a GPU call, without a GPU: what is compiled when, and what reaches the driver.
+
+Tensors on the CPU stand in for those on a GPU and kernels are compiled for an H200 that is not there; Triton's own C
+launcher runs, against a driver that launches nothing (fake_cuda).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_cuda import FakeCuda, fake_cuda
+from tilewise import device as devices
+from tilewise import validation
+from tilewise.backends.hopper import BACKEND as HOPPER
+from tilewise.backends.triton import BACKEND as TRITON
+from tilewise.canonical import canonical
+from tilewise.operands import Flags, Operands, Wanted
+from tilewise.problem import AttentionProblem
+
+__all__ = ["fake_cuda"]
+
+triton = pytest.importorskip("triton", minversion="3.6")
+compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
+driver = pytest.importorskip("tilewise.backends.gpu.driver")
+launching = pytest.importorskip("tilewise.backends.gpu.launching")
+symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
+triton_launch = pytest.importorskip("tilewise.backends.triton.launch")
+hopper_launch = pytest.importorskip("tilewise.backends.hopper.launch")
+hopper_backward = pytest.importorskip("tilewise.backends.hopper.launch_backward")
+
+pytestmark = pytest.mark.slow
+BF16 = torch.bfloat16
+# 1, multiples of 16 and neighbours of tile sizes: what Triton would specialise on.
+LENGTHS = (1, 2, 15, 16, 17, 31, 32, 48, 63, 64, 65, 100, 112, 128, 129, 240, 256, 333, 512, 1000)
+
+
+class Compiled(NamedTuple):
+    """What was compiled since the test began."""
+
+    names: list[str]
+    sources: list[Any]
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch, fake_cuda: FakeCuda) -> Iterator[FakeCuda]:
+    """Every device is an H200, nothing is prepared yet."""
+    kept = (triton_launch._kept_forward, triton_launch._kept_backward, hopper_launch.forward_pass)
+    caches = (*kept, hopper_backward.backward_pass, compilation._compiled)
+    for cache in caches:
+        cache.cache_clear()
+    counter = torch.zeros(1, dtype=torch.int32)
+    for module in (hopper_launch, hopper_backward):
+        monkeypatch.setattr(module, "counter_for", lambda _: counter)
+    fake_cuda.expect()
+    with devices.overridden(devices.named("h200")):
+        yield fake_cuda
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    """Compilations are counted."""
+    seen, plain = Compiled([], []), triton.compile
+
+    def counting(source: Any, **options: Any) -> Any:
+        seen.names.append(source.fn.__name__)
+        seen.sources.append(source)
+        return plain(source, **options)
+
+    monkeypatch.setattr(triton, "compile", counting)
+    return seen
+
+
+def operands_of(length: int, *, dim: int = 64, heads: int = 2, batch: int = 1) -> Operands:
+    """q, k, v of equal length, of zeros."""
+    q, k, v = (torch.zeros(batch, heads, length, dim, dtype=BF16) for _ in range(3))
+    return Operands(q, k, v)
+
+
+def problem_of(operands: Operands, **flags: Any) -> tuple[AttentionProblem, Operands]:
+    """The problem and its canonical operands."""
+    problem = validation.problem_of("dense", operands, Flags(**flags))
+    return problem, canonical(problem, operands)
+
+
+def train(backend: Any, operands: Operands, **flags: Any) -> None:
+    """Forward and backward."""
+    problem, ready = problem_of(operands, **flags, needs_grad=True)
+    out, lse = backend.forward(problem, ready)
+    backend.backward(problem, ready, out, lse, torch.zeros_like(out), None, Wanted())
+
+
+def test_twenty_lengths_compile_each_triton_kernel_once(h200: FakeCuda, compiled: Compiled) -> None:
+    for length in LENGTHS:
+        train(TRITON, operands_of(length), causal=True)
+    assert sorted(compiled.names) == [
+        "forward_kernel", "key_gradient_kernel", "query_gradient_kernel", "row_stats_kernel",
+    ]  # fmt: skip
+
+
+def test_twenty_lengths_compile_each_hopper_kernel_once(h200: FakeCuda, compiled: Compiled) -> None:
+    for length in LENGTHS:
+        problem, ready = problem_of(operands_of(length))
+        HOPPER.forward(problem, ready)
+    assert compiled.names == ["forward_kernel"]
+
+
+def test_decoding_compiles_once_for_all_numbers_of_keys(h200: FakeCuda, compiled: Compiled) -> None:
+    for keys in (4096, 4097, 5000, 8192):  # 64 splits and more of one size class
+        q, k = torch.zeros(1, 8, 1, 64, dtype=BF16), torch.zeros(1, 2, keys, 64, dtype=BF16)
+        problem, ready = problem_of(Operands(q, k, k))
+        TRITON.forward(problem, ready)
+    assert compiled.names.count("decode_kernel") == 1
+
+
+@pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])
+def test_the_second_call_only_launches(
+    gpu: Any, h200: FakeCuda, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(gpu, operands_of(300), causal=True)
+    before = len(compiled.names)
+
+    def never(*_: Any) -> None:
+        raise AssertionError("a second call with an equal problem plans or compiles")
+
+    monkeypatch.setattr(launching.Launches, "__init__", never)
+    monkeypatch.setattr(compilation, "types_of", never)
+    h200.expect()
+    train(gpu, operands_of(300), causal=True)
+    assert len(compiled.names) == before
+    assert h200.seen().launches == 4  # forward; statistics, dK and dV, dQ
+
+
+def shifted(tensor: Tensor, elements: int) -> Tensor:
+    """The same values at an address that is `elements` further."""
+    memory = torch.zeros(tensor.numel() + 64, dtype=tensor.dtype)
+    start = -(memory.data_ptr() // tensor.element_size()) % 16 + elements
+    return memory[start : start + tensor.numel()].view(tensor.shape)
+
+
+def test_an_address_that_is_not_aligned_gets_a_kernel_of_its_own(h200: FakeCuda, compiled: Compiled) -> None:
+    operands = operands_of(100)
+    for elements in (0, 8, 1, 3):  # 16 bytes are 8 elements
+        problem, ready = problem_of(operands._replace(k=shifted(operands.k, elements)))
+        TRITON.forward(problem, ready)
+    assert compiled.names == ["forward_kernel"] * 2
+    aligned, other = (dict(source.attrs) for source in compiled.sources)
+    k = compiled.sources[0].fn.arg_names.index("k")
+    assert aligned.keys() - other.keys() == {(k, 0), (k, 1), (k, 2), (k, 3)}
+
+
+def test_strides_that_are_not_aligned_get_a_kernel_of_their_own(h200: FakeCuda, compiled: Compiled) -> None:
+    wide = torch.zeros(1, 2, 100, 68, dtype=BF16)
+    for operands in (operands_of(100), operands_of(100)._replace(v=wide[..., :64])):
+        problem, ready = problem_of(operands)
+        TRITON.forward(problem, ready)
+    assert len(compiled.names) == 2
+    v = compiled.sources[0].fn.arg_names.index("v")
+    assert (v, 3) in compiled.sources[0].attrs
+    assert (v, 3) not in compiled.sources[1].attrs
+
+
+def test_hopper_copies_what_tma_cannot_address(h200: FakeCuda, compiled: Compiled) -> None:
+    operands = operands_of(300)
+    for q in (operands.q, shifted(operands.q, 1), operands.q[:, :1].expand(1, 2, 300, 64)):
+        problem, ready = problem_of(operands._replace(q=q))
+        h200.expect()
+        HOPPER.forward(problem, ready)
+        assert h200.seen().launches == 1
+    assert compiled.names == ["forward_kernel"]
+
+
+def test_nothing_is_compiled_in_but_types_and_alignment(h200: FakeCuda, compiled: Compiled) -> None:
+    """Neither sizes, nor the band, nor scalars appear among constants and attributes."""
+    problem, ready = problem_of(operands_of(256, heads=1), causal=True, window_left=16, scale=1.0)
+    TRITON.forward(problem, ready)
+    source = compiled.sources[0]
+    for name in ("sizes", "band", "scalars"):
+        index = source.fn.arg_names.index(name)
+        assert not [path for path in (*source.attrs, *source.constants) if path[0] == index]
+
+
+def launched_parameters(h200: FakeCuda, launches: Any, run: Callable[[], Any]) -> dict[str, Any]:
+    """What the driver was handed by the only launch of a pass, by parameter and field."""
+    (call,) = launches.calls
+    signature = compilation.types_of(call).signature
+    h200.expect(signature)
+    run()
+    values = iter(h200.seen().parameters)
+    found: dict[str, Any] = {}
+    for name, kind in zip(call.kernel.arg_names, signature, strict=True):
+        if isinstance(kind, tuple):
+            fields = getattr(kind, "_fields", range(len(kind)))
+            found |= {f"{name}.{f}": next(values) for f, k in zip(fields, kind, strict=True) if k != "constexpr"}
+        elif kind.startswith("tensordesc"):
+            rank = kind.split("]")[0].count(",") + 1
+            found[name] = (next(values), *(next(values) for _ in range(2 * rank)))
+        elif kind != "constexpr":
+            found[name] = next(values)
+    return found
+
+
+def test_the_driver_gets_the_arguments_of_triton_kernels(h200: FakeCuda) -> None:
+    operands = operands_of(300, dim=64, heads=4, batch=2)
+    problem, ready = problem_of(operands._replace(q=operands.q[:, :, :200]), causal=True, scale=0.5)
+    forward = triton_launch.forward_pass(problem, devices.named("h200"), -1, launching.raw_views(ready))
+    results: list[tuple[Tensor, Tensor]] = []
+    got = launched_parameters(h200, forward.launches, lambda: results.append(TRITON.forward(problem, ready)))
+    ((out, lse),) = results
+    assert (got["q.ptr"], got["k.ptr"], got["v.ptr"]) == tuple(t.data_ptr() for t in ready[:3])
+    assert (got["out.ptr"], got["lse.ptr"]) == (out.data_ptr(), lse.data_ptr())
+    assert (got["q.stride_batch"], got["q.stride_head"], got["q.stride_row"]) == (4 * 300 * 64, 300 * 64, 64)
+    assert (got["lse.stride_batch"], got["lse.stride_head"]) == (4 * 200, 200)
+    assert (got["sizes.seqlen_q"], got["sizes.seqlen_k"], got["sizes.num_heads"]) == (200, 300, 4)
+    assert got["scalars.scale"] == 0.5
+    assert h200.seen().grid == (forward.launches.calls[0].grid)
+
+
+def test_the_driver_gets_the_descriptors_of_hopper_kernels(h200: FakeCuda) -> None:
+    problem, ready = problem_of(operands_of(300, heads=4, batch=2), causal=True)
+    forward = hopper_launch.forward_pass(problem, devices.named("h200"), -1, launching.raw_views(ready))
+    results: list[tuple[Tensor, Tensor]] = []
+    got = launched_parameters(h200, forward.launches, lambda: results.append(HOPPER.forward(problem, ready)))
+    ((out, lse),) = results
+    shape, strides = (2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)
+    assert got["k_desc"] == (ready.k.data_ptr(), *shape, *strides)
+    assert got["out_desc"] == (out.data_ptr(), *shape, *strides)
+    assert got["lse_ptr"] == lse.data_ptr()
+    assert got["sizes.num_tiles"] == 3 * 8  # 128 rows a tile
+    assert h200.seen().threads == 384
+
+
+def test_tensor_maps_are_encoded_once_for_an_address(h200: FakeCuda) -> None:
+    problem, ready = problem_of(operands_of(300))
+    out, lse = HOPPER.forward(problem, ready)
+    ready_pass = hopper_launch.forward_pass(problem, devices.named("h200"), -1, launching.raw_views(ready))
+    given = (*ready, out, lse, torch.zeros(1, dtype=torch.int32))
+    ready_pass.launches.run(given)
+    h200.expect()
+    ready_pass.launches.run(given)
+    assert h200.seen().maps == 0
+    elsewhere = torch.zeros_like(ready.q)
+    ready_pass.launches.run((elsewhere, *given[1:]))
+    assert h200.seen().maps == 1
+
+
+def test_tensor_maps_are_bounded(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "MAX_MAPS", 3)
+    tile = symbols.Tile(symbols.Address("x", BF16), (64, 64), (64, 1), (64, 64))
+    meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64]}
+    maps = driver.TensorMaps(tile, meta)
+    h200.expect()
+    for address in range(0, 160, 16):
+        assert maps.at(address) is maps.at(address)
+    assert h200.seen().maps == 10
+    assert len(maps._known) <= 3
+
+
+def test_hooks_see_direct_launches(h200: FakeCuda) -> None:
+    problem, ready = problem_of(operands_of(100))
+    TRITON.forward(problem, ready)
+    seen: list[str] = []
+    hooks = triton.knobs.runtime.launch_enter_hook
+    hook = lambda metadata: seen.append(metadata.get()["name"])  # noqa: E731
+    hooks.add(hook)
+    try:
+        TRITON.forward(problem, ready)
+    finally:
+        hooks.remove(hook)
+    TRITON.forward(problem, ready)
+    assert seen == ["forward_kernel"]
+
+
+@pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])
+def test_the_ordinary_path_hands_over_the_same(gpu: Any, h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Triton release whose launcher is not known."""
+    prepare = triton_launch._prepare_forward if gpu is TRITON else hopper_launch.forward_pass.__wrapped__
+    problem, ready = problem_of(operands_of(300), causal=True)
+    results = (torch.zeros(1, 2, 300, 64, dtype=BF16), torch.zeros(1, 2, 300), torch.zeros(1, dtype=torch.int32))
+    found = []
+    for direct in (True, False):
+        monkeypatch.setattr(driver, "is_direct", lambda direct=direct: direct)
+        launches = prepare(problem, devices.named("h200"), -1, launching.raw_views(ready)).launches
+        kind = "DirectLaunch" if direct else "OrdinaryLaunch"
+        assert {type(start).__name__ for start in launches._starts} == {kind}
+        run = functools.partial(launches.run, (*ready, *results))
+        found.append(launched_parameters(h200, launches, run))
+    assert found[0] == found[1]
+    assert "3.6" in driver.launch_path()
+
+
+def test_threads_share_prepared_launches(h200: FakeCuda, compiled: Compiled) -> None:
+    problem, ready = problem_of(operands_of(100))
+    TRITON.forward(problem, ready)
+    h200.expect()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with devices.overridden(devices.named("h200")):
+                for _ in range(50):
+                    TRITON.forward(problem, ready)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert compiled.names == ["forward_kernel"]
+
+
+def test_strides_past_31_bits_are_64_bit_numbers() -> None:
+    assert compilation._type_of((5, 2**31, symbols.Multiple(2**40, 16), 1.0, None, symbols.Fixed(1))) == (
+        "i32", "i64", "i64", "fp32", "constexpr", "constexpr",
+    )  # fmt: skip
