@@ -208,21 +208,28 @@ def test_a_picture_without_matplotlib_is_refused_first(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("event", "side", "expected"),
+    ("event", "fused", "expected"),
     [
-        ("aten::bmm", "naive", "matmul"),
-        ("aten::_softmax_backward_data", "naive", "softmax"),
-        ("aten::masked_fill_", "naive", "memory"),
-        ("BmmBackward0", "naive", "matmul"),
-        ("naive.scores", "naive", "other"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32", "naive", "matmul"),
-        ("void at::native::vectorized_elementwise_kernel", "naive", "memory"),
-        ("Memcpy DtoD", "tilewise", "memory"),
-        ("tilewise.attention [cpu]", "tilewise", "fused"),
-        ("forward_kernel", "tilewise", "fused"),
-        ("tilewise", "tilewise", "other"),
-        ("aten::empty", "tilewise", "memory"),
+        ("aten::bmm", False, "matmul"),
+        ("aten::_softmax_backward_data", False, "softmax"),
+        ("aten::masked_fill_", False, "memory"),
+        ("naive.scores", False, "other"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32", False, "matmul"),
+        ("void at::native::vectorized_elementwise_kernel", False, "memory"),
+        ("Memcpy DtoD", True, "memory"),
+        ("tilewise.attention [cpu]", True, "fused"),
+        ("forward_kernel", True, "fused"),
+        ("aten::empty", True, "memory"),
     ],
 )
-def test_categories_of_events(event: str, side: str, expected: str) -> None:
-    assert category(event, side) == expected
+def test_categories_of_events(event: str, fused: bool, expected: str) -> None:
+    assert category(event, fused=fused) == expected
+
+
+def test_the_reference_is_no_fused_kernel(tmp_path: Path) -> None:
+    result = invoke("profile", *TINY, "--dtype", "fp64", "--calls", "1", "--trace", str(tmp_path / "run.json"))
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "Only the reference takes this problem here" in text
+    assert "Mean of 1 call under" in text
+    assert re.search(r"fused kernel, all at once - -", text)

@@ -152,11 +152,16 @@ def _cells(side: Side, name: str) -> tuple[str, str]:
 
 def _remarks(found: Profile, sizes: Sizes) -> list[str]:
     """What the table cannot show."""
+    calls = f"{sizes.calls} call{'s' * (sizes.calls != 1)}"
     lines = [
-        f"Mean of {sizes.calls} calls under the profiler, which adds a little to each operator. Results differ by at "
-        f"most {found.difference:.1e}."
+        f"Mean of {calls} under the profiler, which adds a little to each operator. Results differ by at most "
+        f"{found.difference:.1e}."
     ]
-    if found.tilewise.seconds["fused"] > 0:
+    if found.plan.materialises:
+        lines.append(
+            "Only the reference takes this problem here: it stores the score matrix and is not meant to be fast."
+        )
+    else:
         text = "The profiler sees a fused kernel as one piece: products, softmax and loads of a tile overlap inside it."
         if found.least_matmul_seconds is not None:
             rate = found.plan.device.flops[found.plan.problem.dtype]

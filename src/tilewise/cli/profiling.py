@@ -115,7 +115,9 @@ def run(sizes: Sizes, trace: Path, announce: Callable[[str], None]) -> Profile:
                 _call(name, compute, tensors, sizes)
     announce("writing the trace")
     session.export_chrome_trace(str(trace))
-    naive, tilewise = (Side(name, _by_category(session.events() or (), name, sizes)) for name in calls)
+    events = session.events() or ()
+    naive = Side("naive", _by_category(events, "naive", sizes, fused=False))
+    tilewise = Side("tilewise", _by_category(events, "tilewise", sizes, fused=not plan.materialises))
     return Profile(plan, naive, tilewise, difference)
 
 
@@ -164,7 +166,7 @@ def _tilewise(q: Tensor, k: Tensor, v: Tensor, causal: bool, label: str) -> Tens
         return attention(q, k, v, causal=causal)
 
 
-def _by_category(events: Sequence[Any], name: str, sizes: Sizes) -> dict[str, float]:
+def _by_category(events: Sequence[Any], name: str, sizes: Sizes, *, fused: bool) -> dict[str, float]:
     """Seconds of a call by category. On a GPU its kernels count, on a CPU the operators' own time."""
     on_gpu = sizes.device.type == "cuda"
     kind = "CUDA" if on_gpu else "CPU"
@@ -175,14 +177,14 @@ def _by_category(events: Sequence[Any], name: str, sizes: Sizes) -> dict[str, fl
         is_range = on_gpu and event.name.startswith((name, "naive", "tilewise."))
         if event.device_type.name == kind and inside and not is_range:
             spent = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
-            seconds[category(event.name, name)] += spent * 1e-6 / sizes.calls
+            seconds[category(event.name, fused=fused and event.name != name)] += spent * 1e-6 / sizes.calls
     return seconds
 
 
-def category(event: str, side: str) -> str:
-    """What an event spends its own time on. Whatever is not torch's is tilewise's kernel, or in naive a mere call."""
+def category(event: str, *, fused: bool) -> str:
+    """What an event spends its own time on. What is not torch's is the kernel of a side that has one, else a call."""
     lowered = event.lower()
     for found, marks in MARKS:
         if any(mark in lowered for mark in marks):
             return found
-    return "fused" if side == "tilewise" and event != side else "other"
+    return "fused" if fused else "other"

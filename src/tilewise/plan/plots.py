@@ -94,7 +94,7 @@ def _roofline(ax: Any, plan: Plan) -> None:
     ridge = peak / bandwidth
     points = [("naive", plan.naive, NAIVE), ("tiled", plan.tiled, TILED)]
     intensities = [work.intensity for _, work, _ in points if work.intensity > 0]
-    low, high = min([ridge, *intensities]) / 30, max([ridge, *intensities]) * 4
+    low, high = min([ridge, *intensities]) / 30, max([ridge, *intensities]) * 30
     ax.plot([low, ridge, high], [low * bandwidth, peak, peak], color=figures.INK, linewidth=1.4)
     for name, work, colour in points:
         if work.intensity > 0:
