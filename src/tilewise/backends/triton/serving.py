@@ -9,14 +9,17 @@ Both are one launch with no host work to wait for, so a step can be captured in 
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
+import functools
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise import device as devices
+from tilewise.backends.gpu.launching import Launches, RawView, on_device, raw_views
+from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.numerics import LN2 as LN2_FLOAT
 from tilewise.numerics import LOG2E as LOG2E_FLOAT
 
@@ -42,7 +45,7 @@ def copy_row(new, pages, row, page, slot, num_heads, new_strides, page_strides, 
         tl.store(target + head * page_strides[2] + at, values, mask=ok)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit
 def write_rows_kernel(
     k, v, k_pages, v_pages, slots, page_size, num_heads, k_strides, v_strides, k_page_strides, v_page_strides,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -56,7 +59,7 @@ def write_rows_kernel(
     copy_row(v, v_pages, row, page, slot, num_heads, v_strides, v_page_strides, DIM_V, BLOCK_V)
 
 
-@triton.jit(do_not_specialize=["num_heads", "lse_stride", "part_lse_stride"])
+@triton.jit
 def merge_rows_kernel(
     out, lse, part, part_lse, rows, num_heads, lse_stride, part_lse_stride,
     DIM: tl.constexpr, BLOCK: tl.constexpr,
@@ -77,46 +80,88 @@ def merge_rows_kernel(
     at = tl.arange(0, BLOCK)
     here = out + (row * num_heads + head) * DIM + at
     there = part + (index * num_heads + head) * DIM + at
-    # A side without weight is not read: what is in it must not come through as 0 * NaN.
-    a = tl.load(here, mask=(at < DIM) & (mine > 0.0), other=0.0).to(tl.float32)
-    b = tl.load(there, mask=(at < DIM) & (theirs > 0.0), other=0.0).to(tl.float32)
-    tl.store(here, (a * (mine * inverse) + b * (theirs * inverse)).to(out.dtype.element_ty), mask=at < DIM)
+    a = tl.load(here, mask=at < DIM, other=0.0).to(tl.float32)
+    b = tl.load(there, mask=at < DIM, other=0.0).to(tl.float32)
+    # A side without weight does not count: what is in it must not come through as 0 * NaN.
+    result = tl.where(mine > 0.0, a, 0.0) * (mine * inverse) + tl.where(theirs > 0.0, b, 0.0) * (theirs * inverse)
+    tl.store(here, result.to(out.dtype.element_ty), mask=at < DIM)
     merged = tl.where(empty, NEG_INF, anchor + tl.log2(tl.where(empty, 1.0, total)) * LN2)
     tl.store(lse + head * lse_stride + row, merged)
 
 
+WRITTEN = ("k", "v", "k_pages", "v_pages", "slots")
+MERGED = ("out", "lse", "part", "part_lse", "rows")
+Views = tuple[RawView | None, ...]
+Describe = Callable[[tuple[int, ...], Views], KernelCall]
+
+
 def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """See tilewise.kv.writing; the last dimension of every tensor is contiguous."""
-    rows, heads, dim = k.shape
-    dim_v = v.shape[2]
-    if rows == 0:
-        return
-    with _on_device_of(k):
-        write_rows_kernel[(rows,)](
-            k, v, k_pages, v_pages, slots, k_pages.shape[1], heads, k.stride()[:2], v.stride()[:2],
-            k_pages.stride()[:3], v_pages.stride()[:3], DIM=dim, DIM_V=dim_v, BLOCK=_elements(heads * dim),
-            BLOCK_V=_elements(heads * dim_v), num_warps=4,
-        )  # fmt: skip
+    tensors = (k, v, k_pages, v_pages, slots)
+    on_device(k.get_device(), _run, write_call, (*k.shape, v.shape[2], k_pages.shape[1]), tensors)
 
 
 def merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
     """`out` (total, heads, dim), `lse` (heads, total) with rows of a partial result over other keys worked in."""
-    count, heads, dim = part.shape
-    if count == 0:
-        return
-    with _on_device_of(out):
-        merge_rows_kernel[(count * heads,)](
-            out, lse, part, part_lse, rows, heads, lse.stride(0), part_lse.stride(0), DIM=dim,
-            BLOCK=triton.next_power_of_2(dim), num_warps=1,
-        )  # fmt: skip
+    on_device(out.get_device(), _run, merge_call, tuple(part.shape), (out, lse, part, part_lse, rows))
 
 
-def _elements(count: int) -> int:
-    return min(MOST_ELEMENTS, int(triton.next_power_of_2(count)))
+def _run(describe: Describe, sizes: tuple[int, ...], tensors: tuple[Tensor | None, ...]) -> None:
+    first = tensors[0]
+    assert first is not None
+    _prepared(describe, sizes, raw_views(tensors), first.device).run(tensors)
 
 
-def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Kernels start on the current device."""
-    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
+@functools.lru_cache(maxsize=512)
+def _prepared(describe: Describe, sizes: tuple[int, ...], views: Views, device: torch.device) -> Launches:
+    names = WRITTEN if describe is write_call else MERGED
+    index = -1 if device.type != "cuda" else device.index
+    return Launches([describe(sizes, views)], names, devices.of(device), index)
+
+
+def write_call(sizes: tuple[int, ...], views: Views) -> KernelCall:
+    """The kernel that scatters K and V: sizes are (rows, num_heads, dim, dim_v, page_size)."""
+    rows, heads, dim, dim_v, page_size = sizes
+    arguments = dict(zip(WRITTEN, map(_address, WRITTEN, views), strict=True)) | {
+        "page_size": page_size,
+        "num_heads": heads,
+        "k_strides": _strides(views[0], 2),
+        "v_strides": _strides(views[1], 2),
+        "k_page_strides": _strides(views[2], 3),
+        "v_page_strides": _strides(views[3], 3),
+        "DIM": dim,
+        "DIM_V": dim_v,
+        "BLOCK": min(MOST_ELEMENTS, triton.next_power_of_2(heads * dim)),
+        "BLOCK_V": min(MOST_ELEMENTS, triton.next_power_of_2(heads * dim_v)),
+    }
+    return KernelCall(write_rows_kernel, (rows, 1, 1), arguments)
+
+
+def merge_call(sizes: tuple[int, ...], views: Views) -> KernelCall:
+    """The kernel that merges (rows, num_heads, dim) of a partial result into another; both `out` are contiguous."""
+    rows, heads, dim = sizes
+    arguments = dict(zip(MERGED, map(_address, MERGED, views), strict=True)) | {
+        "num_heads": heads,
+        "lse_stride": _stride(views[1]),
+        "part_lse_stride": _stride(views[3]),
+        "DIM": dim,
+        "BLOCK": triton.next_power_of_2(dim),
+    }
+    return KernelCall(merge_rows_kernel, (rows * heads, 1, 1), arguments, num_warps=1)
+
+
+def _address(name: str, view: RawView | None) -> Address | None:
+    return None if view is None else Address(name, view[1], view[2])
+
+
+def _stride(view: RawView | None) -> int:
+    assert view is not None
+    return view[0][0]
+
+
+def _strides(view: RawView | None, count: int) -> tuple[int | Multiple, ...]:
+    """The first strides; multiples of 16 bytes are named as such, so that a thread loads that many at once."""
+    assert view is not None
+    strides, dtype, _ = view
+    whole = ALIGNMENT // dtype.itemsize
+    return tuple(Multiple(stride, whole) if stride % whole == 0 else stride for stride in strides[:count])

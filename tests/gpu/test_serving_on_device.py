@@ -1,0 +1,192 @@
+"""The paged cache on a real GPU: the same results as dense attention, no synchronisation, graphs, and the cascade."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise import cascade
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BF16 = torch.bfloat16
+HEADS, KV_HEADS, DIM, LAYERS = 8, 2, 64, 2
+
+
+@pytest.fixture(autouse=True)
+def clean_memory() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cascade at any size."""
+    monkeypatch.setattr(cascade, "OVERHEAD_SECONDS", {})
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=BF16)
+
+
+class Shadow:
+    """A cache and the dense rows it should hold, which are functions of a request's tokens."""
+
+    def __init__(self, page_size: int, num_pages: int = 0) -> None:
+        pages = num_pages or 4000 // page_size + 1
+        self.cache = tw.PagedKVCache(pages, page_size, LAYERS, KV_HEADS, DIM, dtype=BF16, device="cuda")
+        self.cache.k.fill_(torch.nan)
+        self.cache.v.fill_(torch.nan)
+        self.rows = randn(LAYERS, 5000, KV_HEADS, 2 * DIM)
+        self.tokens: dict[int, list[int]] = {}
+
+    def add(self, tokens: list[int]) -> int:
+        request = self.cache.add(tokens)
+        self.tokens[request] = list(tokens)
+        return request
+
+    def step(self, requests: list[int], ids: dict[int, int] | None = None, **arguments: Any) -> list[int]:
+        ids = ids or {}
+        before = [self.cache.length(request) for request in requests]
+        for request, token in ids.items():
+            self.tokens[request].append(token)
+        self.cache.step(requests, tokens=[ids.get(request) for request in requests], **arguments)
+        counts = [self.cache.length(request) - start for request, start in zip(requests, before, strict=True)]
+        for layer in range(LAYERS):
+            new = torch.cat([self.dense(r, layer)[-count:] for r, count in zip(requests, counts, strict=True)])
+            self.cache.append(new[..., :DIM], new[..., DIM:], layer=layer)
+        return counts
+
+    def dense(self, request: int, layer: int) -> Tensor:
+        """K and V of a request; the same token in the same place gives the same row."""
+        tokens = torch.tensor(self.tokens[request][: self.cache.length(request)], device="cuda")
+        return self.rows[layer, (tokens * 31 + torch.arange(len(tokens), device="cuda")) % 5000]
+
+    def check(self, requests: list[int], counts: list[int], **flags: Any) -> None:
+        q = randn(sum(counts), HEADS, DIM)
+        for layer in range(LAYERS):
+            out, lse = self.cache.attention(q, layer=layer, return_lse=True, **flags)
+            rows = [self.dense(request, layer) for request in requests]
+            lengths = torch.tensor([len(r) for r in rows])
+            cu_q, cu_k = (
+                torch.cat((torch.zeros(1), n.cumsum(0))).int().cuda() for n in (torch.tensor(counts), lengths)
+            )
+            k, v = torch.cat(rows).split(DIM, -1)
+            bounds = {"max_seqlen_q": max(counts), "max_seqlen_k": int(lengths.max()), "causal": True, **flags}
+            dense, dense_lse = tw.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **bounds)
+            exact = tw.attention_varlen(q.double(), k.double(), v.double(), cu_q, cu_k, **bounds)
+            allowed = 2 * (dense.double() - exact).abs().max() + 4 * torch.finfo(BF16).eps * exact.abs().max()
+            assert (out.double() - exact).abs().max() <= allowed
+            torch.testing.assert_close(lse, dense_lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128, 256])
+def test_a_life_of_requests_equals_dense_attention(page_size: int) -> None:
+    shadow = Shadow(page_size)
+    a, b = shadow.add(list(range(600))), shadow.add(list(range(7)))
+    shadow.check([a, b], shadow.step([a, b], counts=[350, 7]))
+    c = shadow.add([*range(300), *[1] * 41])
+    shadow.check([a, b, c], shadow.step([a, b, c], {b: 77}, counts=[250, 1, shadow.cache.pending(c)]))
+    for number in range(20):
+        shadow.check([c, a, b], shadow.step([c, a, b], dict.fromkeys((a, b, c), number)))
+    child = shadow.cache.fork(b)
+    shadow.tokens[child] = list(shadow.tokens[b])
+    shadow.check([b, child], shadow.step([b, child], {b: 5, child: 6}))
+    for request in (a, b, c, child):
+        shadow.cache.free(request)
+    # Rows of the table are used again, and it grows.
+    many = [shadow.add([number, *range(30)]) for number in range(40)]
+    shadow.check(many, shadow.step(many))
+    assert shadow.cache.stats().requests == 40
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("flags", [{}, {"softcap": 2.0}, {"sinks": True}], ids=["plain", "softcap", "sinks"])
+def test_shared_prefixes_are_attended_once(flags: dict[str, Any]) -> None:
+    flags = {**flags, "sinks": torch.linspace(-1, 2, HEADS, device="cuda", dtype=BF16)} if "sinks" in flags else flags
+    shadow = Shadow(16)
+    first, second = shadow.add([*range(1000), 1]), shadow.add([*range(2000, 2500), 1])
+    shadow.step([first, second])
+    more = [shadow.add([*range(1000), n]) for n in range(2, 9)] + [shadow.add([*range(2000, 2500), 4, 5])]
+    batch = [first, second, *more]
+    counts = shadow.step(more)
+    shadow.check(more, counts, **flags)
+    counts = shadow.step(batch, dict.fromkeys(batch, 8))
+    shared = shadow.cache.shared_prefix()
+    assert shared is not None
+    assert [group.sequences for group in shared.groups] == [8, 2]
+    assert shared.rows is not None
+    shadow.check(batch, counts, **flags)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_step_does_not_wait_for_the_device() -> None:
+    shadow = Shadow(16)
+    requests = [shadow.add([*range(200), n]) for n in range(8)]
+    shadow.step(requests[:1])
+    for request in requests[1:]:
+        shadow.cache.reuse(request)
+    shadow.step(requests[1:])
+    q, k = randn(8, HEADS, DIM), randn(8, KV_HEADS, DIM)
+
+    def decode() -> None:
+        shadow.cache.step(requests, tokens=[3] * 8)
+        for layer in range(LAYERS):
+            shadow.cache.append(k, k, layer=layer)
+            shadow.cache.attention(q, layer=layer)
+
+    # Kernels are compiled and pinned memory is allocated the first time.
+    for _ in range(3):
+        decode()
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            decode()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_layer_is_captured_in_a_graph() -> None:
+    shadow = Shadow(16)
+    requests = [shadow.add([*range(200), n]) for n in range(8)]
+    shadow.step(requests[:1])
+    for request in requests[1:]:
+        shadow.cache.reuse(request)
+    shadow.step(requests[1:])
+    cache, q, k, v = shadow.cache, randn(8, HEADS, DIM), randn(8, KV_HEADS, DIM), randn(8, KV_HEADS, DIM)
+    cache.step(requests)
+    cache.append(k, v)
+    cache.attention(q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cache.append(k, v)
+        captured = cache.attention(q)
+    for tensor in (q, k, v):
+        tensor.copy_(torch.randn_like(tensor))
+    graph.replay()
+    assert torch.equal(captured, cache.attention(q))
+
+
+def test_tables_on_another_device_are_named() -> None:
+    shadow = Shadow(16)
+    request = shadow.add([1, 2, 3])
+    shadow.step([request])
+    shadow.step([request])
+    cache = shadow.cache
+    with pytest.raises(tw.InvalidProblem, match="block_table"):
+        tw.attention_paged(randn(1, HEADS, DIM), *cache.pages(), cache.block_table().cpu(), cache.seqlens())
+    cache.step([request])
+    with pytest.raises(tw.InvalidProblem, match="k: expected device cuda"):
+        cache.append(torch.zeros(1, KV_HEADS, DIM, dtype=BF16), randn(1, KV_HEADS, DIM))

@@ -1,0 +1,111 @@
+"""The Triton kernels of serving, and the paged cache over the Triton backend, in Triton's interpreter.
+
+Triton decides when a kernel is defined whether it is interpreted, so these tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.numerics import merge_partials
+
+triton = pytest.importorskip("triton")
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+HERE = Path(__file__)
+# The interpreter computes with NumPy, which warns where a GPU gives inf or where a scalar has one dimension.
+IGNORED = (
+    "ignore:Conversion of an array with ndim:DeprecationWarning",
+    "ignore:overflow encountered:RuntimeWarning",
+    "ignore:invalid value encountered:RuntimeWarning",
+    "ignore:divide by zero encountered:RuntimeWarning",
+)
+
+pytestmark = pytest.mark.slow
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
+def test_in_the_interpreter() -> None:
+    warnings = [part for ignored in IGNORED for part in ("-W", ignored)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *warnings, str(HERE)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rows_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
+    from tilewise.backends.triton import serving
+
+    k, v = torch.randn(9, 3, 14).to(dtype)[..., :7], torch.randn(9, 3, 500).to(dtype)
+    k_pages, v_pages = (torch.full((5, 4, 3, dim), -1.0, dtype=dtype) for dim in (7, 500))
+    slots = torch.randperm(20)[:9]
+    serving.write_rows(k, v, k_pages, v_pages, slots)
+    for new, pages in ((k, k_pages), (v, v_pages)):
+        assert torch.equal(pages.flatten(0, 1)[slots], new)
+        assert (pages == -1.0).all(-1).all(-1).sum() == 11
+    serving.write_rows(k[:0], v[:0], k_pages, v_pages, slots[:0])
+
+
+@inside
+@pytest.mark.parametrize("some", [False, True], ids=["first rows", "named rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_partial_rows_are_merged_in_place(dtype: torch.dtype, some: bool) -> None:
+    from tilewise.backends.triton import serving
+
+    torch.manual_seed(0)
+    out, lse, part, part_lse = (
+        torch.randn(6, 4, 24).to(dtype),
+        torch.randn(4, 6),
+        torch.randn(3, 4, 24),
+        torch.randn(4, 3),
+    )
+    part = part.to(dtype)
+    rows = torch.tensor([4, 0, 2]) if some else torch.arange(3)
+    # One side without keys and with rubbish in it, the other, and both.
+    lse[1, rows[0]], out[rows[0], 1] = -torch.inf, torch.nan
+    part_lse[2, 1], part[1, 2] = -torch.inf, torch.nan
+    lse[0, rows[2]], part_lse[0, 2] = -torch.inf, -torch.inf
+    want, want_lse = merge_partials(out[rows], lse[:, rows].mT, part, part_lse.mT)
+    rest = [row for row in range(6) if row not in rows]
+    before = out[rest].clone(), lse[:, rest].clone()
+    serving.merge_rows(out, lse, part, part_lse, rows if some else None)
+    torch.testing.assert_close(out[rows], want)
+    torch.testing.assert_close(lse[:, rows], want_lse.mT)
+    assert torch.equal(out[rest], before[0])
+    assert torch.equal(lse[:, rest], before[1])
+
+
+@inside
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_prefill_chunks_and_decoding_of_the_paged_cache(page_size: int) -> None:
+    torch.manual_seed(1)
+    cache = tw.PagedKVCache(-(-160 // page_size), page_size, 1, 1, 16, dtype=torch.float32, device="cpu")
+    cache.k.fill_(torch.nan)
+    cache.v.fill_(torch.nan)
+    a, b = cache.add(range(40)), cache.add(range(100, 107))
+    stored: dict[int, Any] = {a: torch.empty(0, 1, 32), b: torch.empty(0, 1, 32)}
+    for counts in ((25, 7), (15, 1), (1, 1)):
+        new = [torch.randn(count, 1, 32) for count in counts]
+        cache.step([a, b], counts)
+        rows = torch.cat(new)
+        cache.append(rows[..., :16], rows[..., 16:])
+        stored = {request: torch.cat((stored[request], part)) for request, part in zip((a, b), new, strict=True)}
+        q = torch.randn(sum(counts), 2, 16)
+        out = cache.attention(q, backend="triton")
+        lengths = torch.tensor([len(stored[a]), len(stored[b])])
+        cu_q, cu_k = (torch.cat((torch.zeros(1), n.cumsum(0))).int() for n in (torch.tensor(counts), lengths))
+        both = torch.cat((stored[a], stored[b])).double()
+        exact = tw.attention_varlen(q.double(), both[..., :16], both[..., 16:], cu_q, cu_k, causal=True)
+        torch.testing.assert_close(out.double(), exact, atol=2e-6, rtol=2e-6)
