@@ -51,6 +51,7 @@ def problem(**features: Any) -> AttentionProblem:
 CAUSAL: dict[str, Any] = {"causal": True}
 WINDOW: dict[str, Any] = {"window_left": 100, "window_right": 50}
 PACKED: dict[str, Any] = {"kind": "varlen"}
+PAGED: dict[str, Any] = {"kind": "paged", "page_size": 64}
 CAPPED: dict[str, Any] = {"softcap": 30.0}
 FIXED: dict[str, Any] = {"deterministic": True}
 # The forward's loops keep everything in registers. The fused backward's do not: dK, dV, S^T and dP^T take 192 of 240,
@@ -78,6 +79,11 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(FORWARD, {"d": 256, **CAUSAL, **PACKED}, 168, 120, hot_spills=2),
     Recorded(FORWARD, {"d": 128, **CAUSAL, **CAPPED, **PACKED, "window_left": 100, "has_sinks": True}, 168, 128),
     Recorded(FORWARD, {"d": 128, **PACKED}, 168, 64, fast=True),
+    Recorded(FORWARD, {"d": 64, **PAGED}, 128, 72),
+    Recorded(FORWARD, {"d": 128, **PAGED}, 168, 64, fast=True),
+    Recorded(FORWARD, {"d": 128, **PAGED, "page_size": 128, **CAUSAL}, 168, 96),
+    Recorded(FORWARD, {"d": 192, **PAGED, **CAUSAL}, 168, 120),
+    Recorded(FORWARD, {"d": 256, **PAGED, "page_size": 256, **CAUSAL}, 168, 120),
     Recorded(BACKWARD, {"d": 64}, 168, 64, hot_spills=9),
     Recorded(BACKWARD, {"d": 64, **CAUSAL}, 168, 128, hot_spills=4, fast=True),
     Recorded(BACKWARD, {"d": 64, "seqlen_k": 4000, **CAUSAL}, 168, 128, hot_spills=1),

@@ -205,6 +205,58 @@ def test_forward_protocol(case: Case, late_loads: bool, emulated: Callable[[str]
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
 
 
+PAGED = {
+    "one page a tile": (Case(128, lengths=PACKED, padding=3), 128, "rows first"),
+    "two pages a tile": (Case(128, lengths=PACKED, causal=True, sinks=True), 64, "heads first"),
+    "large pages": (Case(64, heads=(4, 2), lengths=PACKED, causal=True, padding=2), 256, "together"),
+    "odd pages": (Case(128, lengths=PACKED, window=(70, 20)), 192, "rows first"),
+    "d192": (Case(192, 128, lengths=PACKED, causal=True), 64, "together"),
+    "d96": (Case(96, lengths=PACKED, softcap=2.0), 64, "rows first"),
+    "d256": (Case(256, lengths=PACKED, causal=True), 128, "heads first"),
+}
+
+
+@pytest.mark.parametrize(("case", "page_size", "storage"), PAGED.values(), ids=PAGED.keys())
+def test_paged_forward_protocol(case: Case, page_size: int, storage: str, emulated: Callable[[str], Any]) -> None:
+    """Pages in any order, NaN in every row that no sequence has, nonsense in the unused part of the table."""
+    MODE.late_loads = False
+    packed = case.inputs()
+    operands, problem = in_pages(case, packed, page_size, storage)
+    out, lse = emulated("launch").run_forward(problem, operands)
+    ref, ref_lse = expected(case, packed)
+    torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+
+
+def in_pages(case: Case, packed: Operands, page_size: int, storage: str) -> tuple[Operands, AttentionProblem]:
+    """The case with its keys and values in pages."""
+    assert case.lengths is not None
+    lengths = case.lengths[1]
+    counts = [-(-n // page_size) for n in lengths]
+    num_pages = 2 * sum(counts) + 1
+    shuffled = torch.randperm(num_pages, generator=torch.Generator().manual_seed(2)).tolist()
+    table = torch.full((len(lengths), max(counts) + 2), 1 << 30, dtype=torch.int32)
+
+    def empty(width: int) -> Tensor:
+        shapes = {"rows first": (page_size, case.heads[1]), "heads first": (case.heads[1], page_size)}
+        if storage == "together":  # K and V of a page behind each other
+            return torch.full((num_pages, 2, page_size, case.heads[1], width), math.nan).bfloat16()[:, 1]
+        pages = torch.full((num_pages, *shapes[storage], width), math.nan).bfloat16()
+        return pages.transpose(1, 2) if storage == "heads first" else pages
+
+    k, v = empty(packed.k.shape[-1]), empty(packed.v.shape[-1])
+    row = 0
+    for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        for number in range(count):
+            page = table[i, number] = shuffled.pop()
+            rows = min(page_size, length - number * page_size)
+            k[page, :rows], v[page, :rows] = packed.k[row : row + rows], packed.v[row : row + rows]
+            row += rows
+    problem = replace(case.problem, kind="paged", page_size=page_size, total_k=num_pages * page_size)
+    seqlens_k = torch.tensor(lengths, dtype=torch.int32)
+    return packed._replace(k=k, v=v, cu_seqlens_k=None, block_table=table, seqlens_k=seqlens_k), problem
+
+
 def test_a_slot_released_too_early_is_found(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator is worth something only if it fails when the protocol is broken."""
     ring = emulated("channels").Ring

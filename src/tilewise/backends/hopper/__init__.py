@@ -32,12 +32,14 @@ HEAD_DIM_STEP = 8
 MIN_HEAD_DIM, MAX_HEAD_DIM = 40, 256
 # Decoding one token for 32/8 heads reads K and V at 379 to 1437 GB/s here, at 2341 to 4387 in Triton's split-KV kernel.
 FEW_ROWS = 64
+# Rows of a box that TMA fetches from one page.
+PAGE_STEP = 64
 # Gluon is experimental: its names move between Triton releases.
 TRITON_RELEASES = ("3.6",)
 
 
 class HopperBackend:
-    """Dense and packed attention in fp16 and bf16."""
+    """Dense, packed and (forward) paged attention in fp16 and bf16."""
 
     name = "hopper"
 
@@ -89,8 +91,8 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield f"{device.name} has no wgmma (compute capability 9.0: H100, H200)"
     if problem.dtype not in DTYPES:
         yield f"dtype {problem.dtype} is not float16 or bfloat16"
-    if problem.kind == "paged":
-        yield "paged keys are not read by TMA"
+    if problem.page_size is not None:
+        yield from _paged_refusals(problem, problem.page_size)
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k):
         yield "there is nothing to compute (no sequence, no query or no key)"
     for name in ("alibi", "bias", "mask", "dropout"):
@@ -103,6 +105,15 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield f"{problem.seqlen_q} query rows a K/V head fill no warpgroup: split-KV decoding is up to ten times faster"
     if problem.scale <= 0:
         yield f"scale {problem.scale} is not positive (the running maximum is taken before scaling)"
+
+
+def _paged_refusals(problem: AttentionProblem, page_size: int) -> Iterator[str]:
+    if page_size % PAGE_STEP:
+        yield f"pages of {page_size} rows: TMA fetches {PAGE_STEP} rows of a page at a time"
+    if problem.seqlen_q == 1:
+        yield "one query row a sequence: split-KV decoding serves those"
+    if problem.needs_grad:
+        yield "paged keys have no gradient in these kernels"
 
 
 @functools.cache

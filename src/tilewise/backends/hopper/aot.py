@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.backward_wide import backward_wide_kernel
 from tilewise.backends.hopper.compilation import compile_kernel
-from tilewise.backends.hopper.configs import BackwardConfig, ForwardConfig
+from tilewise.backends.hopper.configs import PANEL, BackwardConfig, ForwardConfig
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
@@ -61,20 +61,26 @@ def compile_forward(config: ForwardConfig, dtype: str = "bf16") -> Any:
         return descriptor_type(dtype, tile_box(rows, columns, packed=config.IS_VARLEN))
 
     index = "*i32" if config.IS_VARLEN else None
+    number = "i32" if config.IS_PAGED else None
+    rows = config.CHUNK if config.IS_PAGED else config.BLOCK_N
     signature = {
         "q_desc": desc(64, config.D),
-        "k_desc": desc(config.BLOCK_N, config.D),
-        "v_desc": desc(config.BLOCK_N, config.DV),
+        "k_desc": desc(rows, PANEL if config.IS_PAGED else config.D),
+        "v_desc": desc(rows, PANEL if config.IS_PAGED else config.DV),
         "out_desc": desc(64, config.DV),
         "q_rest": desc(64, config.D_REST),
-        "k_rest": desc(config.BLOCK_N, config.D_REST),
-        "v_rest": desc(config.BLOCK_N, config.DV_REST),
+        "k_rest": desc(rows, config.D_REST),
+        "v_rest": desc(rows, config.DV_REST),
         "out_rest": desc(64, config.DV_REST),
         "lse_ptr": "*fp32",
         "sinks_ptr": "*fp32" if config.HAS_SINKS else None,
         "cu_seqlens_q": index,
         "cu_seqlens_k": index,
         "counter_ptr": "*i32",
+        "block_table": "*i32" if config.IS_PAGED else None,
+        "table_stride": number,
+        "k_page_rows": number,
+        "v_page_rows": number,
         "scale_log2": "fp32",
         "cap_scale": "fp32",
         "sizes": Sizes(*("i32",) * len(Sizes._fields)),  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ TFLOP/s in the comments: bf16, 16384 tokens, 2048 = heads x head_dim, at N = 102
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from tilewise.problem import AttentionProblem
@@ -67,13 +68,18 @@ D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, RESCALE
 SHORT_SEQLEN_Q = 2048
 # dK and dV of wider heads do not fit into the registers of one warpgroup.
 MAX_NARROW_HEAD_DIM = 128
+# Columns of a swizzled tile that lie together: what TMA fetches of a page at a time.
+PANEL = 64
 # Registers a consumer thread asks for, by number of warpgroups: 64 K registers an SM, 24 for the producer's threads.
 CONSUMER_REGS = {2: 240, 3: 160}
 
 
 @dataclass(frozen=True)
 class ForwardConfig(ForwardTile):
-    """Everything the forward kernel is compiled for; head dims are pairs of column parts (see `column_parts`)."""
+    """Everything the forward kernel is compiled for; head dims are pairs of column parts (see `column_parts`).
+
+    IS_PAGED: queries are packed, keys come from pages of PAGE_SIZE rows, CHUNK rows at a time.
+    """
 
     D: int = 128
     D_REST: int = 0
@@ -86,6 +92,9 @@ class ForwardConfig(ForwardTile):
     HAS_SOFTCAP: bool = False
     HAS_SINKS: bool = False
     IS_VARLEN: bool = False
+    IS_PAGED: bool = False
+    PAGE_SIZE: int = 0
+    CHUNK: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,7 @@ class BackwardConfig:
     HAS_LEFT: bool = False
     HAS_SOFTCAP: bool = False
     IS_VARLEN: bool = False
+    IS_PAGED: bool = False  # pages have no gradient
     # Of the kernel that computes dQ alone: its blocks are 128 queries and 128 keys.
     NUM_WARPGROUPS: int = 2
 
@@ -213,7 +223,10 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         HAS_LEFT=has_left(problem),
         HAS_SOFTCAP=problem.softcap is not None,
         HAS_SINKS=problem.has_sinks,
-        IS_VARLEN=problem.kind == "varlen",
+        IS_VARLEN=problem.kind != "dense",
+        IS_PAGED=problem.page_size is not None,
+        PAGE_SIZE=problem.page_size or 0,
+        CHUNK=math.gcd(problem.page_size or 0, tile.BLOCK_N),
     )
 
 

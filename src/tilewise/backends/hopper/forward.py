@@ -11,6 +11,8 @@ at N = 1k/4k/16k: 415/553/600 TFLOP/s, 430/590/654 in fp32).
 
 Head dims that are no power of two come in two column parts, (128, 64) for 192: descriptors, buffers and the accumulator
 are pairs whose second half is unused when the second part has no columns.
+
+Paged keys differ in the producer alone: it looks up the pages of a key tile and fetches it box by box.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -77,7 +79,53 @@ def load_tile(desc, smem, slot, ready, span, head, row, D: gl.constexpr, D_REST:
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, sizes, pipe, C: gl.constexpr):
+def load_pages(
+    desc, smem, slot, ready, pages, page_rows, length, head, row, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr
+):
+    """Start the copies of a key tile that lies in pages: boxes of CHUNK rows, all in one page, and 64 columns.
+
+    64 columns of 16 bits are one panel of the swizzled tile, where the rows of a box lie behind each other. Rows past
+    the sequence's end, in the last page or in pages that are not looked up, arrive as zeros (see tile_at).
+    """
+    CHUNK: gl.constexpr = C.CHUNK
+    PAGE_SIZE: gl.constexpr = C.PAGE_SIZE
+    for c in gl.static_range(C.BLOCK_N // C.CHUNK):
+        first = row + c * CHUNK
+        number = first // PAGE_SIZE
+        page = gl.load(pages + number, mask=first < length, other=0)
+        span = (0, page * page_rows, max(min(length - number * PAGE_SIZE, PAGE_SIZE), 0))
+        for panel in gl.static_range(D // 64):
+            box = smem[0].index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * 64, 64, dim=4)
+            place = tile_at(span, head, first - number * PAGE_SIZE, panel * 64, True)
+            tma.async_copy_global_to_shared(desc[0], place, ready, box)
+        if D_REST:
+            box = smem[1].index(slot).slice(c * CHUNK, CHUNK, dim=3)
+            place = tile_at(span, head, first - number * PAGE_SIZE, D, True)
+            tma.async_copy_global_to_shared(desc[1], place, ready, box)
+
+
+@gluon.jit
+def load_keys(desc, smem, slot, ready, paging, span, head, row, C: gl.constexpr):
+    """Start the copy of a tile of K."""
+    if C.IS_PAGED:
+        pages = paging[0] + span[0] * paging[1]
+        load_pages(desc, smem, slot, ready, pages, paging[2], span[2], head, row, C.D, C.D_REST, C)
+    else:
+        load_tile(desc, smem, slot, ready, span, head, row, C.D, C.D_REST, C)
+
+
+@gluon.jit
+def load_values(desc, smem, slot, ready, paging, span, head, row, C: gl.constexpr):
+    """Start the copy of a tile of V."""
+    if C.IS_PAGED:
+        pages = paging[0] + span[0] * paging[1]
+        load_pages(desc, smem, slot, ready, pages, paging[3], span[2], head, row, C.DV, C.DV_REST, C)
+    else:
+        load_tile(desc, smem, slot, ready, span, head, row, C.DV, C.DV_REST, C)
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, paging, sizes, pipe, C: gl.constexpr):
     """Feed the rings. With MERGE_KV the tiles K_i and V_{i-1}, used together, share a slot and its barriers."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * C.NUM_WARPGROUPS
@@ -108,7 +156,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, sizes, pipe, C: gl
             load_tile(q_desc, pipe.q_smem, at.slot, ready, q_span, head, block * BLOCK_M + w * 64, C.D, C.D_REST, C)
             if w == 0:
                 ready = pipe.k_ring.acquire(kv_at, K_BYTES)
-                load_tile(k_desc, pipe.k_smem, kv_at.slot, ready, kv_span, kv_head, last * BLOCK_N, C.D, C.D_REST, C)
+                load_keys(k_desc, pipe.k_smem, kv_at.slot, ready, paging, kv_span, kv_head, last * BLOCK_N, C)
         q_at = q_at.next()
         # Early, so that the atomic's latency hides behind this tile.
         tile = next_tile(counter_ptr, sizes)
@@ -121,20 +169,20 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, sizes, pipe, C: gl
             kv_at = kv_at.next()
             if C.MERGE_KV:
                 ready = pipe.k_ring.acquire(kv_at, K_BYTES + V_BYTES)
-                load_tile(k_desc, pipe.k_smem, kv_at.slot, ready, kv_span, kv_head, row, C.D, C.D_REST, C)
-                load_tile(v_desc, pipe.v_smem, kv_at.slot, ready, kv_span, kv_head, row + BLOCK_N, C.DV, C.DV_REST, C)
+                load_keys(k_desc, pipe.k_smem, kv_at.slot, ready, paging, kv_span, kv_head, row, C)
+                load_values(v_desc, pipe.v_smem, kv_at.slot, ready, paging, kv_span, kv_head, row + BLOCK_N, C)
             else:
                 ready = pipe.k_ring.acquire(kv_at, K_BYTES)
-                load_tile(k_desc, pipe.k_smem, kv_at.slot, ready, kv_span, kv_head, row, C.D, C.D_REST, C)
+                load_keys(k_desc, pipe.k_smem, kv_at.slot, ready, paging, kv_span, kv_head, row, C)
                 ready = pipe.v_ring.acquire(v_at, V_BYTES)
-                load_tile(v_desc, pipe.v_smem, v_at.slot, ready, kv_span, kv_head, row + BLOCK_N, C.DV, C.DV_REST, C)
+                load_values(v_desc, pipe.v_smem, v_at.slot, ready, paging, kv_span, kv_head, row + BLOCK_N, C)
         row = (last + 1 - count) * BLOCK_N
         if C.MERGE_KV:
             kv_at = kv_at.next()
             ready = pipe.k_ring.acquire(kv_at, V_BYTES)
         else:
             ready = pipe.v_ring.acquire(kv_at, V_BYTES)
-        load_tile(v_desc, pipe.v_smem, kv_at.slot, ready, kv_span, kv_head, row, C.DV, C.DV_REST, C)
+        load_values(v_desc, pipe.v_smem, kv_at.slot, ready, paging, kv_span, kv_head, row, C)
         kv_at = kv_at.next()
 
 
@@ -413,28 +461,33 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["scale_log2", "cap_scale", "sizes"],
-    do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "cu_seqlens_k", "counter_ptr"],
+    do_not_specialize=["scale_log2", "cap_scale", "table_stride", "k_page_rows", "v_page_rows", "sizes"],
+    do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "cu_seqlens_k", "counter_ptr", "block_table"],
 )
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, cu_seqlens_q, cu_seqlens_k,
-    counter_ptr, scale_log2, cap_scale, sizes, C: gl.constexpr,
+    counter_ptr, block_table, table_stride, k_page_rows, v_page_rows, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors come twice, for the two column parts; a second one is None where there is no second part."""
+    """Descriptors come twice, for the two column parts; a second one is None where there is no second part.
+
+    Paged keys: cu_seqlens_k holds the lengths of the sequences, block_table their pages; a page begins every
+    k_page_rows (v_page_rows) rows of K (V). All four are None otherwise.
+    """
     queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    paging = (block_table, table_stride, k_page_rows, v_page_rows)
     pipe = make_pipeline(queries, keys, values, outputs, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     if C.NUM_WARPGROUPS == 2:
         gl.warp_specialize([
             (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 0, C)),
             (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 1, C)),
-            (producer, (queries, keys, values, counter_ptr, cu_seqlens, sizes, pipe, C)),
+            (producer, (queries, keys, values, counter_ptr, cu_seqlens, paging, sizes, pipe, C)),
         ], [4, 1], [C.CONSUMER_REGS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 0, C)),
             (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 1, C)),
             (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 2, C)),
-            (producer, (queries, keys, values, counter_ptr, cu_seqlens, sizes, pipe, C)),
+            (producer, (queries, keys, values, counter_ptr, cu_seqlens, paging, sizes, pipe, C)),
         ], [4, 4, 1], [C.CONSUMER_REGS, C.CONSUMER_REGS, 24])  # fmt: skip

@@ -15,9 +15,17 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.gpu.launching import Allocation, Launches, RawView, View, on_device, raw_views
 from tilewise.backends.gpu.symbols import Address, KernelCall
-from tilewise.backends.hopper.configs import ForwardConfig, forward_config
+from tilewise.backends.hopper.configs import PANEL, ForwardConfig, forward_config
 from tilewise.backends.hopper.forward import forward_kernel
-from tilewise.backends.hopper.launching import addressable, contiguous, counter_for, describe, rows_allocation
+from tilewise.backends.hopper.launching import (
+    addressable,
+    contiguous,
+    counter_for,
+    describe,
+    packed_rows,
+    page_rows,
+    rows_allocation,
+)
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.backends.hopper.tails import clear_tail_kernel
 from tilewise.device import DeviceSpec
@@ -74,7 +82,10 @@ def forward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw:
     views = {name: View(*view) for name, view in zip(Operands._fields, raw, strict=True) if view is not None}
     out = rows_allocation(problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
     lse = Allocation.contiguous(problem.lse_shape, torch.float32)
-    copies = tuple(name for name, shape in shapes_of(problem).items() if not addressable(views[name], shape))
+    rows = {name: packed_rows(problem, name, views[name]) for name in ("q", "k", "v")}
+    copies = tuple(name for name, shape in shapes_of(problem).items() if not addressable(rows[name], shape))
+    if "block_table" in views and views["block_table"].strides[1] != 1:
+        copies += ("block_table",)
     calls = [] if copies else forward_calls(problem, device, views | {"out": out.view, "lse": lse.view})
     return ForwardPass(copies, out, lse, Launches(calls, TENSORS, device, index))
 
@@ -98,8 +109,12 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
         "lse_ptr": Address("lse", torch.float32),
         "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
         "cu_seqlens_q": index_address(views, "cu_seqlens_q"),
-        "cu_seqlens_k": index_address(views, "cu_seqlens_k"),
+        "cu_seqlens_k": index_address(views, "seqlens_k" if config.IS_PAGED else "cu_seqlens_k"),
         "counter_ptr": Address("counter", torch.int32, aligned=False),
+        "block_table": index_address(views, "block_table"),
+        "table_stride": views["block_table"].strides[0] if config.IS_PAGED else None,
+        "k_page_rows": page_rows(problem, views["k"]) if config.IS_PAGED else None,
+        "v_page_rows": page_rows(problem, views["v"]) if config.IS_PAGED else None,
         "scale_log2": (problem.scale if problem.softcap is None else problem.softcap) * LOG2E,
         "cap_scale": 0.0 if problem.softcap is None else problem.scale / problem.softcap,
         "sizes": sizes,
@@ -143,10 +158,13 @@ def _descriptors(problem: AttentionProblem, config: ForwardConfig, views: dict[s
         "v": (config.BLOCK_N, config.DV, config.DV_REST),
         "out": (64, config.DV, config.DV_REST),
     }
+    if config.IS_PAGED:
+        tiles |= {"k": (config.CHUNK, PANEL, config.D_REST), "v": (config.CHUNK, PANEL, config.DV_REST)}
     found: dict[str, Any] = {}
     for name, (rows, columns, rest) in tiles.items():
-        found[f"{name}_desc"] = describe(name, views[name], shapes[name], rows, columns)
-        found[f"{name}_rest"] = describe(name, views[name], shapes[name], rows, rest) if rest else None
+        view = packed_rows(problem, name, views[name])
+        found[f"{name}_desc"] = describe(name, view, shapes[name], rows, columns)
+        found[f"{name}_rest"] = describe(name, view, shapes[name], rows, rest) if rest else None
     return found
 
 

@@ -14,7 +14,16 @@ from tilewise.backends.gpu.symbols import Address, Tile
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
 from tilewise.problem import AttentionProblem
 
-__all__ = ["addressable", "contiguous", "counter_for", "describe", "describe_flat", "rows_allocation"]
+__all__ = [
+    "addressable",
+    "contiguous",
+    "counter_for",
+    "describe",
+    "describe_flat",
+    "packed_rows",
+    "page_rows",
+    "rows_allocation",
+]
 
 GLUON_DTYPES = {
     torch.float16: gl.float16,
@@ -35,6 +44,25 @@ def addressable(view: View, shape: tuple[int, ...]) -> bool:
     """Whether TMA can address a 16-bit tensor (else it is copied): base and strides multiples of 16 bytes, none 0."""
     sides = zip(shape[:-1], view.strides, strict=False)
     return view.aligned and all(size == 1 or (stride > 0 and stride % TMA_ELEMENTS == 0) for size, stride in sides)
+
+
+def packed_rows(problem: AttentionProblem, name: str, view: View) -> View:
+    """The view of q, k or v; of pages, the view of all their rows, unaligned if TMA cannot step from page to page."""
+    if problem.page_size is None or name not in ("k", "v"):
+        return view
+    _, row, head, column = view.strides
+    steps = page_rows(problem, view)
+    whole = 0 < steps * (problem.total_k // problem.page_size) < PACKED_EXTENT
+    return View((row, head, column), view.dtype, view.aligned and whole)
+
+
+def page_rows(problem: AttentionProblem, view: View) -> int:
+    """Rows from the beginning of a page to that of the next one; 0 if that is no whole number."""
+    assert problem.page_size is not None
+    page, row = view.strides[:2]
+    if problem.total_k == problem.page_size:  # one page
+        return problem.page_size
+    return page // row if row > 0 and page % row == 0 else 0
 
 
 def describe(name: str, view: View, shape: tuple[int, ...], rows: int, columns: int) -> Tile:

@@ -79,8 +79,11 @@ def query_span(cu_seqlens, batch_idx, sizes, C: gl.constexpr):
 
 @gluon.jit
 def key_span(cu_seqlens, batch_idx, sizes, C: gl.constexpr):
-    """(batch_idx, first packed row, length) of a sequence's keys."""
-    return _span(cu_seqlens[1], batch_idx, sizes.seqlen_k, C.IS_VARLEN)
+    """(batch_idx, first packed row, length) of a sequence's keys; of paged ones cu_seqlens holds the lengths."""
+    if C.IS_PAGED:
+        return batch_idx, 0, gl.load(cu_seqlens[1] + batch_idx)
+    else:
+        return _span(cu_seqlens[1], batch_idx, sizes.seqlen_k, C.IS_VARLEN)
 
 
 @gluon.jit
