@@ -13,7 +13,7 @@ __all__ = ["canonical", "contiguous_last", "heads_first", "restored"]
 def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
     """Heads-first q, k, v with a contiguous last dimension; bias, mask and slopes expanded without being copied."""
     if not (problem.bias_shape or problem.mask_shape or problem.has_alibi or problem.layout == "bshd"):
-        q, k, v = (contiguous_last(t) for t in operands[:3])
+        q, k, v = contiguous_last(operands.q), contiguous_last(operands.k), contiguous_last(operands.v)
         return operands if q is operands.q and k is operands.k and v is operands.v else operands._replace(q=q, k=k, v=v)
     scores = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     q, k, v = (contiguous_last(heads_first(problem, t)) for t in operands[:3])

@@ -40,6 +40,10 @@ class DeviceSpec:
     bandwidth: float
     flops: dict[torch.dtype, float] = field(hash=False)
 
+    def __hash__(self) -> int:
+        # Caches ask for it on every call.
+        return hash(self.name)
+
     @property
     def has_bf16(self) -> bool:
         """Matrix units take bf16 (Ampere and later; a CPU computes it in fp32)."""

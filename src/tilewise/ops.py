@@ -18,7 +18,7 @@ from tilewise import batching, device, dispatch, validation
 from tilewise.canonical import canonical, contiguous_last, heads_first, restored
 from tilewise.errors import Unsupported
 from tilewise.operands import Flags, Gradients, Operands, Wanted
-from tilewise.problem import Kind
+from tilewise.problem import AttentionProblem, Kind
 
 __all__ = ["attention"]
 
@@ -37,6 +37,8 @@ FLAGS = (
 
 # The operands that have gradients, in the order of `Wanted` and `Gradients`.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
+# Where they stand among the arguments of the autograd functions, after kind and flags.
+_PLACES = tuple(2 + Operands._fields.index(name) for name in DIFFERENTIABLE)
 
 Args = Sequence[Any]
 
@@ -57,14 +59,18 @@ def _is_plain_eager(operands: Operands) -> bool:
 
     Compilers, fake and functional tensors, vmap and modes see the registered ops instead.
     """
-    return not (
+    if (
         torch.compiler.is_compiling()
         or operands.q.is_meta
         or torch._C._are_functorch_transforms_active()  # noqa: SLF001
         or torch._C._len_torch_dispatch_stack()  # noqa: SLF001
         or torch._C._len_torch_function_stack()  # noqa: SLF001
-        or any(t is not None and type(t) is not Tensor and type(t) is not Parameter for t in operands)
-    )
+    ):
+        return False
+    for tensor in operands:
+        if tensor is not None and type(tensor) is not Tensor and type(tensor) is not Parameter:
+            return False
+    return True
 
 
 class _EagerAttention(torch.autograd.Function):
@@ -73,27 +79,32 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: Kind, flags: Flags, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         operands = Operands(*tensors)  # type: ignore[arg-type]
-        out, lse = _launch(kind, operands, flags)
+        chosen = _choose(kind, operands, flags)
+        out, lse = _run(*chosen, operands)
         ctx.save_for_backward(out, lse, *tensors)
-        ctx.kind, ctx.flags = kind, flags
+        ctx.kind, ctx.flags, ctx.chosen = kind, flags, chosen
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         # With create_graph=True the op is called, whose own autograd refuses second derivatives.
-        return _gradients_of(ctx, dout, dlse, _call_backward_op if torch.is_grad_enabled() else _launch_backward)
+        if torch.is_grad_enabled():
+            return _gradients_of(ctx, dout, dlse, _call_backward_op)
+        return _gradients_of(ctx, dout, dlse, functools.partial(_run_backward, *ctx.chosen))
 
 
 def _gradients_of(ctx: Any, dout: Tensor | None, dlse: Tensor | None, run: Any) -> tuple[Tensor | None, ...]:
-    result: dict[str, Tensor | None] = {}
+    result: list[Tensor | None] = [None] * (2 + len(Operands._fields))
     if dout is not None or dlse is not None:
         out, lse, *tensors = ctx.saved_tensors
-        needs = dict(zip(Operands._fields, ctx.needs_input_grad[2:], strict=True))
-        wanted = Wanted(*(needs[name] for name in DIFFERENTIABLE))
+        needs = ctx.needs_input_grad
+        wanted = Wanted(*[needs[place] for place in _PLACES])
         gradients = run(ctx.kind, Operands(*tensors), ctx.flags, out, lse, dout, dlse, wanted)
-        result = {n: g for n, g, want in zip(DIFFERENTIABLE, gradients, wanted, strict=True) if want}
-    return (None, None, *(result.get(name) for name in Operands._fields))
+        for place, gradient, want in zip(_PLACES, gradients, wanted, strict=True):
+            if want:
+                result[place] = gradient
+    return tuple(result)
 
 
 class _TransformedAttention(torch.autograd.Function):
@@ -155,14 +166,28 @@ def _unpack(kind: Kind, args: Args) -> tuple[Operands, Flags]:
     return Operands(**dict(zip(names, args, strict=False))), Flags(*args[len(names) :])
 
 
-def _launch(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
+def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, dispatch.Selection]:
+    """What is asked, and who does it."""
     problem = validation.problem_of(kind, operands, flags)
-    backend = dispatch.select(problem, device.of(operands.q.device), flags.backend).backend
-    out, lse = backend.forward(problem, canonical(problem, operands))
+    return problem, dispatch.select(problem, device.of(operands.q.device), flags.backend)
+
+
+def _run(problem: AttentionProblem, chosen: dispatch.Selection, operands: Operands) -> tuple[Tensor, Tensor]:
+    out, lse = chosen.backend.forward(problem, canonical(problem, operands))
     return heads_first(problem, out), lse
 
 
-def _launch_backward(
+def _launch(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
+    return _run(*_choose(kind, operands, flags), operands)
+
+
+def _launch_backward(kind: Kind, operands: Operands, flags: Flags, *rest: Any) -> Gradients:
+    return _run_backward(*_choose(kind, operands, flags), kind, operands, flags, *rest)
+
+
+def _run_backward(
+    problem: AttentionProblem,
+    chosen: dispatch.Selection,
     kind: Kind,
     operands: Operands,
     flags: Flags,
@@ -172,10 +197,9 @@ def _launch_backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
-    problem = validation.problem_of(kind, operands, flags)
-    backend = dispatch.select(problem, device.of(operands.q.device), flags.backend).backend
+    del kind, flags
     dout = torch.zeros_like(out) if dout is None else dout
-    gradients = backend.backward(
+    gradients = chosen.backend.backward(
         problem,
         canonical(problem, operands),
         heads_first(problem, out),

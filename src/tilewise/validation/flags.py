@@ -96,7 +96,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-# The arguments of `_judge`, in order.
+# The arguments that `_judge` judges, in order.
 JUDGED = (
     "causal",
     "window",
@@ -112,14 +112,18 @@ JUDGED = (
 )
 
 
+OPTIONAL = frozenset(("bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q"))
+
+
 def require_tensors(**tensors: Any) -> None:
     """Every named value must be a tensor, or None for the optional ones (`bias`, `mask`, `alibi_slopes`, `sinks`)."""
-    optional = ("bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q")
     for name, value in tensors.items():
-        if not isinstance(value, Tensor) and not (value is None and name in optional):
-            kind = "a torch.Tensor" + (" or None" if name in optional else "")
+        if value is None and name in OPTIONAL:
+            continue
+        if not isinstance(value, Tensor):
+            kind = "a torch.Tensor" + (" or None" if name in OPTIONAL else "")
             raise InvalidProblem(name, kind, type(value).__name__, "Convert it with torch.as_tensor.")
-        if value is not None and value.layout != torch.strided:
+        if value.layout != torch.strided:
             raise InvalidProblem(name, "a dense tensor", f"layout {value.layout}", "Convert it with .to_dense().")
 
 
@@ -139,15 +143,15 @@ def normalise(
     max_seqlen_k: int | None = None,
 ) -> Flags:
     """User flags as the op takes them. Raises InvalidProblem for the first flag that breaks its rule."""
-    given = (causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse)
-    lengths = (max_seqlen_q, max_seqlen_k)
-    flags = _judge(*given, *lengths) if torch.compiler.is_compiling() else _judge_hashable(*given, *lengths)
-    if deterministic is None and torch.are_deterministic_algorithms_enabled():
-        flags = flags._replace(deterministic=True)
-    return flags._replace(needs_grad=True) if needs_grad else flags
+    repeatable = deterministic is None and torch.are_deterministic_algorithms_enabled()
+    judge = _judge if torch.compiler.is_compiling() else _judge_hashable
+    return judge(
+        needs_grad, repeatable, causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse,
+        max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
 
 
-def _judge(*given: Any) -> Flags:
+def _judge(needs_grad: bool, repeatable: bool, *given: Any) -> Flags:
     for name, value in zip(JUDGED, given, strict=True):
         check_flag(name, value)
     causal, window, softcap, scale, dropout, layout, deterministic, backend, _, max_seqlen_q, max_seqlen_k = given
@@ -162,7 +166,8 @@ def _judge(*given: Any) -> Flags:
         layout=layout,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        deterministic=bool(deterministic),
+        deterministic=bool(deterministic) or repeatable,
+        needs_grad=needs_grad,
         backend=backend,
     )
 
@@ -180,7 +185,8 @@ def _judge_hashable(*given: Any) -> Flags:
 
 def seed_tensor(seed: int | Tensor | None, dropout: float) -> Tensor | None:
     """The dropout seed as a 0-d int64 tensor; drawn from torch's default CPU generator where none is given."""
-    check_flag("seed", seed)
+    if seed is not None:
+        check_flag("seed", seed)
     if dropout == 0.0:
         return None
     if seed is None:
@@ -192,7 +198,11 @@ def seed_tensor(seed: int | Tensor | None, dropout: float) -> Tensor | None:
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether a gradient of any of these will be asked for."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
