@@ -48,6 +48,7 @@ class Case:
     lengths_q: tuple[int, ...] = ()
     lengths_k: tuple[int, ...] = ()
     padding: int = 0
+    page_size: int | None = None
     dtype: torch.dtype = torch.bfloat16
     storage: str = "bhsd"
     repeat: bool = False
@@ -148,6 +149,12 @@ def _all_groups() -> dict[str, list[Case]]:
         found |= _forward_groups(head_dim)
     for head_dim in (128, 64, 96, 256, 192):
         found |= _backward_groups(head_dim)
+    for head_dim in (128, 64, 256, 192, 96):
+        found[f"paged-d{head_dim}"] = [
+            _packed(head_dim, causal=causal, padding=padding, page_size=page_size)
+            for causal, padding in ((False, 3), (True, 0))
+            for page_size in (64, 128, 192, 256)
+        ] + [_packed(head_dim, causal=True, window=(70, None), sinks=True, softcap=20.0, page_size=64)]
     unequal = ((192, 128), (128, 64), (64, 128), (256, 128))
     found["backward-unequal"] = [
         _shaped(s, d, head_dim_v=dv, causal=c, deterministic=not c, dlse=c, backward=True)

@@ -154,8 +154,14 @@ PEERS = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION"}
 def cell_candidates(case: Case, direction: str) -> dict[str, Callable[[], Any]]:
     """What is timed for one cell: ours and the peers on the same tensors."""
     inputs = make_inputs(case)
-    problem, operands = problem_of(case, needs_grad=direction != "forward"), operands_of(case, inputs)
+    needs_grad = direction not in ("forward", "paged")
+    problem, operands = problem_of(case, needs_grad=needs_grad), operands_of(case, inputs)
     q, k, v, dout = (inputs[n] for n in ("q", "k", "v", "dout"))
+    if direction == "paged":
+        return {
+            "ours": functools.partial(BACKEND.forward, problem, operands),
+            "triton": functools.partial(TRITON.forward, problem, operands),
+        }
     if direction == "forward":
         calls: dict[str, Callable[[], Any]] = {"ours": lambda: BACKEND.forward(problem, operands)}
         for name, kernel in PEERS.items():
@@ -199,13 +205,16 @@ def further_cells() -> Iterator[tuple[str, Case]]:
         dims = {"head_dim": 192, "head_dim_v": 128, "causal": causal}
         kind = "causal" if causal else "full"
         yield "backward-unequal", Case(f"backward D=192/128 {kind} N=4096", **shape, **dims)
+    packed: dict[str, Any] = {"kind": "varlen", "lengths_q": (4096,) * 4, "lengths_k": (4096,) * 4, "causal": True}
+    for page_size in (None, 64, 128, 256):
+        yield "paged-d128", Case(f"paged D=128 causal N=4096 pages={page_size}", **shape, **packed, page_size=page_size)
 
 
 def tflops(case: Case, direction: str, milliseconds: float) -> float:
     """Of the textbook count: 4 N^2 D a head, half of it for causal, 2.5 times for a backward."""
     pairs = case.batch * case.num_heads * case.seqlen_q * case.seqlen_k * (0.5 if case.causal else 1.0)
     forward = 2 * pairs * (case.head_dim + case.head_dim_v)
-    return forward * (1.0 if direction == "forward" else 2.5) / milliseconds * 1e-9
+    return forward * (1.0 if direction in ("forward", "paged") else 2.5) / milliseconds * 1e-9
 
 
 def all_cells() -> Iterator[tuple[str, str, Case]]:

@@ -112,14 +112,16 @@ def sequences(case: Case, inputs: dict[str, torch.Tensor]) -> Iterator[Sequence]
 
 def problem_of(case: Case, *, needs_grad: bool) -> AttentionProblem:
     """The case as a backend sees it."""
+    total_k = sum(case.lengths_k) + case.padding if case.kind == "varlen" else case.batch * case.seqlen_k
     return AttentionProblem(
-        kind=case.kind,
+        kind=case.kind if case.page_size is None else "paged",
         dtype=case.dtype,
         batch=case.batch,
         seqlen_q=case.seqlen_q,
         seqlen_k=case.seqlen_k,
         total_q=sum(case.lengths_q) + case.padding if case.kind == "varlen" else case.batch * case.seqlen_q,
-        total_k=sum(case.lengths_k) + case.padding if case.kind == "varlen" else case.batch * case.seqlen_k,
+        total_k=total_k if case.page_size is None else num_pages(case) * case.page_size,
+        page_size=case.page_size,
         num_heads=case.num_heads,
         num_kv_heads=case.num_kv_heads,
         head_dim=case.head_dim,
@@ -141,9 +143,34 @@ def operands_of(case: Case, inputs: dict[str, torch.Tensor]) -> Operands:
     cu: list[Any] = [None, None]
     if case.kind == "varlen":
         cu = [torch.tensor(case.starts(n), dtype=torch.int32, device=DEVICE) for n in (case.lengths_q, case.lengths_k)]
-    return Operands(
+    operands = Operands(
         inputs["q"], inputs["k"], inputs["v"], cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], sinks=inputs.get("sinks")
     )
+    return operands if case.page_size is None else in_pages(case, operands, case.page_size)
+
+
+def num_pages(case: Case) -> int:
+    """Half of them are in nobody's table."""
+    assert case.page_size is not None
+    return 2 * sum(-(-n // case.page_size) for n in case.lengths_k) + 1
+
+
+def in_pages(case: Case, packed: Operands, page_size: int) -> Operands:
+    """Keys and values in shuffled pages, NaN in every row that no sequence has; nonsense behind a sequence's pages."""
+    k, v = (
+        torch.full((num_pages(case), page_size, *t.shape[1:]), torch.nan, dtype=t.dtype, device=DEVICE)
+        for t in (packed.k, packed.v)
+    )
+    free = torch.randperm(num_pages(case), generator=torch.Generator().manual_seed(7)).tolist()
+    table = torch.full((case.batch, -(-case.seqlen_k // page_size)), 1 << 30, dtype=torch.int32)
+    for i, (first, length) in enumerate(zip(case.starts(case.lengths_k), case.lengths_k, strict=False)):
+        for number in range(-(-length // page_size)):
+            page = table[i, number] = free.pop()
+            rows = slice(first + number * page_size, first + min((number + 1) * page_size, length))
+            for pages, source in ((k, packed.k), (v, packed.v)):
+                pages[page, : rows.stop - rows.start] = source[rows]
+    lengths = torch.tensor(case.lengths_k, dtype=torch.int32, device=DEVICE)
+    return packed._replace(k=k, v=v, cu_seqlens_k=None, block_table=table.to(DEVICE), seqlens_k=lengths)
 
 
 @contextlib.contextmanager
