@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tilewise import device as devices
 from tilewise import cascade, dispatch, validation
+from tilewise import device as devices
 from tilewise.cascade import SharedPrefix
 from tilewise.device import DeviceSpec
 from tilewise.dispatch import Rejection
