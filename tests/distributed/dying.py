@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 import time
 
@@ -17,7 +17,7 @@ SECONDS = 15
 def main() -> None:
     """One good call, then rank 1 is gone."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=SECONDS))
+    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=SECONDS))
     q = torch.ones(1, 2, 8, 16)
     context_parallel_attention(q, q, q, causal=True, method="ring")
     if dist.get_rank() == 1:

@@ -31,7 +31,7 @@ class ContextParallel:
 
     device = torch.device("cpu")
 
-    def __init__(self, method: str, sharding: str, group: Any = None) -> None:
+    def __init__(self, method: str, sharding: Any, group: Any = None) -> None:
         self.method, self.sharding, self.group = method, sharding, group
         self.name = f"{method} {sharding} over {dist.get_world_size(group)}"
 
@@ -57,8 +57,8 @@ class ContextParallel:
         cotangents = {"out": (out, inputs.dout.to(out.dtype), dim), "lse": (lse, inputs.dlse.to(lse.dtype), lse_dim)}
         rows = inputs.q.shape[dim]
         results = {
-            "out": unshard(out, self.group, dim=dim, seqlen=rows, sharding=self.sharding),  # type: ignore[arg-type]
-            "lse": unshard(lse, self.group, dim=lse_dim, seqlen=rows, sharding=self.sharding),  # type: ignore[arg-type]
+            "out": unshard(out, self.group, dim=dim, seqlen=rows, sharding=self.sharding),
+            "lse": unshard(lse, self.group, dim=lse_dim, seqlen=rows, sharding=self.sharding),
         }
         if not wanted:
             return results
@@ -83,8 +83,9 @@ class ContextParallel:
         lengths: dict[str, Any] = {"cu_seqlens": leaves.cu_seqlens_q}
         if case.kind == "dense":
             lengths = {"seqlen": case.seqlen_q, "seqlen_k": case.seqlen_k, "layout": case.layout}
-        return context_parallel_attention(
-            q, k, v, self.group, method=self.method, sharding=self.sharding, causal=case.causal,  # type: ignore[arg-type]
+        attend: Any = context_parallel_attention
+        return attend(  # type: ignore[no-any-return]
+            q, k, v, self.group, method=self.method, sharding=self.sharding, causal=case.causal,
             window=case.window, alibi_slopes=leaves.alibi_slopes, softcap=case.softcap, sinks=leaves.sinks,
             dropout=case.dropout, seed=dropout_seed(case), scale=case.scale, deterministic=case.deterministic,
             return_lse=True, **lengths,

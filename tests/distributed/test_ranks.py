@@ -18,10 +18,17 @@ TIMEOUT = 240
 
 def torchrun(script: str, world: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script of this folder on that many ranks."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TILEWISE", "OMP"))} | {"OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TILEWISE", "OMP"))} | {
+        "OMP_NUM_THREADS": "1"
+    }
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), str(HERE / script)]
     return subprocess.run(
-        [sys.executable, *command, *arguments], capture_output=True, text=True, timeout=TIMEOUT, env=environment, check=False
+        [sys.executable, *command, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        env=environment,
+        check=False,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,31 @@ __all__ = ["Method", "context_parallel_attention"]
 
 Method = Literal["auto", "ring", "all_gather", "heads"]
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    # For type checkers only, which thus know what return_lse changes; the function below spells every flag out.
+    class Options(TypedDict, total=False):
+        """What `context_parallel_attention` takes."""
+
+        method: Method
+        sharding: Sharding
+        cu_seqlens: Tensor | None
+        seqlen: int | None
+        seqlen_k: int | None
+        causal: bool
+        window: Window | None
+        alibi_slopes: Tensor | None
+        softcap: float | None
+        sinks: Tensor | None
+        dropout: float
+        seed: int | Tensor | None
+        scale: float | None
+        layout: str
+        deterministic: bool | None
+        backend: str
+
+
 CHOICES = {"method": ("auto", "ring", "all_gather", "heads"), "sharding": ("zigzag", "contiguous")}
 
 
@@ -30,50 +55,20 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mesh_or_group: MeshOrGroup = None,
+    mesh_or_group: MeshOrGroup = ...,
     *,
-    method: Method = ...,
-    sharding: Sharding = ...,
-    cu_seqlens: Tensor | None = ...,
-    seqlen: int | None = ...,
-    seqlen_k: int | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout: float = ...,
-    seed: int | Tensor | None = ...,
-    scale: float | None = ...,
-    layout: str = ...,
-    deterministic: bool | None = ...,
-    backend: str = ...,
     return_lse: Literal[False] = ...,
+    **flags: Unpack[Options],
 ) -> Tensor: ...
 @overload
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mesh_or_group: MeshOrGroup = None,
+    mesh_or_group: MeshOrGroup = ...,
     *,
-    method: Method = ...,
-    sharding: Sharding = ...,
-    cu_seqlens: Tensor | None = ...,
-    seqlen: int | None = ...,
-    seqlen_k: int | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout: float = ...,
-    seed: int | Tensor | None = ...,
-    scale: float | None = ...,
-    layout: str = ...,
-    deterministic: bool | None = ...,
-    backend: str = ...,
     return_lse: Literal[True],
+    **flags: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 def context_parallel_attention(
     q: Tensor,
