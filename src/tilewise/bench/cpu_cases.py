@@ -165,6 +165,12 @@ def _latency() -> Iterator[Case]:
         "overhead-n1", "latency", measure="overhead", num_heads=1, seqlen=1, bars=(Bar(OURS, 60e-6, by="seconds"),),
         implementations=(OURS, "sdpa"), quick=True,
     )  # fmt: skip
+    # Short sequences: what a call costs and when a second thread is worth waking.
+    for seqlen in (16, 64, 128):
+        yield _case(
+            f"latency-n{seqlen}", "latency", num_heads=8, seqlen=seqlen, implementations=(OURS, "sdpa"),
+            quick=seqlen == 64,
+        )  # fmt: skip
     for name, cold, limit in (("cold", True, 3.0), ("cached", False, 0.5)):
         yield _case(
             f"first-call-{name}", "latency", measure="first-call", num_heads=2, seqlen=256, cold=cold,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,19 +17,23 @@ from tilewise.backends.cpu import schedule, threads
 from tilewise.backends.cpu.cache import program
 from tilewise.backends.cpu.emit import BF16, FP16, FP32
 from tilewise.backends.cpu.isa import host
-from tilewise.backends.cpu.schedule import Schedule, round_up
+from tilewise.backends.cpu.schedule import Lengths, Schedule, round_up
 from tilewise.numerics import LOG2E, dropout_threshold
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Block", "forward", "operand_values", "problem_fields", "put", "run_items"]
+__all__ = ["Block", "Values", "forward", "problem_fields", "put", "put_operands", "run_items", "template_of"]
 
 DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 # Row tables hold 10 numbers of 4 bytes per row (features.ROW_FIELDS), panel bounds 6 of 8 bytes.
 ROW_TABLE_FIELDS, PANEL_BOUNDS_BYTES = 10, 48
 
-# Waking another thread takes about as long as this much work (10 us).
-FLOPS_PER_THREAD = 1_000_000
+# A thread gets at least this much work. With 10 us each two threads save 8 of 57 us (8 heads, N=32), with 40 us each 36
+# of 119 (N=64); but where others want the cores too, one call in ten waits 20 to 40 ms for the second thread.
+MICROSECONDS_PER_THREAD = 40
+# Work that a thread does in a microsecond, roughly: 30 to 110 GFLOP/s on vectors of 4 to 16 lanes, 400 with a matrix
+# unit, and 10 GB/s of K and V in decode.
+FLOPS_PER_LANE, FLOPS_WITH_MATRIX, DECODED_BYTES = 7_000, 400_000, 10_000
 
 # Which dimension is the batch (or page), the head and the row; None where a tensor has no such stride.
 STRIDE_ORDER: dict[str, tuple[int | None, int | None, int | None]] = {
@@ -39,6 +44,7 @@ STRIDE_ORDER: dict[str, tuple[int | None, int | None, int | None]] = {
 }
 
 Block = dict[int, int]
+Values: TypeAlias = "array[int]"
 
 
 class Dims(NamedTuple):
@@ -151,8 +157,8 @@ Strides = tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=1024)
-def template(problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: Strides) -> list[int]:
-    """The block of a call but for its addresses: a list to copy."""
+def template(problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: Strides) -> Values:
+    """The block of a call but for its addresses, to be copied."""
     item = problem.dtype.itemsize
     kv_kind = problem.kind if problem.kind in ("dense", "paged") else "packed"
     fields = problem_fields(problem) | lse_strides(problem, kind)
@@ -163,25 +169,28 @@ def template(problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: St
     fields |= stride_fields(f.OUT, _dense_out_strides(problem) if kind == "dense" else packed, item, kind)
     if kind == "token":
         fields[f.SEQLEN_Q] = 1
-    return [fields.get(position, 0) for position in range(f.BLOCK_FIELDS)]
+    return f.new_block(fields)
 
 
-def operand_values(
-    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, keep: list[Tensor]
-) -> list[int]:
-    """The block as far as operands and results say; tensors made on the way are put into `keep`."""
-    q, k, v = operands.q, operands.k, operands.v
-    values = template(problem, query_kind(problem, operands), q.stride(), k.stride(), v.stride()).copy()
-    values[f.Q], values[f.K], values[f.V] = q.data_ptr(), k.data_ptr(), v.data_ptr()
+def template_of(problem: AttentionProblem, operands: Operands) -> Values:
+    """The template for these operands."""
+    strides = operands.q.stride(), operands.k.stride(), operands.v.stride()
+    return template(problem, query_kind(problem, operands), *strides)
+
+
+def put_operands(
+    values: Values, problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, keep: list[Tensor]
+) -> None:
+    """The addresses of operands and results; tensors made on the way are put into `keep`."""
+    values[f.Q], values[f.K], values[f.V] = operands.q.data_ptr(), operands.k.data_ptr(), operands.v.data_ptr()
     values[f.OUT], values[f.LSE] = out.data_ptr(), lse.data_ptr()
     if problem.kind != "dense":
         put(values, _sequence_fields(operands, keep))
     if values[f.FEATURES] or problem.has_sinks:
         put(values, _feature_fields(problem, operands, keep))
-    return values
 
 
-def put(values: list[int], fields: Block) -> None:
+def put(values: Values, fields: Block) -> None:
     """Set some fields of a block."""
     for position, value in fields.items():
         values[position] = value
@@ -300,7 +309,7 @@ def places(floats: dict[int, int]) -> tuple[Block, int]:
     return offsets, round_up(end, 4096) + 64
 
 
-def lengths(problem: AttentionProblem, operands: Operands) -> tuple[schedule.Lengths, schedule.Lengths]:
+def lengths(problem: AttentionProblem, operands: Operands) -> tuple[Lengths, Lengths]:
     """Query and key lengths of packed or paged sequences."""
     if operands.cu_seqlens_q is None:
         q_lengths = np.ones(problem.batch, np.int64)
@@ -318,10 +327,20 @@ def empty_out(problem: AttentionProblem, like: Tensor) -> Tensor:
     return out.transpose(1, 2) if problem.kind == "dense" and problem.layout == "bshd" else out
 
 
-def useful_threads(problem: AttentionProblem) -> int:
-    """Torch's number of threads, or fewer for little work; the result does not depend on it."""
-    flops = 2 * problem.total_q * problem.num_heads * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    return min(threads.num_threads(), flops // FLOPS_PER_THREAD + 1)
+def useful_threads(problem: AttentionProblem, available: int) -> int:
+    """The available threads, or fewer for little work; the result does not depend on it."""
+    return max(1, min(available, expected_microseconds(problem) // MICROSECONDS_PER_THREAD))
+
+
+def expected_microseconds(problem: AttentionProblem) -> int:
+    """About how long one thread takes for a forward pass."""
+    dims_of_pair = problem.head_dim + problem.head_dim_v
+    if schedule.decodes(problem):
+        rows = problem.batch * problem.seqlen_k * problem.num_kv_heads
+        return rows * dims_of_pair * problem.dtype.itemsize // DECODED_BYTES
+    flops = 2 * problem.total_q * problem.num_heads * problem.seqlen_k * dims_of_pair
+    rate = FLOPS_WITH_MATRIX if forward_program(problem) == "forward_matrix" else FLOPS_PER_LANE * host().lanes
+    return flops // rate
 
 
 def clear_unused_rows(used: int, out: Tensor, lse: Tensor | None) -> None:
@@ -332,24 +351,56 @@ def clear_unused_rows(used: int, out: Tensor, lse: Tensor | None) -> None:
             lse[:, used:].fill_(-torch.inf)
 
 
+class Call(NamedTuple):
+    """A forward pass but for its tensors."""
+
+    program: str
+    values: Values
+    plan: Schedule
+    workspace_bytes: int
+    threads: int
+
+
+@functools.lru_cache(maxsize=1024)
+def dense_call(problem: AttentionProblem, available: int, q: Strides, k: Strides, v: Strides) -> Call:
+    """How a dense problem runs on up to `available` threads; remembered as a whole, which saves a small call 10 us."""
+    count = useful_threads(problem, available)
+    plan = schedule.forward_schedule(problem, *schedule.dense_lengths(problem), count)
+    return new_call(problem, template(problem, "dense", q, k, v), plan, count)
+
+
+def new_call(problem: AttentionProblem, values: Values, plan: Schedule, count: int) -> Call:
+    """The call of a schedule."""
+    name = forward_program(problem)
+    offsets, size = (matrix_workspace if name == "forward_matrix" else forward_workspace)(problem, plan.block_m)
+    values = values[:]
+    put(values, offsets)
+    return Call(name, values, plan, size, count)
+
+
+def packed_call(problem: AttentionProblem, operands: Operands, q_lengths: Lengths, k_lengths: Lengths) -> Call:
+    """How a packed or paged problem with sequences of these lengths runs."""
+    count = useful_threads(problem, threads.num_threads())
+    plan = schedule.kept_schedule(problem, q_lengths, k_lengths, count)
+    return new_call(problem, template_of(problem, operands), plan, count)
+
+
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
     out, lse = empty_out(problem, operands.q), torch.empty(problem.lse_shape, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse.fill_(-torch.inf)
-    count = useful_threads(problem)
     if problem.kind == "dense":
-        plan = schedule.dense_forward_schedule(problem, count)
+        strides = operands.q.stride(), operands.k.stride(), operands.v.stride()
+        call = dense_call(problem, threads.num_threads(), *strides)
     else:
         q_lengths, k_lengths = lengths(problem, operands)
-        plan = schedule.kept_schedule(problem, q_lengths, k_lengths, count)
+        call = packed_call(problem, operands, q_lengths, k_lengths)
         clear_unused_rows(int(q_lengths.sum()), out, lse)
     keep: list[Tensor] = []
-    values = operand_values(problem, operands, out, lse, keep)
-    name = forward_program(problem)
-    offsets, size = (matrix_workspace if name == "forward_matrix" else forward_workspace)(problem, plan.block_m)
-    put(values, offsets)
-    run_items(name, values, plan, size, count)
+    values = call.values[:]
+    put_operands(values, problem, operands, out, lse, keep)
+    run_items(call.program, values, call.plan, call.workspace_bytes, call.threads)
     return out, lse
 
 
@@ -360,7 +411,7 @@ def forward_program(problem: AttentionProblem) -> str:
     return "forward_matrix" if problem.dtype == torch.bfloat16 and host().matrix is not None else "forward"
 
 
-def run_items(name: str, values: list[int], plan: Schedule, workspace_bytes: int, count: int) -> None:
+def run_items(name: str, values: Values, plan: Schedule, workspace_bytes: int, count: int) -> None:
     """Run a program over a schedule with as many threads as there is work for."""
     items = len(plan.entries) * plan.units
     count = min(count, items)
@@ -378,4 +429,4 @@ def run_items(name: str, values: list[int], plan: Schedule, workspace_bytes: int
             partial_bytes,
             done.data_ptr(),
         )
-    threads.run(program(name).address, f.new_block(values), count)
+    threads.run(program(name).address, values, count)

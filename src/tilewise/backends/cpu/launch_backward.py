@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tilewise.backends.cpu import launch, schedule
+from tilewise.backends.cpu import launch, schedule, threads
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.emit import FP32
 from tilewise.backends.cpu.isa import host
-from tilewise.backends.cpu.launch import Block
+from tilewise.backends.cpu.launch import Block, Values
 from tilewise.backends.cpu.schedule import Lengths, Schedule, round_up
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
@@ -63,7 +63,7 @@ def _input_values(
     dout: Tensor,
     dlse: Tensor | None,
     keep: list[Tensor],
-) -> list[int]:
+) -> Values:
     """What the pass reads; widths here pad both head dims for products in either direction."""
     isa, kind = host(), launch.query_kind(problem, operands)
     step = math.lcm(isa.value_step, isa.dim_step)
@@ -72,7 +72,8 @@ def _input_values(
     out = out if out.stride(-1) == 1 else out.contiguous()
     lse = lse.contiguous()
     keep += [out, dout, lse]
-    values = launch.operand_values(problem, operands, out, lse, keep)
+    values = launch.template_of(problem, operands)[:]
+    launch.put_operands(values, problem, operands, out, lse, keep)
     launch.put(values, launch.tensor_fields(f.OUT, out, kind) | launch.tensor_fields(f.DOUT, dout, kind))
     if dlse is not None:
         keep.append(dlse.to(torch.float32).contiguous())
@@ -189,10 +190,10 @@ def _sink_gradient(operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _run_passes(
-    problem: AttentionProblem, values: list[int], wanted: Wanted, q_lengths: Lengths, k_lengths: Lengths
+    problem: AttentionProblem, values: Values, wanted: Wanted, q_lengths: Lengths, k_lengths: Lengths
 ) -> None:
     """Run what is needed: all at once per K/V head, or dq and dk/dv apart; and dbias."""
-    count = launch.useful_threads(problem)
+    count = launch.useful_threads(problem, threads.num_threads())
     makes_dq, makes_dkv = wanted.dq or wanted.dsinks, wanted.dk or wanted.dv
     heads = len(q_lengths) * problem.num_kv_heads
     # 5 products a tile on as many threads as there are heads, or 3 + 4 on all of them.
@@ -302,7 +303,7 @@ def _workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, 
     return launch.places(floats)
 
 
-def _run(problem: AttentionProblem, values: list[int], work: int, entries: Lengths, units: int, count: int) -> None:
+def _run(problem: AttentionProblem, values: Values, work: int, entries: Lengths, units: int, count: int) -> None:
     """One pass over a list of entries."""
     if len(entries) == 0:
         return
@@ -310,7 +311,7 @@ def _run(problem: AttentionProblem, values: list[int], work: int, entries: Lengt
     keys = round_up(min(longest, problem.seqlen_k), host().block_n)
     offsets, size = _workspace(problem, work, keys)
     plan = Schedule(torch.from_numpy(entries), units, problem.num_heads // units, BLOCK_ROWS)
-    values = values.copy()
+    values = values[:]
     launch.put(values, offsets)
     values[f.WORK] = work
     launch.run_items("backward", values, plan, size, count)

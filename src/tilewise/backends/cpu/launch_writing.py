@@ -5,12 +5,13 @@ Strides are bytes. The counters of a run follow the block, a cache line each, as
 
 from __future__ import annotations
 
-import struct
+from array import array
 
 from torch import Tensor
 
 from tilewise.backends.cpu import threads
 from tilewise.backends.cpu.cache import program
+from tilewise.backends.cpu.params import COUNTER_FIELDS
 
 __all__ = ["write_rows"]
 
@@ -20,14 +21,12 @@ NUM_ROWS, SLOTS, PAGE_SIZE, NUM_HEADS = range(4)
 K, V = 4, 12
 SOURCE, SOURCE_ROW, SOURCE_HEAD, PAGES, PAGES_PAGE, PAGES_SLOT, PAGES_HEAD, HEAD_BYTES = range(8)
 BLOCK_FIELDS = 20
-# Counters at these distances behind the block.
-NEXT_ITEM, COUNTER_BYTES = 64, 128
+# The counter of items, at this distance behind the block.
+NEXT_ITEM = 64
 # Rows that a thread takes at a time.
 ROWS_PER_ITEM = 16
 # Waking another thread takes as long as copying this many bytes (10 us at 10 GB/s).
 BYTES_PER_THREAD = 100_000
-
-_STRUCT = struct.Struct(f"{BLOCK_FIELDS}q")
 
 
 def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
@@ -35,10 +34,8 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     rows, heads, _ = k.shape
     if rows == 0:
         return
-    block = bytearray(8 * BLOCK_FIELDS + COUNTER_BYTES)
-    _STRUCT.pack_into(
-        block, 0, rows, slots.data_ptr(), k_pages.shape[1], heads, *_fields(k, k_pages), *_fields(v, v_pages)
-    )
+    fields = (rows, slots.data_ptr(), k_pages.shape[1], heads, *_fields(k, k_pages), *_fields(v, v_pages))
+    block = array("q", fields + (0,) * COUNTER_FIELDS)
     size = rows * heads * (k.shape[2] + v.shape[2]) * k.element_size()
     items = -(-rows // ROWS_PER_ITEM)
     threads.run(program("write_rows").address, block, min(items, threads.num_threads(), 1 + size // BYTES_PER_THREAD))

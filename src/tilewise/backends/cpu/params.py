@@ -8,7 +8,8 @@ builds it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping
 
 __all__ = ["BLOCK_FIELDS", "float_bits", "new_block"]
 
@@ -63,8 +64,8 @@ NEEDS_ROW_TABLE = HAS_ALIBI | HAS_BIAS | HAS_MASK | HAS_DROPOUT
 
 UNBOUNDED = 1 << 40
 
-COUNTER_BYTES = 128
-_STRUCT = struct.Struct(f"{BLOCK_FIELDS}q")
+# Behind the block, a cache line each: the counters of a run (workspaces taken, items taken).
+COUNTER_FIELDS = 16
 _FLOAT, _INT = struct.Struct("f"), struct.Struct("I")
 
 
@@ -73,10 +74,9 @@ def float_bits(number: float) -> int:
     return int(_INT.unpack(_FLOAT.pack(number))[0])
 
 
-def new_block(values: Sequence[int]) -> bytearray:
-    """The block in memory, with the counters of a run (workspaces taken, items taken), a cache line each, at 0 behind
-    it.
-    """
-    block = bytearray(8 * BLOCK_FIELDS + COUNTER_BYTES)
-    _STRUCT.pack_into(block, 0, *values)
+def new_block(fields: Mapping[int, int]) -> array[int]:
+    """The block in memory, with its counters at 0 behind it; fields that are not given are 0."""
+    block = array("q", bytes(8 * (BLOCK_FIELDS + COUNTER_FIELDS)))
+    for position, value in fields.items():
+        block[position] = value
     return block

@@ -101,12 +101,6 @@ def dense_lengths(problem: AttentionProblem) -> tuple[Lengths, Lengths]:
     return np.full(problem.batch, problem.seqlen_q), np.full(problem.batch, problem.seqlen_k)
 
 
-@functools.lru_cache(maxsize=256)
-def dense_forward_schedule(problem: AttentionProblem, threads: int) -> Schedule:
-    """The schedule of a dense problem, kept."""
-    return forward_schedule(problem, *dense_lengths(problem), threads)
-
-
 def kept_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths, threads: int) -> Schedule:
     """The schedule of packed or paged sequences, kept: the layers of a model ask for the same one, 50 us each."""
     return _schedule_of_bytes(problem, q_lengths.tobytes(), k_lengths.tobytes(), threads)

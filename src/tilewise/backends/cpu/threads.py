@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import multiprocessing
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,9 +35,9 @@ def num_threads() -> int:
     return 1 if _IS_FORKED_WORKER or process.is_forked() else torch.get_num_threads()
 
 
-def run(address: int, block: bytearray, threads: int) -> None:
+def run(address: int, block: array[int], threads: int) -> None:
     """Call the function at an address with the parameter block on some threads; the GIL is released meanwhile."""
-    data = ctypes.addressof(ctypes.c_char.from_buffer(block))
+    data, _ = block.buffer_info()
     if threads == 1:
         _function(address)(data)
         return
