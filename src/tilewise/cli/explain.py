@@ -45,7 +45,7 @@ class DType(str, enum.Enum):
 def command(
     *,
     batch: Annotated[int, typer.Option(min=0, help="Sequences.")] = 1,
-    seqlen: Annotated[int, typer.Option(min=0, help="Queries and keys per sequence.")] = 4096,
+    seqlen: Annotated[int, typer.Option(parser=length, metavar="N", help="Queries and keys; 128k, 1M.")] = 4096,
     seqlen_q: Annotated[int | None, typer.Option(min=0, help="Queries, where not --seqlen.")] = None,
     seqlen_k: Annotated[int | None, typer.Option(min=0, help="Keys, where not --seqlen.")] = None,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
@@ -66,6 +66,8 @@ def command(
     device: Annotated[str | None, typer.Option(help=f"This machine, or: {', '.join(DEVICES)}.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw roofline and traffic into this .svg (matplotlib).")] = None,
     tiles: Annotated[bool, typer.Option("--tiles", help="List tile sizes: what each takes, what fits.")] = False,
+    context_parallel: Annotated[int | None, typer.Option(min=1, help="Predict the sequence over N devices.")] = None,
+    link: Annotated[str | None, typer.Option(help="With --context-parallel: the link between them.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Show which backend would run a problem and why, its tiles, FLOPs, traffic, memory and least possible time.
@@ -75,6 +77,18 @@ def command(
     queries, keys = (seqlen if n is None else n for n in (seqlen_q, seqlen_k))
     shared = kv_heads or heads
     like = dtype.torch_dtype
+    if context_parallel is not None:
+        # torch.distributed takes half a second to import.
+        from tilewise.distributed.forecast import forecast
+        from tilewise.distributed.scaling import Scenario
+
+        scenario = Scenario(
+            context_parallel, keys, batch, heads, shared, head_dim, head_dim_v or head_dim, like.itemsize, causal,
+            _window(window) or (None, None),
+        )  # fmt: skip
+        prediction = forecast(scenario, device=device or "h200", link=link, dtype=like)
+        print_json(prediction.to_dict()) if json else typer.echo(str(prediction))
+        return
     plan = explain(
         _meta(batch, heads, queries, head_dim, dtype=like).requires_grad_(backward),
         _meta(batch, shared, keys, head_dim, dtype=like),
@@ -101,6 +115,17 @@ def command(
         typer.echo(f"written: {plot}", err=True)
     if plan.backend is None:
         raise typer.Exit(1)
+
+
+def length(text: str | int) -> int:
+    """A number of tokens: 4096, 128k or 1M, in units of 1024."""
+    digits, unit = (
+        (text, "") if isinstance(text, int) else (text[:-1], text[-1:]) if text[-1:].isalpha() else (text, "")
+    )
+    scale = {"": 1, "k": 1 << 10, "m": 1 << 20}.get(unit.lower())
+    if scale is None or not str(digits).isdecimal():
+        raise InvalidProblem("--seqlen", "a number of tokens such as 4096, 128k or 1M", repr(text), "k is 1024.")
+    return int(digits) * scale
 
 
 def _meta(*shape: int, dtype: Any) -> Tensor:
