@@ -21,17 +21,17 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import dispatch, ops
 from tilewise.device import DeviceSpec
-from tilewise.numerics import merge_partials
 from tilewise.operands import Flags, Operands
 
-__all__ = ["Group", "SharedPrefix", "attention", "describe", "refusal", "saved_seconds"]
+__all__ = ["Group", "SharedPrefix", "attention", "describe", "price_seconds", "refusal", "saved_seconds"]
 
-# What the two extra calls and the merge cost, in seconds. One AVX-512 thread: 0.3 to 0.5 ms more where nothing is saved
-# (2 x 256 to 64 x 64 shared keys); a GPU: three launches.
-OVERHEAD_SECONDS = {"cpu": 5e-4, "cuda": 30e-6}
-# Bytes of shared K and V that a CPU thread gets through in a second of plain decoding beyond what the cascade needs for
-# the same queries: 23 (8 heads, fp32) to 44 GB/s (32 on 8, bf16) with 64 sequences, less is gained with 2 of them.
+# The rule's rates. A GPU saves reads at the speed of its memory and pays for three more launches.
+# A CPU thread (AVX-512, fp32 and bf16, 8 and 32 heads on 8, dim 128; bench/serving.py) gains a second for every
+# 18 to 38 GB it need not read again, where 8 or 64 sequences share 512 keys or more; taken as 60, since short prefixes
+# stay in its caches. It pays 0.3 ms, and 6 ns for every element of the rows it merges.
+LAUNCH_SECONDS = {"cpu": 3e-4, "cuda": 30e-6}
 CPU_BYTES_PER_SECOND = 60e9
+CPU_MERGE_SECONDS = 6e-9
 
 
 class Group(NamedTuple):
@@ -78,6 +78,13 @@ def saved_seconds(shared: SharedPrefix, operands: Operands, spec: DeviceSpec) ->
     return shared.keys_saved * per_key / rate
 
 
+def price_seconds(shared: SharedPrefix, operands: Operands, spec: DeviceSpec) -> float:
+    """The time that a second call and the merge take."""
+    elements = shared.num_rows * operands.q.shape[1] * operands.v.shape[3]
+    merge = elements * CPU_MERGE_SECONDS / torch.get_num_threads() if spec.type == "cpu" else 0.0
+    return LAUNCH_SECONDS.get(spec.type, 0.0) + merge
+
+
 def refusal(shared: SharedPrefix, operands: Operands, flags: Flags, spec: DeviceSpec) -> str | None:
     """Why the prefix is not attended apart, or None if it is."""
     if flags.window_left is not None or (flags.window_right is not None and not flags.causal):
@@ -89,9 +96,11 @@ def refusal(shared: SharedPrefix, operands: Operands, flags: Flags, spec: Device
         return "gradients go to every sequence's pages in one pass"
     if not shared.groups:
         return "no two sequences start with the same page"
-    saved, price = saved_seconds(shared, operands, spec), OVERHEAD_SECONDS.get(spec.type, 0.0)
+    saved, price = saved_seconds(shared, operands, spec), price_seconds(shared, operands, spec)
     if saved < price:
-        return f"reading the shared keys once saves {saved * 1e6:.0f} us, two more launches cost {price * 1e6:.0f} us"
+        return (
+            f"reading the shared keys once saves {saved * 1e6:.0f} us, merging the results costs {price * 1e6:.0f} us"
+        )
     return None
 
 
@@ -160,11 +169,15 @@ def _merged(
         return out, lse
     count = prefix_out.shape[0]
     mine, mine_lse = (out[:count], lse[:, :count]) if rows is None else (out[rows], lse[:, rows])
-    both, both_lse = merge_partials(mine, mine_lse.mT, prefix_out, prefix_lse.mT)
+    # `numerics.merge_partials` in one pass over the rows, which have no gradient here: it takes 12, and 2 ms for
+    # 64 rows of 32 heads. Where neither side has a key the share is no number, and both are 0.
+    share = torch.sigmoid(prefix_lse - mine_lse).nan_to_num_(0.0).mT.unsqueeze(-1)
+    both = torch.lerp(mine.to(lse.dtype), prefix_out.to(lse.dtype), share)
+    both_lse = torch.logaddexp(mine_lse, prefix_lse)
     if rows is None:
         mine.copy_(both)
-        mine_lse.copy_(both_lse.mT)
+        mine_lse.copy_(both_lse)
     else:
-        out.index_copy_(0, rows, both)
-        lse.index_copy_(1, rows, both_lse.mT)
+        out.index_copy_(0, rows, both.to(out.dtype))
+        lse.index_copy_(1, rows, both_lse)
     return out, lse

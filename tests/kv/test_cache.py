@@ -138,7 +138,7 @@ def test_a_decoding_batch_equals_dense_decoding_bit_for_bit() -> None:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cascade at any size."""
-    monkeypatch.setattr(cascade, "OVERHEAD_SECONDS", {})
+    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
 
 
 def shared_batch(page_size: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Shadow, list[int]]:
@@ -188,7 +188,7 @@ def test_the_plan_says_what_becomes_of_a_prefix(monkeypatch: pytest.MonkeyPatch)
     small = shadow.cache.explain(q)
     assert small.cascade is not None
     assert small.cascade.startswith("no: reading the shared keys once saves")
-    monkeypatch.setattr(cascade, "OVERHEAD_SECONDS", {})
+    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
     plan = shadow.cache.explain(q)
     assert plan.cascade is not None
     assert plan.cascade.startswith("96 keys once for 3 queries of 3 sequences, 48 keys once for 2 queries of 2")
