@@ -12,6 +12,7 @@ import typer
 from tilewise.cli.console import JsonOption, print_json
 from tilewise.errors import InvalidProblem
 from tilewise.explorer import ExplorerServer, exported_page
+from tilewise.outputs import ensure_writable, write
 from tilewise.units import format_bytes
 
 __all__ = ["EXAMPLE", "command"]
@@ -41,17 +42,14 @@ def command(
 def _export(target: Path, json: bool) -> None:
     if target.suffix.lower() not in (".html", ".htm"):
         raise InvalidProblem("--export", "a name that ends in .html", str(target), "Browsers go by the ending.")
-    page = exported_page().encode()
-    try:
-        target.write_bytes(page)
-    except OSError as error:
-        raise InvalidProblem(
-            "--export", "a file that can be written", f"{target} ({error.strerror})", "Name another."
-        ) from None
+    ensure_writable(target, "export")
+    page = exported_page()
+    write(target, page, "export")
+    size = len(page.encode())
     if json:
-        print_json({"file": str(target), "bytes": len(page)})
+        print_json({"file": str(target), "bytes": size})
     else:
-        typer.echo(f"{target}: {format_bytes(len(page))}, open it in any browser; it needs no server and no network")
+        typer.echo(f"{target}: {format_bytes(size)}, open it in any browser; it needs no server and no network")
 
 
 def _serve(port: int, no_browser: bool, json: bool) -> None:

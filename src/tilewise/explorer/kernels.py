@@ -80,6 +80,6 @@ def _row(problem: AttentionProblem, spec: DeviceSpec) -> Row:
     try:
         selection = dispatch.select(problem, spec, "auto", here=False)
     except Unsupported as refusal:
-        return None, tuple(TEXTBOOK_TILE), tuple(refusal.reasons)
+        return None, (TEXTBOOK_TILE.block_m, TEXTBOOK_TILE.block_n), tuple(refusal.reasons)
     tile = selection.backend.tile_shape(problem, spec)
     return selection.backend.name, (tile[0], tile[1]), tuple((name, reason) for name, reason in selection.rejected)

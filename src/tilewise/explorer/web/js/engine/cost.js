@@ -64,10 +64,15 @@ export function tiledBackward(band, grid, d, dv) {
   };
 }
 
-/** FA-1 order: K and V once, and for each tile of keys the queries that see it, with their state both ways. */
-export function fa1Forward(/** @type {Band} */ band, /** @type {TileGrid} */ grid, /** @type {number} */ d, /** @type {number} */ dv) {
+/**
+ * FA-1 order: each tile of K and V that is seen once, and for it the queries that see it, with their state both ways.
+ * @param {Band} band @param {TileGrid} grid @param {number} d @param {number} dv @returns {Traffic}
+ */
+export function fa1Forward(band, grid, d, dv) {
   const { rows } = streams(band, grid);
-  return { reads: band.seqlenK * (d + dv) + rows * (d + dv), writes: rows * dv, wide: 4 * rows };
+  // All queries as one tile: the keys that any of them sees, in whole tiles.
+  const { keys } = streams(band, { blockM: Math.max(1, band.seqlenQ), blockN: grid.blockN });
+  return { reads: (keys + rows) * (d + dv), writes: rows * dv, wide: 4 * rows };
 }
 
 /** Keys streamed past the tiles of queries, and rows times the tiles they meet. @param {Band} band @param {TileGrid} grid */

@@ -18,7 +18,12 @@ export class Figure {
     this.element = h("canvas", { class: "figure", role: "img", "aria-label": label });
     this.context = this.element.getContext("2d");
     this.colours = readColours();
-    this.observer = new ResizeObserver(() => this.redraw());
+    // Known from the observer: asking the element for its width at every step would lay out the page each time, 4 ms.
+    this.width = 0;
+    this.observer = new ResizeObserver(([entry]) => {
+      this.width = entry.contentRect.width;
+      this.redraw();
+    });
     this.observer.observe(this.element);
     this.onTheme = () => {
       this.colours = readColours();
@@ -28,7 +33,7 @@ export class Figure {
   }
 
   redraw() {
-    const width = this.element.clientWidth;
+    const { width } = this;
     if (width === 0) return;
     const height = this.heightOf(width);
     const ratio = devicePixelRatio || 1;

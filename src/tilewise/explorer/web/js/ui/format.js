@@ -4,9 +4,11 @@ const BYTES = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const COUNTS = ["", "k", "M", "G", "T", "P", "E"];
 const SECONDS = ["ns", "µs", "ms", "s"];
 
+const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+
 /** 17301504 -> "17,301,504". @param {number} value */
 export function grouped(value) {
-  return Math.round(value).toLocaleString("en-US");
+  return WHOLE.format(value);
 }
 
 /** 33.0 MiB, 512 B. @param {number} size */

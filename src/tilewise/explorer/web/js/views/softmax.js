@@ -169,7 +169,7 @@ class SoftmaxView {
     const { states } = /** @type {OnlineSoftmax} */ (this.online);
     const done = states.slice(0, Math.floor(at / STEPS));
     const rows = done.map((state, block) => [
-      `${block + 1}`, state.scores.map(text).join(" "), text(state.rowMax), block === 0 ? "–" : text(state.correction), text(state.rowSum),
+      `${block + 1}`, state.scores.map(text).join(" "), text(state.rowMax), block === 0 ? "–" : text(state.correction, 6), text(state.rowSum, 6),
     ]);
     fill(this.log, table(["block", "scores", "m", "correction", "l"], rows, "After each block"));
   }
@@ -184,9 +184,9 @@ class SoftmaxView {
   }
 }
 
-/** Whole numbers as they are, others with four digits. @param {number} value */
-function text(value) {
+/** Whole numbers as they are, others with some digits. @param {number} value */
+function text(value, digits = 4) {
   if (value === -Infinity) return "−∞";
   if (Number.isInteger(value)) return String(value).replace("-", "−");
-  return value !== 0 && Math.abs(value) < 5e-5 ? value.toExponential(1) : shortNumber(value, 4);
+  return value !== 0 && Math.abs(value) < 5e-5 ? value.toExponential(1) : shortNumber(value, digits);
 }

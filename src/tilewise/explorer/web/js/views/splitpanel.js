@@ -16,10 +16,10 @@ const DIM = 4;
 export function createSplitPanel(decode, whole) {
   const result = h("div");
   const form = new Form([
-    { key: "keys", label: "Cached tokens", type: "number", value: 48, min: 1, max: 512 },
-    { key: "page", label: "Tokens a page", type: "number", value: 4, min: 1, max: 64 },
-    { key: "splits", label: "Workers", type: "number", value: 4, min: 1, max: 12 },
-  ], { keys: 48, page: 4, splits: 4 }, (values) => show(values));
+    { key: "split-keys", label: "Cached tokens", type: "number", value: 48, min: 1, max: 512 },
+    { key: "split-page", label: "Tokens a page", type: "number", value: 4, min: 1, max: 64 },
+    { key: "split-workers", label: "Workers", type: "number", value: 4, min: 1, max: 12 },
+  ], { "split-keys": 48, "split-page": 4, "split-workers": 4 }, (values) => show(values));
   const show = (/** @type {Record<string, number>} */ values) => fill(result, ...splitResult(decode, whole, values));
   show(form.values);
   return h("section", { class: "panel below", "aria-label": "Split-KV decoding" },
@@ -29,7 +29,7 @@ export function createSplitPanel(decode, whole) {
 }
 
 /** @param {Schedule} decode @param {Schedule} whole @param {Record<string, number>} values */
-function splitResult(decode, whole, { keys, page, splits }) {
+function splitResult(decode, whole, { "split-keys": keys, "split-page": page, "split-workers": splits }) {
   const sizes = { seqlen_q: 1, seqlen_k: keys, head_dim: DIM, head_dim_v: DIM, block_m: 1, block_n: page, scale: 1 / Math.sqrt(DIM) };
   const inputs = { q: someNumbers(1, DIM, 11), k: someNumbers(keys, DIM, 12), v: someNumbers(keys, DIM, 13) };
   const [alone, split] = [run(whole(workload(sizes)), inputs), run(decode(workload({ ...sizes, num_splits: splits })), inputs)];
