@@ -6,17 +6,20 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
 
 from tilewise.explorer import ExplorerServer, exported_page
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # What chromium needs in a container, and what keeps it from calling home.
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 
-OpenPage = Callable[..., Page]
+OpenPage = Callable[..., "Page"]
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +42,8 @@ def browser() -> Iterator[Browser]:
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         pytest.skip("no browser is installed: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=found, args=FLAGS)
         yield running

@@ -20,7 +20,8 @@ from tilewise.simulator.events import Algorithm
 from tilewise.simulator.online import online_softmax
 from tilewise.simulator.paging import ContiguousPool, PagePool
 
-pytestmark = pytest.mark.xdist_group("browser")
+# One browser for all of them.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
 ALGORITHMS: tuple[Algorithm, ...] = (
     "naive", "fa1", "fa2", "decode", "naive_backward", "backward", "matmul_naive", "matmul",

@@ -14,7 +14,8 @@ from tilewise.explorer.questions import Question, plan_of
 from tilewise.simulator import Workload, counts_after_each, schedule
 from tilewise.simulator.events import Algorithm
 
-pytestmark = pytest.mark.xdist_group("browser")
+# One browser for all of them.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
 VIEWS = ("tiles", "softmax", "traffic", "matmul", "backward", "paging", "problem")
 
