@@ -21,6 +21,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import dispatch, ops
 from tilewise.device import DeviceSpec
+from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Operands
 
 __all__ = ["Group", "SharedPrefix", "attention", "describe", "price_seconds", "refusal", "saved_seconds"]
@@ -32,6 +33,8 @@ __all__ = ["Group", "SharedPrefix", "attention", "describe", "price_seconds", "r
 LAUNCH_SECONDS = {"cpu": 3e-4, "cuda": 30e-6}
 CPU_BYTES_PER_SECOND = 60e9
 CPU_MERGE_SECONDS = 6e-9
+# What the kernel that merges takes; the fp64 reference is merged by torch.
+MERGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Group(NamedTuple):
@@ -116,6 +119,9 @@ def describe(shared: SharedPrefix, operands: Operands, flags: Flags, spec: Devic
 
 def attention(shared: SharedPrefix | None, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
     """(out, lse) of a paged problem; the shared prefix, if there is one, is attended apart where that pays."""
+    if shared is not None and not isinstance(shared, SharedPrefix):
+        fix = "PagedKVCache.shared_prefix() makes it."
+        raise InvalidProblem("shared_prefix", "a tilewise.cascade.SharedPrefix or None", type(shared).__name__, fix)
     if shared is None or refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
         return ops.attention("paged", operands, flags)
     return _apart(shared, operands, flags)
@@ -164,7 +170,7 @@ def _merged(
     out: Tensor, lse: Tensor, prefix_out: Tensor, prefix_lse: Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`out` (rows, heads, dim) and `lse` (heads, rows) with the prefixes' results worked in; both are overwritten."""
-    if out.device.type == "cuda" and not torch.compiler.is_compiling():
+    if out.device.type == "cuda" and out.dtype in MERGE_DTYPES and not torch.compiler.is_compiling():
         dispatch.load("triton").merge_rows(out, lse, prefix_out, prefix_lse, rows)  # type: ignore[attr-defined]
         return out, lse
     count = prefix_out.shape[0]

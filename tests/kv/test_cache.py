@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -288,6 +288,12 @@ BAD: dict[str, tuple[Callable[[tw.PagedKVCache], object], str]] = {
             torch.zeros(1, HEADS, DIM), *c.pages(), c.block_table().to("meta"), c.seqlens()
         ),
         "block_table: expected",
+    ),
+    "hint": (
+        lambda c: tw.attention_paged(
+            torch.zeros(1, HEADS, DIM), *c.pages(), c.block_table(), c.seqlens(), shared_prefix=cast("Any", [0])
+        ),
+        "shared_prefix: expected a tilewise.cascade.SharedPrefix",
     ),
 }  # fmt: skip
 

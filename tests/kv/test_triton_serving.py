@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise import device as devices
 from tilewise.numerics import merge_partials
 
 triton = pytest.importorskip("triton")
@@ -41,6 +42,23 @@ def test_in_the_interpreter() -> None:
     done = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
+@pytest.mark.parametrize("device", ["h200", "a100"])
+def test_the_kernels_compile_without_a_gpu_and_move_16_bytes_a_thread(device: str) -> None:
+    from tilewise.backends.gpu import compilation
+    from tilewise.backends.gpu.launching import raw_views
+    from tilewise.backends.triton import serving
+
+    k, pages = torch.zeros(256, 8, 128).bfloat16(), torch.zeros(4, 64, 8, 128).bfloat16()
+    slots, lse, rows = torch.zeros(256, dtype=torch.int64), torch.zeros(8, 256), torch.zeros(64, dtype=torch.int64)
+    write = serving.write_call((256, 8, 128, 128, 64), raw_views((k, k, pages, pages, slots)))
+    ptx = compilation.compile_call(write, devices.named(device), -1).asm["ptx"]
+    assert ptx.count("ld.global.v4") == ptx.count("st.global.v4") == 2
+    for named in (None, rows):
+        merge = serving.merge_call((64, 8, 128), raw_views((k, lse, k[:64], lse[:, :64].contiguous(), named)))
+        assert compilation.compile_call(merge, devices.named(device), -1).asm["ptx"]
 
 
 @inside

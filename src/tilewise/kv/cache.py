@@ -80,7 +80,9 @@ class PagedKVCache:
         self._tables: Tables = (HostTables if self.device.type == "cpu" else StagedTables)(self.book, self.device)
         self._step: Step | None = None
         self._batch: BatchTables | None = None
+        # Looked for when it is first asked for: once a step, not once a layer.
         self._shared: SharedPrefix | None = None
+        self._looked = False
         self._written: set[int] = set()
 
     # Requests
@@ -137,8 +139,8 @@ class PagedKVCache:
         step = self.book.step(requests, counts, tokens)
         if step.copies:
             self._copy(step.copies)
-        self._step, self._batch, self._shared = step, self._tables.batch(step), None
-        self._written = set()
+        self._step, self._batch = step, self._tables.batch(step)
+        self._shared, self._looked, self._written = None, False, set()
         return len(step.slots)
 
     def append(self, k: Tensor, v: Tensor, *, layer: int = 0) -> None:
@@ -209,9 +211,9 @@ class PagedKVCache:
         """The requests of the step that start with the same pages, for `attention_paged`; None if there are none."""
         self._running()
         assert self._step is not None
-        if self._shared is None:
+        if not self._looked:
             groups = find_groups(self.book.table, self._step.rows, self._step.before // self.book.page_size)
-            self._shared = self._tables.shared(self._step, groups) if groups else None
+            self._shared, self._looked = self._tables.shared(self._step, groups) if groups else None, True
         return self._shared
 
     # Numbers

@@ -6,6 +6,10 @@ tensor subclasses) or the device is another one, indexed assignment does the sam
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,8 +18,9 @@ from tilewise.canonical import contiguous_last
 
 __all__ = ["copy_pages", "write_rows"]
 
-# The backend whose kernel writes on a device.
+# The backend whose kernel writes on a device, and what the kernels take.
 WRITERS = {"cpu": "cpu", "cuda": "triton"}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
@@ -25,20 +30,31 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     Pages (num_pages, page_size, num_kv_heads, dim) of the same dtype and device; slots int64 (total,), each within
     the pages. No two rows have the same slot.
     """
-    writer = WRITERS.get(k.device.type)
-    plain = not torch.compiler.is_compiling() and all(type(t) is Tensor for t in (k, v, k_pages, v_pages))
-    if (
-        writer is not None
-        and plain
-        and k_pages.stride(-1) == v_pages.stride(-1) == 1
-        and dispatch.load(writer).unavailable() is None
-    ):
-        write = dispatch.load(writer).write_rows  # type: ignore[attr-defined]
+    write = _kernel_for(k.device.type) if _takes(k, v, k_pages, v_pages) else None
+    if write is not None:
         write(contiguous_last(k), contiguous_last(v), k_pages, v_pages, slots.contiguous())
         return
     places = slots // k_pages.shape[1], slots % k_pages.shape[1]
     k_pages.index_put_(places, k)
     v_pages.index_put_(places, v)
+
+
+def _takes(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
+    """Whether a kernel can be given the addresses of these tensors."""
+    if torch.compiler.is_compiling() or k.dtype not in DTYPES:
+        return False
+    plain = all(type(t) is Tensor for t in (k, v, k_pages, v_pages))
+    return plain and k_pages.stride(-1) == v_pages.stride(-1) == 1
+
+
+@functools.cache
+def _kernel_for(device_type: str) -> Callable[..., None] | None:
+    """Asked once: looking for a package takes longer than writing a step's rows."""
+    if device_type not in WRITERS:
+        return None
+    backend: Any = dispatch.load(WRITERS[device_type])
+    kernel: Callable[..., None] = backend.write_rows
+    return kernel if backend.unavailable() is None else None
 
 
 def copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:
