@@ -131,8 +131,9 @@ class _Buffers:
         """The gradients as the caller wants them."""
         dk, dv = self.dk, self.dv
         if problem.kind == "paged":
-            dk = _into_pages(dk, operands.k, operands, k_lengths) if dk is not None else None
-            dv = _into_pages(dv, operands.v, operands, k_lengths) if dv is not None else None
+            slots = _slots(operands, k_lengths)
+            dk = _into_pages(dk, operands.k, slots) if dk is not None else None
+            dv = _into_pages(dv, operands.v, slots) if dv is not None else None
         dbias = self.dbias.to(problem.bias_dtype) if self.dbias is not None else None
         dsinks = _sink_gradient(operands, lse, self.delta) if self.delta is not None else None
         return Gradients(self.dq if self.returns_dq else None, dk, dv, dbias, dsinks)
@@ -160,17 +161,20 @@ def _zeros_like(_problem: AttentionProblem, tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
-def _into_pages(packed: Tensor, pages: Tensor, operands: Operands, k_lengths: Lengths) -> Tensor:
-    """Add each sequence's rows into its pages, in the order of the sequences."""
+def _slots(operands: Operands, k_lengths: Lengths) -> Tensor:
+    """Page and place in it, as one number, of every key, sequence after sequence."""
     assert operands.block_table is not None
-    page_size = pages.shape[1]
-    total = torch.zeros(pages.shape[0] * page_size, *pages.shape[2:])
-    start = 0
-    for table, length in zip(operands.block_table.to(torch.int64), k_lengths.tolist(), strict=True):
-        rows = torch.arange(length)
-        total.index_add_(0, table[rows // page_size] * page_size + rows % page_size, packed[start : start + length])
-        start += length
-    return total.view(pages.shape).to(pages.dtype)
+    page_size = operands.k.shape[1]
+    batch = np.repeat(np.arange(len(k_lengths)), k_lengths)
+    position = np.arange(len(batch)) - np.repeat(np.cumsum(k_lengths) - k_lengths, k_lengths)
+    page = operands.block_table.numpy()[batch, position // page_size].astype(np.int64)
+    return torch.from_numpy(page * page_size + position % page_size)
+
+
+def _into_pages(packed: Tensor, pages: Tensor, slots: Tensor) -> Tensor:
+    """Add every row into its slot, in the order of the sequences."""
+    total = torch.zeros(pages.shape[0] * pages.shape[1], *pages.shape[2:])
+    return total.index_add_(0, slots, packed).view(pages.shape).to(pages.dtype)
 
 
 def _sink_gradient(operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
