@@ -35,7 +35,6 @@ from tilewise.distributed.transport import group_of, rotate
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 WORLDS = (1, 2, 4)
-REPEATS = 3
 METHODS = ("ring", "all_gather", "heads")
 
 
@@ -44,10 +43,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where the JSON goes; printed otherwise")
     parser.add_argument("--seqlen", type=int, default=16384)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["ring"])
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rank-report", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_report is not None:
-        run_rank(options.seqlen, options.rank_report)
+        run_rank(options)
         return
     report: dict[str, Any] = {
         "format": 1,
@@ -56,8 +57,8 @@ def main() -> None:
         "commit": commit(),
         "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "options": {"seqlen": options.seqlen, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM,
-                    "dtype": "fp32", "causal": True, "sharding": "zigzag", "threads_per_rank": 1, "repeats": REPEATS},
-        "worlds": {str(world): launch(world, options.seqlen) for world in WORLDS},
+                    "dtype": "fp32", "causal": True, "sharding": "zigzag", "threads_per_rank": 1, "repeats": options.repeats},
+        "worlds": {str(world): launch(world, options) for world in WORLDS},
     }  # fmt: skip
     report["model"] = validate(report["worlds"], options.seqlen)
     text = json.dumps(report, indent=1)
@@ -68,13 +69,14 @@ def main() -> None:
     print_summary(report)
 
 
-def launch(world: int, seqlen: int) -> dict[str, Any]:
+def launch(world: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run this file on that many ranks and take what rank 0 found."""
     print(f"{world} ranks ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), __file__]
-        arguments = ["--rank-report", str(path), "--seqlen", str(seqlen)]
+        arguments = ["--rank-report", str(path), "--seqlen", str(options.seqlen), "--repeats", str(options.repeats)]
+        arguments += ["--methods", *options.methods]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run([sys.executable, *command, *arguments], check=True, env=environment)
         found: dict[str, Any] = json.loads(path.read_text())
@@ -103,21 +105,21 @@ class Inside:
         return run
 
 
-def run_rank(seqlen: int, path: Path) -> None:
+def run_rank(options: argparse.Namespace) -> None:
     """One rank's part of every measurement; rank 0 writes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=dt.timedelta(minutes=10))
     world, rank = dist.get_world_size(), dist.get_rank()
-    inside = Inside()
+    inside, seqlen = Inside(), options.seqlen
     report: dict[str, Any] = {"balance": balance(world, seqlen), "methods": {}}
     if world > 1:
         report["link"] = measure_link()
-    for method in METHODS:
-        report["methods"][method] = measure(method, seqlen // world, inside)
+    for method in options.methods:
+        report["methods"][method] = measure(method, seqlen // world, options.repeats, inside)
     if world == 1:
-        report["one_process"] = measure(None, seqlen, inside)
+        report["one_process"] = measure(None, seqlen, options.repeats, inside)
     if rank == 0:
-        path.write_text(json.dumps(report))
+        options.rank_report.write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -129,7 +131,7 @@ def shards(rows: int) -> list[torch.Tensor]:
     return [torch.randn(1, heads, rows, HEAD_DIM, generator=generator, requires_grad=True) for heads in sizes]
 
 
-def measure(method: Any, rows: int, inside: Inside) -> dict[str, Any]:
+def measure(method: Any, rows: int, repeats: int, inside: Inside) -> dict[str, Any]:
     """Seconds of forward and backward, and the peak of memory; `method` None is the plain call."""
     q, k, v = shards(rows)
 
@@ -148,7 +150,7 @@ def measure(method: Any, rows: int, inside: Inside) -> dict[str, Any]:
     dist.barrier()
     extra = extra_memory(both, "cpu")
     runs: dict[str, list[dict[str, float]]] = {"forward": [], "backward": []}
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         q.grad = k.grad = v.grad = None
         held: list[torch.Tensor] = []
         runs["forward"].append(timed(lambda held=held: held.append(forward()), inside))  # type: ignore[misc]
