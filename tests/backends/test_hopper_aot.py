@@ -129,10 +129,12 @@ def compiled(record: Recorded) -> Any:
     """The kernel of a record."""
     described = problem(**record.features)
     compile_it: dict[str, Callable[[], Any]] = {
-        FORWARD: lambda: aot.compile_forward(configs.forward_config(described)),
-        BACKWARD: lambda: aot.compile_backward(configs.backward_config(described)),
-        KEYS: lambda: aot.compile_backward(configs.split_config(configs.backward_config(described))),
-        QUERIES: lambda: aot.compile_query_gradient(configs.split_config(configs.backward_config(described))),
+        FORWARD: lambda: aot.compile_forward(described),
+        BACKWARD: lambda: aot.compile_backward(described),
+        KEYS: lambda: aot.compile_backward(described, configs.split_config(configs.backward_config(described))),
+        QUERIES: lambda: aot.compile_query_gradient(
+            described, configs.split_config(configs.backward_config(described))
+        ),
     }
     return compile_it[record.kernel]()
 

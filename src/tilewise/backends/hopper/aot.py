@@ -10,28 +10,27 @@ import os
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
 
+from tilewise import device
+from tilewise.backends.gpu.compilation import compile_call
+from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.backward_wide import backward_wide_kernel
-from tilewise.backends.hopper.compilation import compile_kernel
-from tilewise.backends.hopper.configs import PANEL, BackwardConfig, ForwardConfig
+from tilewise.backends.hopper.configs import BackwardConfig
 from tilewise.backends.hopper.forward import forward_kernel
-from tilewise.backends.hopper.layouts import smem_layout, tile_box
+from tilewise.backends.hopper.offline import calls_of
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
-from tilewise.backends.hopper.schedule import Sizes
+from tilewise.problem import AttentionProblem
 
 __all__ = ["Resources", "compile_backward", "compile_forward", "compile_query_gradient", "resources"]
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-HOPPER = GPUTarget("cuda", 90, 32)
-GLUON_DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "i32": gl.int32}
+HOPPER = device.named("h200")
 
 
 @dataclass(frozen=True)
@@ -47,104 +46,25 @@ class Resources:
     spills_in_hot_loops: int
 
 
-def descriptor_type(dtype: str, box: list[int]) -> str:
-    """The signature of a tensor descriptor argument."""
-    return f"tensordesc<{dtype}[{','.join(map(str, box))}],{smem_layout(box, GLUON_DTYPES[dtype])!r}>"
+def compile_forward(problem: AttentionProblem) -> Any:
+    """The forward kernel of a problem, as the launch path compiles it."""
+    return _compiled(calls_of(problem, HOPPER), forward_kernel)
 
 
-def compile_forward(config: ForwardConfig, dtype: str = "bf16") -> Any:
-    """The forward kernel of one configuration."""
-
-    def desc(rows: int, columns: int) -> str | None:
-        if columns == 0:
-            return None
-        return descriptor_type(dtype, tile_box(rows, columns, packed=config.IS_VARLEN))
-
-    index = "*i32" if config.IS_VARLEN else None
-    number = "i32" if config.IS_PAGED else None
-    rows = config.CHUNK if config.IS_PAGED else config.BLOCK_N
-    signature = {
-        "q_desc": desc(64, config.D),
-        "k_desc": desc(rows, PANEL if config.IS_PAGED else config.D),
-        "v_desc": desc(rows, PANEL if config.IS_PAGED else config.DV),
-        "out_desc": desc(64, config.DV),
-        "q_rest": desc(64, config.D_REST),
-        "k_rest": desc(rows, config.D_REST),
-        "v_rest": desc(rows, config.DV_REST),
-        "out_rest": desc(64, config.DV_REST),
-        "lse_ptr": "*fp32",
-        "sinks_ptr": "*fp32" if config.HAS_SINKS else None,
-        "cu_seqlens_q": index,
-        "cu_seqlens_k": index,
-        "counter_ptr": "*i32",
-        "block_table": "*i32" if config.IS_PAGED else None,
-        "table_stride": number,
-        "k_page_rows": number,
-        "v_page_rows": number,
-        "scale_log2": "fp32",
-        "cap_scale": "fp32",
-        "sizes": Sizes(*("i32",) * len(Sizes._fields)),  # type: ignore[arg-type]
-    }
-    return compile_kernel(forward_kernel, signature, {"C": config}, ("lse_ptr",), HOPPER)
+def compile_backward(problem: AttentionProblem, config: BackwardConfig | None = None) -> Any:
+    """The main backward kernel of a problem; `config` to try another one."""
+    calls = calls_of(replace(problem, needs_grad=True), HOPPER, config)
+    return _compiled(calls, backward_kernel, backward_wide_kernel)
 
 
-def compile_backward(config: BackwardConfig, dtype: str = "bf16") -> Any:
-    """The main backward kernel of one configuration."""
-
-    def desc(rows: int, columns: int) -> str | None:
-        return descriptor_type(dtype, tile_box(rows, columns, packed=config.IS_VARLEN)) if columns else None
-
-    index = "*i32" if config.IS_VARLEN else None
-    signature = {
-        "q_desc": desc(config.BLOCK_M, config.D),
-        "dout_desc": desc(config.BLOCK_M, config.DV),
-        "k_desc": desc(64, config.D),
-        "v_desc": desc(64, config.DV),
-        "dk_desc": desc(64, config.D),
-        "dv_desc": desc(64, config.DV),
-        "stats_desc": descriptor_type("fp32", [2 * config.BLOCK_M]),
-        "units_desc": descriptor_type("fp32", [config.BLOCK_M]) if config.FIXED_POINT else None,
-        "dq_desc": descriptor_type("i32" if config.FIXED_POINT else "fp32", [128, 32]) if config.FUSED else None,
-        "cu_seqlens_q": index,
-        "cu_seqlens_k": index,
-        "counter_ptr": "*i32",
-        "scale_log2": "fp32",
-        "cap_scale": "fp32" if config.HAS_SOFTCAP else None,
-        "scale": "fp32",
-        "sizes": Sizes(*("i32",) * len(Sizes._fields)),  # type: ignore[arg-type]
-    }
-    if not config.WIDE:
-        return compile_kernel(backward_kernel, signature, {"C": config}, (), HOPPER)
-    signature |= {
-        "q_rest": desc(config.BLOCK_M, config.D_REST),
-        "dout_rest": desc(config.BLOCK_M, config.DV_REST),
-        "k_rest": desc(64, config.D_REST),
-        "v_rest": desc(64, config.DV_REST),
-        "dk_rest": desc(64, config.D_REST),
-        "dv_rest": desc(64, config.DV_REST),
-    }
-    return compile_kernel(backward_wide_kernel, signature, {"C": config}, (), HOPPER)
-
-
-def compile_query_gradient(config: BackwardConfig, dtype: str = "bf16") -> Any:
+def compile_query_gradient(problem: AttentionProblem, config: BackwardConfig) -> Any:
     """The kernel that computes dQ alone."""
-    halves, keys = (descriptor_type(dtype, tile_box(rows, config.D, packed=config.IS_VARLEN)) for rows in (64, 128))
-    index = "*i32" if config.IS_VARLEN else None
-    signature = {
-        "q_desc": halves,
-        "dout_desc": halves,
-        "k_desc": keys,
-        "v_desc": keys,
-        "dq_desc": halves,
-        "stats_ptr": "*fp32",
-        "cu_seqlens_q": index,
-        "cu_seqlens_k": index,
-        "scale_log2": "fp32",
-        "cap_scale": "fp32" if config.HAS_SOFTCAP else None,
-        "scale": "fp32",
-        "sizes": Sizes(*("i32",) * len(Sizes._fields)),  # type: ignore[arg-type]
-    }
-    return compile_kernel(query_gradient_kernel, signature, {"C": config}, (), HOPPER)
+    return _compiled(calls_of(replace(problem, needs_grad=True), HOPPER, config), query_gradient_kernel)
+
+
+def _compiled(calls: list[KernelCall], *kernels: Any) -> Any:
+    (call,) = (call for call in calls if call.kernel in kernels)
+    return compile_call(call, HOPPER, -1)
 
 
 def resources(compiled: Any) -> Resources:

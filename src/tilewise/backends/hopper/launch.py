@@ -80,14 +80,19 @@ def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Ten
 def forward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> ForwardPass:
     """The pass, prepared by the first call that needs it."""
     views = {name: View(*view) for name, view in zip(Operands._fields, raw, strict=True) if view is not None}
-    out = rows_allocation(problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
-    lse = Allocation.contiguous(problem.lse_shape, torch.float32)
+    made = result_allocations(problem)
     rows = {name: packed_rows(problem, name, views[name]) for name in ("q", "k", "v")}
     copies = tuple(name for name, shape in shapes_of(problem).items() if not addressable(rows[name], shape))
     if "block_table" in views and views["block_table"].strides[1] != 1:
         copies += ("block_table",)
-    calls = [] if copies else forward_calls(problem, device, views | {"out": out.view, "lse": lse.view})
-    return ForwardPass(copies, out, lse, Launches(calls, TENSORS, device, index))
+    calls = [] if copies else forward_calls(problem, device, views | {name: a.view for name, a in made.items()})
+    return ForwardPass(copies, made["out"], made["lse"], Launches(calls, TENSORS, device, index))
+
+
+def result_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
+    """What the forward makes: out and lse."""
+    out = rows_allocation(problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
+    return {"out": out, "lse": Allocation.contiguous(problem.lse_shape, torch.float32)}
 
 
 def shapes_of(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:

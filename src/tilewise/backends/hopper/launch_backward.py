@@ -191,15 +191,23 @@ def backward_pass(
     shapes = shapes_of(problem)
     shapes["out"] = shapes["dout"] = (*shapes["q"][:-1], problem.head_dim_v)
     copies = tuple(name for name, shape in shapes.items() if not addressable(views[name], shape))
-    dq = rows_allocation(problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim)
-    dk = rows_allocation(problem, problem.num_kv_heads, problem.seqlen_k, problem.total_k, problem.head_dim)
-    dv = rows_allocation(problem, problem.num_kv_heads, problem.seqlen_k, problem.total_k, problem.head_dim_v)
-    views |= {"dk": dk.view, "dv": dv.view}
-    if want_dq:
-        views["dq"] = dq.view
+    made = gradient_allocations(problem)
+    if not want_dq:
+        del made["dq"]
+    views |= {name: allocation.view for name, allocation in made.items()}
     calls = [] if copies else list(backward_calls(plan, views))
     launches = Launches(calls, TENSORS, device, index)
-    return BackwardPass(copies, plan, plan.workspace, dq if want_dq else None, dk, dv, launches)
+    return BackwardPass(copies, plan, plan.workspace, made.get("dq"), made["dk"], made["dv"], launches)
+
+
+def gradient_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
+    """What the backward makes: dq, dk and dv."""
+    keys = (problem.num_kv_heads, problem.seqlen_k, problem.total_k)
+    return {
+        "dq": rows_allocation(problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim),
+        "dk": rows_allocation(problem, *keys, problem.head_dim),
+        "dv": rows_allocation(problem, *keys, problem.head_dim_v),
+    }
 
 
 def backward_calls(plan: BackwardPlan, views: dict[str, View]) -> Iterator[KernelCall]:
@@ -279,8 +287,10 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
     return KernelCall(prepare_rows_kernel, (problem.batch * problem.num_heads, plan.num_m, 1), arguments)
 
 
-def _tiles(plan: BackwardPlan, views: dict[str, View], rows: dict[str, int]) -> dict[str, Tile | None]:
-    """Descriptors of operands and gradients, by rows of a tile; a wide kernel's have a second column part or None."""
+def _tiles(
+    plan: BackwardPlan, views: dict[str, View], rows: dict[str, int], *, in_parts: bool
+) -> dict[str, Tile | None]:
+    """Descriptors of operands and gradients, by rows of a tile; in parts, of both column parts or None."""
     config, shapes = plan.config, shapes_of(plan.problem)
     shapes |= {"dq": shapes["q"], "dk": shapes["k"], "dv": shapes["v"]}
     shapes["dout"] = (*shapes["q"][:-1], plan.problem.head_dim_v)
@@ -289,7 +299,7 @@ def _tiles(plan: BackwardPlan, views: dict[str, View], rows: dict[str, int]) -> 
         of_values = name in ("v", "dv", "dout")
         columns, rest = (config.DV, config.DV_REST) if of_values else (config.D, config.D_REST)
         found[f"{name}_desc"] = describe(name, views[name], shapes[name], block, columns)
-        if config.WIDE:
+        if in_parts:
             found[f"{name}_rest"] = describe(name, views[name], shapes[name], block, rest) if rest else None
     return found
 
@@ -304,7 +314,7 @@ def _key_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall
         sums = describe_flat(accumulator, (plan.num_rows * plan.sums_width // 32, 32), [128, 32])
     if plan.units is not None:
         units = describe_flat(plan.units, (plan.num_rows,), [config.BLOCK_M])
-    arguments: dict[str, Any] = _tiles(plan, views, rows) | _shared(plan, views)
+    arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=config.WIDE) | _shared(plan, views)
     arguments |= {
         "stats_desc": describe_flat(plan.stats, (2 * plan.num_rows,), [2 * config.BLOCK_M]),
         "units_desc": units,
@@ -351,8 +361,8 @@ def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
 
 def _query_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
     """DQ alone, every row summed in order."""
-    rows = {"q": 64, "dout": 64, "k": 128, "v": 128, "dq": 64}
-    arguments: dict[str, Any] = _tiles(plan, views, rows) | _shared(plan, views)
+    rows = {"q": 64, "dout": 64, "k": plan.config.BLOCK_N, "v": plan.config.BLOCK_N, "dq": 64}
+    arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=True) | _shared(plan, views)
     arguments |= {"stats_ptr": Address("workspace", torch.float32, aligned=False), "sizes": plan.query_sizes}
     return KernelCall(query_gradient_kernel, (plan.query_sizes.num_tiles, 1, 1), arguments)
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from tilewise.device import DeviceSpec
 
-__all__ = ["PASSES", "Config", "Pass", "choose", "overridden", "overrides"]
+__all__ = ["MAX_SPLITS", "PASSES", "Config", "Pass", "choose", "overridden", "overrides"]
 
 Pass = Literal["forward", "dkdv", "dq", "decode", "dbias"]
 PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq", "decode", "dbias")

@@ -8,7 +8,7 @@ repeatable.
 
 # Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -105,30 +105,37 @@ def rows_first(seqlen_q):
 @triton.jit(do_not_specialize=["total_q", "seqlen_q", "num_heads", "num_splits", "batch"])
 def combine_kernel(
     out_parts, lse_parts, out, lse, cu_seqlens_q, total_q, seqlen_q, num_heads, num_splits, batch,
-    T: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    T: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of one (token, head). Grid: token * num_heads. Splits without keys weigh 0."""
+    """Merge the partial results of one (token, head). Grid: token * num_heads. Splits without keys weigh 0.
+
+    BLOCK_SPLITS results are read at a time; any number of splits up to MAX_SPLITS runs the same kernel.
+    """
     head = tl.program_id(0) % num_heads
     token = tl.program_id(0) // num_heads
-    splits = tl.arange(0, BLOCK_SPLITS)
-    ok = splits < num_splits
+    count = num_splits
     if T.PACKED_Q:
-        ok = ok & (token < tl.load(cu_seqlens_q + batch))
-    part = (splits.to(tl.int64) * total_q + token) * num_heads + head
-    logs = tl.load(lse_parts + part, mask=ok, other=NEG_INF)
-    top = tl.max(logs, 0)
+        count = tl.where(token < tl.load(cu_seqlens_q + batch), num_splits, 0)
+    every = part_logs(lse_parts, 0, count, token, head, total_q, num_heads, MAX_SPLITS)
+    top = tl.max(every, 0)
     anchor = tl.where(top == NEG_INF, 0.0, top)
-    weights = tl.exp2((logs - anchor) * LOG2E)
-    total = tl.sum(weights, 0)
+    total = tl.sum(tl.exp2((every - anchor) * LOG2E), 0)
+    BLOCK_DV: tl.constexpr = T.BLOCK_DV
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    d_idx = tl.arange(0, BLOCK_DV)
+    for first in tl.range(0, count, BLOCK_SPLITS):
+        splits = first + tl.arange(0, BLOCK_SPLITS)
+        logs = part_logs(lse_parts, first, count, token, head, total_q, num_heads, BLOCK_SPLITS)
+        weights = tl.exp2((logs - anchor) * LOG2E)
+        part = (splits.to(tl.int64) * total_q + token) * num_heads + head
+        parts = tl.load(
+            out_parts + part[:, None] * T.HEAD_DIM_V + d_idx[None, :],
+            mask=(splits < count)[:, None] & (d_idx[None, :] < T.HEAD_DIM_V),
+            other=0.0,
+        )
+        acc += tl.sum(parts * weights[:, None], 0)
     empty = total == 0.0
-    share = weights / tl.where(empty, 1.0, total)
-    d_idx = tl.arange(0, T.BLOCK_DV)
-    parts = tl.load(
-        out_parts + part[:, None] * T.HEAD_DIM_V + d_idx[None, :],
-        mask=ok[:, None] & (d_idx[None, :] < T.HEAD_DIM_V),
-        other=0.0,
-    )
-    result = tl.sum(parts * share[:, None], 0)
+    result = acc / tl.where(empty, 1.0, total)
     seq = token // seqlen_q
     row = token % seqlen_q
     at = (
@@ -141,3 +148,11 @@ def combine_kernel(
         tl.cast(seq, tl.int64) * lse.stride_batch + tl.cast(head, tl.int64) * lse.stride_head + row * lse.stride_row
     )
     tl.store(lse.ptr + lse_at, tl.where(empty, NEG_INF, anchor + tl.log2(tl.where(empty, 1.0, total)) * LN2))
+
+
+@triton.jit
+def part_logs(lse_parts, first, count, token, head, total_q, num_heads, BLOCK: tl.constexpr):
+    """The lse of splits first..first+BLOCK of a (token, head); -inf from `count` on."""
+    splits = first + tl.arange(0, BLOCK)
+    part = (splits.to(tl.int64) * total_q + token) * num_heads + head
+    return tl.load(lse_parts + part, mask=splits < count, other=NEG_INF)

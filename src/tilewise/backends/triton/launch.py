@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.gpu.launching import Allocation, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.triton import configs, passes
 from tilewise.backends.triton.arguments import rows_allocation, workspace_rows
 from tilewise.backends.triton.pages import entries_by_page
@@ -24,7 +25,17 @@ from tilewise.numerics import LN2, LOG2E
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = ["BackwardPass", "ForwardPass", "backward_pass", "forward_pass", "run_backward", "run_forward"]
+__all__ = [
+    "BackwardPass",
+    "ForwardPass",
+    "backward_calls",
+    "backward_pass",
+    "forward_calls",
+    "forward_pass",
+    "result_allocations",
+    "run_backward",
+    "run_forward",
+]
 
 # Passes kept ready: one for each combination of problem, strides and alignment. A pass takes about 20 KiB.
 MAX_PASSES = 2048
@@ -97,21 +108,29 @@ def forward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, view
 
 def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> ForwardPass:
     views = _named(Operands._fields, raw)
+    made = result_allocations(problem, views)
+    calls = forward_calls(problem, device, views | {name: allocation.view for name, allocation in made.items()})
+    elements = sum(passes.parts_size(plan_for(problem, device, "cu_seqlens_q" in views)))
+    # Room for the lse parts to end where vectors may begin, see passes.decode_calls.
+    workspace = Allocation.contiguous((elements + 4,), torch.float32) if elements else None
+    return ForwardPass(made["out"], made["lse"], workspace, Launches(calls, FORWARD_TENSORS, device, index))
+
+
+def result_allocations(problem: AttentionProblem, views: dict[str, View]) -> dict[str, Allocation]:
+    """What the forward makes: out and lse."""
+    rows = (problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
+    return {
+        "out": rows_allocation(problem, views["q"], *rows),
+        "lse": Allocation.contiguous(problem.lse_shape, torch.float32),
+    }
+
+
+def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
+    """The kernels of a forward call."""
+    if 0 in (problem.batch, problem.seqlen_q):
+        return []
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
-    out = rows_allocation(problem, views["q"], problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
-    lse = Allocation.contiguous(problem.lse_shape, torch.float32)
-    views |= {"out": out.view, "lse": lse.view}
-    splits = plan.num_splits > 0
-    elements = sum(passes.parts_size(plan)) + 4 if splits else 0
-    calls = [] if 0 in (problem.batch, problem.seqlen_q) else (
-        passes.decode_calls(plan, views) if splits else passes.forward_calls(plan, views)
-    )  # fmt: skip
-    return ForwardPass(
-        out,
-        lse,
-        Allocation.contiguous((elements,), torch.float32) if elements > 4 else None,
-        Launches(calls, FORWARD_TENSORS, device, index),
-    )
+    return passes.decode_calls(plan, views) if plan.num_splits > 0 else passes.forward_calls(plan, views)
 
 
 _kept_forward = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_forward)
@@ -191,12 +210,11 @@ def _prepare_backward(
     views = _named((*Operands._fields, "out", "lse", "dout", "dlse"), raw)
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
     statistics = 2 * workspace_rows(plan, 0)[1]
-    made = _gradient_allocations(plan, views, wanted)
     return BackwardPass(
         plan=plan,
         workspace=Allocation.contiguous((statistics,), torch.float32),
-        **made,
-        launches=Launches(_backward_calls(plan, views, made), BACKWARD_TENSORS, device, index),
+        **_gradient_allocations(plan, views, wanted),
+        launches=Launches(backward_calls(problem, device, views, wanted), BACKWARD_TENSORS, device, index),
     )
 
 
@@ -229,8 +247,12 @@ def _gradient_allocations(plan: Plan, views: dict[str, View], wanted: Wanted) ->
     return made
 
 
-def _backward_calls(plan: Plan, views: dict[str, View], made: dict[str, Allocation | None]) -> list[Any]:
-    problem = plan.problem
+def backward_calls(
+    problem: AttentionProblem, device: DeviceSpec, views: dict[str, View], wanted: Wanted
+) -> list[KernelCall]:
+    """The kernels of a backward call."""
+    plan = plan_for(problem, device, "cu_seqlens_q" in views)
+    made = _gradient_allocations(plan, views, wanted)
     shared = passes.shared_arguments(plan, views)
     given = {name: allocation.view for name, allocation in made.items() if allocation is not None}
     calls = [passes.stats_call(plan, views)]

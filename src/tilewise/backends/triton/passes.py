@@ -27,7 +27,7 @@ from tilewise.backends.triton.arguments import (
     stored_rows,
     workspace_rows,
 )
-from tilewise.backends.triton.configs import Config
+from tilewise.backends.triton.configs import MAX_SPLITS, Config
 from tilewise.backends.triton.planning import Plan
 from tilewise.backends.triton.traits import padded
 
@@ -47,6 +47,8 @@ __all__ = [
 
 STATS_ROWS = 64
 PAGE_SLOTS = 16
+# Partial results that a program merges at a time: 64 registers a thread.
+COMBINED_ELEMENTS = 8192
 
 
 def forward_calls(plan: Plan, views: Views) -> list[KernelCall]:
@@ -76,7 +78,7 @@ def _key_bytes(plan: Plan) -> int:
 def parts_size(plan: Plan) -> tuple[int, int]:
     """Numbers of (out, lse) partial results of split decoding; none if a single split writes the result itself."""
     # Packed rows past the last sequence are filled in by the merge.
-    if plan.num_splits <= 1 and not plan.traits.PACKED_Q:
+    if plan.num_splits == 0 or (plan.num_splits == 1 and not plan.traits.PACKED_Q):
         return 0, 0
     rows = plan.num_splits * plan.sizes.total_q * plan.problem.num_heads
     return rows * plan.problem.head_dim_v, rows
@@ -114,7 +116,8 @@ def _combine_call(plan: Plan, views: Views, parts: dict[str, Any]) -> KernelCall
         "num_splits": plan.num_splits,
         "batch": plan.problem.batch,
         "T": plan.traits,
-        "BLOCK_SPLITS": triton.next_power_of_2(plan.num_splits),
+        "MAX_SPLITS": triton.next_power_of_2(max(MAX_SPLITS, plan.num_splits)),
+        "BLOCK_SPLITS": COMBINED_ELEMENTS // plan.traits.BLOCK_DV,
     }
     programs = plan.sizes.total_q * plan.problem.num_heads
     return KernelCall(decode.combine_kernel, (programs, 1, 1), arguments, 4, 1)

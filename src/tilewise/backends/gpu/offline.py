@@ -1,0 +1,57 @@
+"""Problems without tensors: what kernels are described for where nothing is called, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.backends.gpu.launching import Allocation, View
+from tilewise.problem import AttentionProblem
+
+__all__ = ["operand_views"]
+
+
+def operand_views(problem: AttentionProblem, *, packed_queries: bool) -> dict[str, View]:
+    """Views of contiguous canonical operands of a problem; paged queries with cu_seqlens_q if `packed_queries`."""
+    views = {name: _contiguous(shape, problem.dtype) for name, shape in _row_shapes(problem).items()}
+    if problem.kind == "varlen" or (problem.kind == "paged" and packed_queries):
+        views["cu_seqlens_q"] = _contiguous((problem.batch + 1,), torch.int32)
+    if problem.kind == "varlen":
+        views["cu_seqlens_k"] = _contiguous((problem.batch + 1,), torch.int32)
+    if problem.page_size is not None:
+        table = (problem.batch, problem.seqlen_k // problem.page_size)
+        views |= {"block_table": _contiguous(table, torch.int32), "seqlens_k": _contiguous(table[:1], torch.int32)}
+    scores = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    if problem.bias_shape is not None:
+        views["bias"] = _expanded(problem.bias_shape, scores, problem.bias_dtype or problem.dtype)
+    if problem.mask_shape is not None:
+        views["mask"] = _expanded(problem.mask_shape, scores, torch.bool)
+    if problem.has_alibi:
+        views["alibi_slopes"] = _expanded((1, problem.num_heads), scores[:2], torch.float32)
+    if problem.has_sinks:
+        views["sinks"] = _contiguous((problem.num_heads,), torch.float32)
+    if problem.dropout > 0.0:
+        views["seed"] = _contiguous((), torch.int64)
+    return views
+
+
+def _row_shapes(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
+    widths = {"k": problem.head_dim, "v": problem.head_dim_v}
+    if problem.kind == "dense":
+        query = (problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim)
+        keys: tuple[int, ...] = (problem.batch, problem.num_kv_heads, problem.seqlen_k)
+        return {"q": query, **{name: (*keys, width) for name, width in widths.items()}}
+    keys = (problem.total_k, problem.num_kv_heads)
+    if problem.page_size is not None:
+        keys = (problem.total_k // problem.page_size, problem.page_size, problem.num_kv_heads)
+    query_rows = (problem.total_q, problem.num_heads, problem.head_dim)
+    return {"q": query_rows, **{name: (*keys, width) for name, width in widths.items()}}
+
+
+def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> View:
+    return Allocation.contiguous(shape, dtype).view
+
+
+def _expanded(shape: tuple[int, ...], target: tuple[int, ...], dtype: torch.dtype) -> View:
+    strides = Allocation.contiguous(shape, dtype).strides
+    broadcast = [0 if size != wanted else s for size, wanted, s in zip(shape, target, strides, strict=True)]
+    return View(tuple(broadcast), dtype, aligned=True)
