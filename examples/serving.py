@@ -379,7 +379,7 @@ def _sample(step: int, scheduler: Scheduler) -> Sample:
 
 def draw(ample: Sequence[Outcome], scarce: Sequence[Outcome], capacity: int) -> str:
     """Memory over time where there is enough of it, and requests over time where there is not, as SVG."""
-    from tilewise.figures import OTHERS, OURS, render
+    from tilewise.figures import INK, OTHERS, OURS, render
 
     colours = dict(zip(POLICIES, (OTHERS[0], OURS[0], OURS[1]), strict=True))
 
@@ -387,23 +387,15 @@ def draw(ample: Sequence[Outcome], scarce: Sequence[Outcome], capacity: int) -> 
         memory, requests = figure.subplots(1, 2)
         for outcome in ample:
             steps = [s.step for s in outcome.samples]
-            memory.plot(
-                steps, [s.taken / 1024 for s in outcome.samples], color=colours[outcome.policy], label=outcome.policy
-            )
+            memory.plot(steps, [s.taken / 1024 for s in outcome.samples], color=colours[outcome.policy])
         steps = [s.step for s in ample[0].samples]
-        memory.plot(steps, [s.asked / 1024 for s in ample[0].samples], ":", color=OTHERS[4], label="tokens asked for")
-        memory.set(
-            title="memory taken, enough for all", xlabel="step", ylabel="thousand (1024) tokens of K and V", ylim=0
-        )
-        memory.legend(frameon=False)
+        memory.plot(steps, [s.asked / 1024 for s in ample[0].samples], ":", color=INK, label="tokens there are")
+        memory.set(title="memory taken, enough for all", xlabel="step", ylabel="K and V of 1024 tokens", ylim=0)
         for outcome in scarce:
             steps = [s.step for s in outcome.samples]
-            requests.plot(
-                steps, [s.running for s in outcome.samples], color=colours[outcome.policy], label=outcome.policy
-            )
-        requests.set(
-            title=f"requests at a time in {capacity // 1024} K tokens", xlabel="step", ylabel="running", ylim=0
-        )
-        requests.legend(frameon=False)
+            running = [s.running for s in outcome.samples]
+            requests.plot(steps, running, color=colours[outcome.policy], label=outcome.policy)
+        requests.set(title=f"requests at a time in {capacity // 1024} K tokens", xlabel="step", ylim=0)
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
 
     return render(put, 10.0, 3.6)
