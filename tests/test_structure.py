@@ -29,6 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "masks": set(),
     "numerics": set(),
     "device": set(),
+    "fp8": {"numerics"},
     "canonical": {"operands", "problem"},
     "validation": {"problem", "operands", "masks", "backends.__init__"},
     "dispatch": {"backends", "problem", "device"},

@@ -1,0 +1,205 @@
+"""Quantising: what the bits are, in plain torch; on a GPU fused kernels write the same ones.
+
+For a group of values that share a scale:
+
+    amax  = the largest finite magnitude, at least 2^-96
+    scale = amax / 448                                            fp32, rounded to nearest
+    data  = e4m3(clamp(x * (448 / amax), -448, 448))              fp32 products, e4m3 to nearest, ties to even
+
+so that e4m3 numbers from 2^-9 to 448 cover magnitudes from scale / 512 to amax, below 2^-10 of the scale they become 0.
+
+What never happens silently: with a scale of its own a group cannot overflow. With scales that are given (a calibrated
+`scale=`) finite values beyond them saturate at +-448 * scale. NaN and infinities have no e4m3 number and become NaN,
+which attention carries into the rows that see it, while the scale of their group comes from its finite values;
+`nonfinite="raise"` refuses them instead, at the price of waiting for the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.fp8.container import BLOCK, E4M3, E4M3_MAX, Fp8Layout, Fp8Tensor, Granularity
+from tilewise.fp8.rotation import rotate
+
+__all__ = ["AMAX_FLOOR", "encode", "inverse_of", "quantize", "scale_of"]
+
+# Groups of smaller numbers get this one's scale: 448 / amax stays finite, and so does the ratio of any two scales.
+AMAX_FLOOR = 2.0**-96
+SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def quantize(
+    x: Tensor,
+    *,
+    granularity: Literal["tensor", "head", "block"] = "head",
+    rotation: bool = False,
+    layout: Literal["bhsd", "bshd"] = "bhsd",
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    block: int | None = None,
+    scale: Tensor | float | None = None,
+    nonfinite: Literal["nan", "raise"] = "nan",
+) -> Fp8Tensor:
+    """q, k or v in e4m3, with one scale per tensor, per (sequence, head), or per `block` rows of a head.
+
+    x (batch, heads, seqlen, dim), with `layout="bshd"` (batch, seqlen, heads, dim), or packed (total, heads, dim) with
+    `cu_seqlens`, whose rows past the last sequence become 0 and count for no scale; `max_seqlen`, the longest length,
+    keeps block scales short where reading it would make the CPU wait. `rotation` rotates the rows first:
+    of q and k, or of neither. `scale` is a calibrated one (a number, or fp32 that broadcasts to (batch, heads, blocks))
+    instead of the tensor's own. Rejects tensors that require a gradient: rounding to e4m3 has none.
+
+        >>> k = quantize(torch.randn(1, 2, 300, 64), granularity="block", rotation=True)
+        >>> k.dequantize().shape
+        torch.Size([1, 2, 300, 64])
+    """
+    _judge(x, granularity, layout, cu_seqlens, block, nonfinite)
+    rows = (block or BLOCK) if granularity == "block" else None
+    kind: Fp8Layout = layout if cu_seqlens is None else "packed"
+    if nonfinite == "raise" and not bool(torch.isfinite(_inside(x, cu_seqlens)).all()):
+        fix = 'Find where it came from, or let it become NaN with nonfinite="nan".'
+        raise InvalidProblem("x", "finite numbers", "NaN or infinity", fix)
+    given = None if scale is None else torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+    with torch.no_grad():
+        data, found = _compute(
+            x, granularity, rows, kind, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen
+        )
+    dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
+    return Fp8Tensor(data, found, cast("Granularity", granularity), kind, rows, rotation, dtype)
+
+
+def scale_of(amax: Tensor) -> Tensor:
+    """The scale of groups with these largest magnitudes."""
+    return amax.clamp_min(AMAX_FLOOR) / E4M3_MAX
+
+
+def inverse_of(amax: Tensor) -> Tensor:
+    """What values are multiplied with before rounding."""
+    return E4M3_MAX / amax.clamp_min(AMAX_FLOOR)
+
+
+def encode(x: Tensor, inverse: Tensor) -> Tensor:
+    """e4m3 of fp32 values times `inverse`: saturated, NaN where not finite."""
+    scaled = (x * inverse).clamp(-E4M3_MAX, E4M3_MAX)
+    # Explicitly: releases of torch differ in what a cast makes of infinities.
+    return torch.where(torch.isfinite(x), scaled, torch.nan).to(E4M3)
+
+
+def _compute(
+    x: Tensor,
+    granularity: str,
+    block: int | None,
+    layout: Fp8Layout,
+    cu_seqlens: Tensor | None,
+    *,
+    rotation: bool,
+    given: Tensor | None,
+    max_seqlen: int | None,
+) -> tuple[Tensor, Tensor]:
+    if x.is_cuda:
+        from tilewise.fp8 import launch
+
+        return launch.quantize(
+            x, granularity, block, layout, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen
+        )
+    if layout == "packed":
+        assert cu_seqlens is not None
+        return _packed(x, granularity, block, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen)
+    heads_first = x.transpose(1, 2) if layout == "bshd" else x
+    values = rotate(heads_first) if rotation else heads_first.float()
+    data, scale = _dense(values, granularity, block, given)
+    return (data.transpose(1, 2) if layout == "bshd" else data).contiguous(), scale
+
+
+def _dense(values: Tensor, granularity: str, block: int | None, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Heads first, fp32 (batch, heads, rows, dim) -> e4m3 and (batch, heads, blocks) scales."""
+    batch, heads, length, _ = values.shape
+    blocks = -(-length // block) if block else 1
+    if given is not None:
+        scale = given.expand(batch, heads, blocks)
+        inverse = 1.0 / scale
+    else:
+        amax = _amax(values, granularity, block, blocks)
+        scale, inverse = (f(amax).expand(batch, heads, blocks) for f in (scale_of, inverse_of))
+    index = torch.arange(length, device=values.device) // (block or max(length, 1))
+    return encode(values, inverse[:, :, index, None]), scale
+
+
+def _amax(values: Tensor, granularity: str, block: int | None, blocks: int) -> Tensor:
+    sizes = torch.where(torch.isfinite(values), values.abs(), 0.0)
+    if granularity == "tensor":
+        return (sizes.amax() if sizes.numel() else sizes.new_zeros(())).reshape(1, 1, 1)
+    per_row = sizes.amax(-1) if sizes.shape[-1] else sizes.new_zeros(sizes.shape[:-1])
+    if block is None:
+        return per_row.amax(-1, keepdim=True) if per_row.shape[-1] else per_row.new_zeros(*per_row.shape[:2], 1)
+    missing = blocks * block - per_row.shape[-1]
+    padded: Tensor = torch.nn.functional.pad(per_row, (0, missing))
+    return padded.unflatten(-1, (blocks, block)).amax(-1)
+
+
+def _packed(
+    x: Tensor,
+    granularity: str,
+    block: int | None,
+    cu_seqlens: Tensor,
+    *,
+    rotation: bool,
+    given: Tensor | None,
+    max_seqlen: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Sequence by sequence, as dense tensors of one batch entry."""
+    bounds = cu_seqlens.tolist()
+    data = torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(E4M3)
+    pieces = [x[a:b].transpose(0, 1)[None] for a, b in itertools.pairwise(bounds)]
+    values = [rotate(piece) if rotation else piece.float() for piece in pieces]
+    longest = max([0, *(v.shape[2] for v in values)]) if max_seqlen is None else max_seqlen
+    blocks = -(-longest // block) if block else 1
+    scale = x.new_full((len(values), x.shape[1], blocks), AMAX_FLOOR / E4M3_MAX, dtype=torch.float32)
+    if given is None and granularity == "tensor":
+        everywhere = torch.stack([_amax(v, "tensor", None, 1) for v in values] or [x.new_zeros(1, 1, 1).float()]).amax(
+            0
+        )
+        scale, inverse = (f(everywhere).expand(scale.shape) for f in (scale_of, inverse_of))
+        for (a, b), v in zip(itertools.pairwise(bounds), values, strict=True):
+            data[a:b] = encode(v, inverse[:1, :1, :1, None])[0].transpose(0, 1)
+        return data, scale
+    given = None if given is None else given.expand(scale.shape)
+    for i, v in enumerate(values):
+        used = -(-v.shape[2] // block) if block else 1
+        piece, found = _dense(v, granularity, block, None if given is None else given[i : i + 1, :, :used])
+        data[bounds[i] : bounds[i + 1]] = piece[0].transpose(0, 1)
+        scale[i, :, :used] = found[0]
+    return data, scale if given is None else given
+
+
+def _inside(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return x if cu_seqlens is None else x[: int(cu_seqlens[-1])]
+
+
+def _judge(x: Any, granularity: str, layout: str, cu_seqlens: Tensor | None, block: int | None, nonfinite: str) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in SOURCES:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidProblem("x", "a tensor of float32, bfloat16 or float16", got, "Convert it first.")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise Unsupported(
+            "quantising to e4m3 has no gradient: detach the tensor, quantise under torch.no_grad(), "
+            "or train with bf16 tensors"
+        )
+    choices = {"granularity": (granularity, ("tensor", "head", "block")), "layout": (layout, ("bhsd", "bshd")),
+               "nonfinite": (nonfinite, ("nan", "raise"))}  # fmt: skip
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise InvalidProblem(name, "one of " + ", ".join(map(repr, allowed)), repr(value), "See its docstring.")
+    rank = 4 if cu_seqlens is None else 3
+    if x.dim() != rank:
+        fix = "Packed rows come with cu_seqlens, dense tensors without."
+        raise InvalidProblem("x", f"{rank} dimensions", f"shape {tuple(x.shape)}", fix)
+    if cu_seqlens is not None and (cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or not len(cu_seqlens)):
+        raise InvalidProblem("cu_seqlens", "int32 running totals from 0", cu_seqlens.dtype, "As attention_varlen's.")
+    if block is not None and (granularity != "block" or block < 1):
+        fix = 'It is the number of rows that share a scale with granularity="block".'
+        raise InvalidProblem("block", "a positive number of rows", block, fix)

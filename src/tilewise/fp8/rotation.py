@@ -1,0 +1,80 @@
+"""The rotation of q and k: random signs, then Walsh-Hadamard transforms. It leaves q.k as it is and spreads outliers.
+
+A head of n = 2^k channels is multiplied by diag(signs) H / sqrt(n), an orthogonal matrix, so that in exact arithmetic
+every score stays the same; one channel's outlier becomes a little of every channel, and the scale that covers it costs
+the others fewer bits. Other head dims are cut into descending powers of two (96 = 64 + 32), each rotated by itself: the
+matrix is still orthogonal, while a part of 1 stays as it is and a short part spreads less.
+
+The order of the additions is part of the definition: butterflies of distance 1, 2, 4, ... in fp32, then one
+multiplication. So a CPU and a GPU compute the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.numerics import philox_4x32
+
+__all__ = ["norms", "part_sizes", "parts", "rotate", "signs"]
+
+# The key of the random signs: fixed, so that q and k, and caches written by another process, agree.
+SIGN_KEY = (0x7469_6C65, 0x7769_7365)
+
+
+def parts(head_dim: int) -> tuple[int, ...]:
+    """The powers of two that a head dim is the sum of, largest first.
+
+    >>> parts(128), parts(96), parts(40)
+    ((128,), (64, 32), (32, 8))
+    """
+    return tuple(1 << bit for bit in reversed(range(head_dim.bit_length())) if head_dim >> bit & 1)
+
+
+@functools.lru_cache(maxsize=256)
+def signs(head_dim: int, device: torch.device) -> Tensor:
+    """+1 or -1 for every channel, the same in every process."""
+    zero = np.zeros(1, np.int64)
+    words = philox_4x32((np.arange(head_dim), zero, zero, zero), SIGN_KEY)[0]
+    return torch.from_numpy(1.0 - 2.0 * (words & 1).astype(np.float32)).to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def part_sizes(head_dim: int, device: torch.device) -> Tensor:
+    """The size of the part that each channel belongs to."""
+    return torch.tensor([size for size in parts(head_dim) for _ in range(size)], dtype=torch.int32).to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def norms(head_dim: int, device: torch.device) -> Tensor:
+    """1 / sqrt(size) of each channel's part, in fp32."""
+    values = [1.0 / math.sqrt(size) for size in parts(head_dim) for _ in range(size)]
+    return torch.tensor(values, dtype=torch.float32).to(device)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """The last dimension in the rotated basis, in fp32: products of rotated rows are those of the rows, up to rounding.
+
+    >>> x = torch.randn(3, 96)
+    >>> torch.allclose(rotate(x).square().sum(-1), x.square().sum(-1), rtol=1e-5)
+    True
+    """
+    head_dim = x.shape[-1]
+    signed = x.float() * signs(head_dim, x.device)
+    pieces = [_hadamard(piece) for piece in signed.split(parts(head_dim), -1)]
+    return torch.cat(pieces, -1) * norms(head_dim, x.device)
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    """The unnormalised transform of a last dimension of 2^k."""
+    size = x.shape[-1]
+    distance = 1
+    while distance < size:
+        left, right = x.unflatten(-1, (size // (2 * distance), 2, distance)).unbind(-2)
+        x = torch.stack((left + right, left - right), -2).flatten(-3)
+        distance *= 2
+    return x

@@ -1,0 +1,160 @@
+"""Quantising to e4m3: the bits, the scales, the rotation, and what may not be lost or mixed up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise import InvalidProblem, Unsupported, fp8
+from tilewise.fp8.container import E4M3
+from tilewise.fp8.rotation import parts, signs
+
+GRANULARITIES = ("tensor", "head", "block")
+
+
+def e4m3_values() -> torch.Tensor:
+    """Every finite number of the format, ascending, from its definition."""
+    magnitudes = [m * 2.0**-9 for m in range(8)]
+    magnitudes += [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)]
+    return torch.tensor([-m for m in reversed(magnitudes[1:])] + magnitudes)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("rotation", [False, True])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_values_come_back_to_within_half_a_step(granularity: str, rotation: bool, layout: str) -> None:
+    shape = (2, 3, 150, 40) if layout == "bhsd" else (2, 150, 3, 40)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    made = fp8.quantize(x, granularity=granularity, rotation=rotation, layout=layout)  # type: ignore[arg-type]
+    exact = fp8.rotate(x) if rotation else x
+    back = made.dequantize()
+    # Three bits of fraction: half a step is 1/16 of the value, or of the smallest normal number, 2^-6 of the scale.
+    smallest = made.scale.amax() * 2.0**-6
+    assert bool(((back - exact).abs() <= torch.maximum(exact.abs(), smallest) / 16 * 1.0001).all())
+    assert made.scale.shape == (2, 3, 2 if granularity == "block" else 1)
+
+
+def test_codes_are_the_nearest_ones_ties_to_even() -> None:
+    values = e4m3_values()
+    middles = (values[1:] + values[:-1]) / 2
+    x = torch.cat([values, middles, middles * (1 + 1e-6), middles * (1 - 1e-6)]).reshape(1, 1, -1, 1)
+    made = fp8.quantize(x, scale=1.0)
+    distance = (x.double().reshape(-1, 1) - values.double()).abs()
+    best = distance.amin(1, keepdim=True)
+    # Codes of neighbours differ by one, and the even one has an even number.
+    even = torch.tensor([abs(i - 126) % 2 == 0 for i in range(len(values))])
+    choice = torch.where(distance == best, torch.where(even, 2, 1), 0).argmax(1)
+    assert torch.equal(made.dequantize().reshape(-1), values[choice])
+
+
+def test_a_group_s_largest_magnitude_is_448_of_its_scale() -> None:
+    x = torch.randn(2, 3, 300, 16, generator=torch.Generator().manual_seed(0)) * 1e3
+    made = fp8.quantize(x, granularity="block")
+    for block in range(3):
+        rows = slice(128 * block, 128 * (block + 1))
+        assert torch.equal(made.scale[:, :, block], x[:, :, rows].abs().amax((2, 3)) / 448.0)
+    assert float(made.data.float().abs().max()) == 448.0
+
+
+def test_beyond_a_given_scale_values_saturate() -> None:
+    x = torch.tensor([1e30, -1e30, 500.0, 3.0]).reshape(1, 1, 1, 4)
+    assert fp8.quantize(x, scale=1.0).dequantize().flatten().tolist() == [448.0, -448.0, 448.0, 3.0]
+
+
+def test_nan_and_infinities_become_nan_and_leave_the_scale_alone() -> None:
+    x = torch.ones(1, 2, 3, 4)
+    x[0, 0, 0, 0], x[0, 0, 1, 1], x[0, 0, 2, 2] = torch.nan, torch.inf, -torch.inf
+    made = fp8.quantize(x, granularity="tensor")
+    assert torch.isnan(made.dequantize()).nonzero()[:, 2:].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert float(made.scale[0, 0, 0]) == pytest.approx(1 / 448.0)
+    with pytest.raises(InvalidProblem, match="finite"):
+        fp8.quantize(x, nonfinite="raise")
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-38, 3e38])
+def test_extreme_magnitudes_stay_finite(value: float) -> None:
+    made = fp8.quantize(torch.full((1, 1, 2, 2), value))
+    assert torch.isfinite(made.scale).all()
+    assert float(made.dequantize()[0, 0, 0, 0]) == pytest.approx(value, rel=1e-5, abs=2.0**-100)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_packed_rows_past_the_end_count_for_nothing(granularity: str) -> None:
+    x = torch.randn(150, 2, 8, generator=torch.Generator().manual_seed(0))
+    cu_seqlens = torch.tensor([0, 5, 5, 140], dtype=torch.int32)
+    poisoned = x.clone()
+    poisoned[140:] = torch.nan
+    poisoned[145:] = 1e30
+    made = fp8.quantize(poisoned, granularity=granularity, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+    back = made.dequantize(cu_seqlens)
+    assert float((back[:140] - x[:140]).abs().max()) < float(x.abs().max()) / 16
+    assert torch.equal(back[140:], torch.zeros(10, 2, 8))
+    if granularity == "block":
+        # Blocks are counted from each sequence's first row.
+        assert torch.equal(made.scale[2, :, 1], x[133:140].abs().amax((0, 2)) / 448.0)
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 40, 64, 80, 96, 128, 256])
+def test_rotation_keeps_every_product(head_dim: int) -> None:
+    q, k = torch.randn(2, 30, head_dim, generator=torch.Generator().manual_seed(0)).double()
+    matrix = fp8.rotate(torch.eye(head_dim)).double()
+    assert torch.allclose(matrix @ matrix.T, torch.eye(head_dim).double(), atol=1e-6)
+    assert torch.allclose(fp8.rotate(q).double() @ fp8.rotate(k).double().T, q @ k.T, atol=1e-4)
+    assert sum(parts(head_dim)) == head_dim
+    assert {float(s) for s in signs(head_dim, torch.device("cpu"))} <= {1.0, -1.0}
+
+
+def test_rotation_spreads_an_outlier_over_its_part() -> None:
+    x = torch.zeros(1, 96)
+    x[0, 3] = 100.0
+    assert torch.allclose(fp8.rotate(x)[0, :64].abs(), torch.tensor(100.0 / 8.0))
+    assert float(fp8.rotate(x)[0, 64:].abs().max()) == 0.0
+
+
+def test_quantising_what_needs_a_gradient_is_refused() -> None:
+    x = torch.randn(1, 1, 4, 4, requires_grad=True)
+    with pytest.raises(Unsupported, match="no gradient"):
+        fp8.quantize(x)
+    with torch.no_grad():
+        assert not fp8.quantize(x).data.requires_grad
+
+
+def test_scales_that_do_not_belong_are_refused() -> None:
+    x = torch.randn(1, 2, 300, 8)
+    made, other = (fp8.quantize(t, granularity="block") for t in (x, x[:, :, :100]))
+    with pytest.raises(InvalidProblem, match="scale"):
+        fp8.Fp8Tensor(made.data, other.scale, "block", "bhsd", 128)
+    with pytest.raises(InvalidProblem, match="data"):
+        fp8.Fp8Tensor(x, made.scale, "block", "bhsd", 128)
+    with pytest.raises(InvalidProblem, match="block"):
+        fp8.Fp8Tensor(made.data, made.scale, "head", "bhsd", 128)
+    with pytest.raises(InvalidProblem, match="dimensions"):
+        fp8.Fp8Tensor(made.data, made.scale, "block", "packed", 128)
+
+
+@pytest.mark.parametrize("bad", [{"granularity": "row"}, {"layout": "sbhd"}, {"block": 64}, {"nonfinite": "zero"}])
+def test_bad_arguments_are_named(bad: dict[str, object]) -> None:
+    with pytest.raises(InvalidProblem, match=next(iter(bad))):
+        fp8.quantize(torch.randn(1, 1, 4, 4), **bad)  # type: ignore[arg-type]
+
+
+def test_the_container_moves_and_counts_its_bytes() -> None:
+    made = fp8.quantize(torch.randn(2, 3, 300, 8), granularity="tensor")
+    assert made.nbytes == 2 * 3 * 300 * 8 + 4
+    assert made.to("meta").scale.shape == (2, 3, 1)
+    assert made.data.dtype == E4M3
+
+
+def test_the_gpu_kernel_writes_the_same_bits() -> None:
+    """In Triton's interpreter, in a process of its own because that is chosen when triton is imported."""
+    pytest.importorskip("triton")
+    script = Path(__file__).parent / "fp8_kernel_bits.py"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True,
+                          env=environment, timeout=300, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
