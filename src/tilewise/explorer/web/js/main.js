@@ -51,10 +51,23 @@ class App {
   }
 
   start() {
-    fill(element("tabs"), VIEWS.map((view) => h("button", {
-      type: "button", role: "tab", id: `tab-${view.id}`, "aria-controls": "main", tabindex: -1,
-      onclick: () => this.open(view.id, this.remembered.get(view.id) ?? {}),
-    }, view.title)));
+    fill(
+      element("tabs"),
+      VIEWS.map((view) =>
+        h(
+          "button",
+          {
+            type: "button",
+            role: "tab",
+            id: `tab-${view.id}`,
+            "aria-controls": "main",
+            tabindex: -1,
+            onclick: () => this.open(view.id, this.remembered.get(view.id) ?? {}),
+          },
+          view.title,
+        ),
+      ),
+    );
     element("tabs").addEventListener("keydown", (event) => this.#onTabKey(/** @type {KeyboardEvent} */ (event)));
     document.addEventListener("keydown", (event) => this.#onKey(event));
     addEventListener("hashchange", () => this.#onAddress());
@@ -112,7 +125,10 @@ class App {
   #onTabKey(event) {
     const at = VIEWS.findIndex((view) => view.id === this.current);
     const targets = /** @type {Record<string, number>} */ ({
-      ArrowRight: (at + 1) % VIEWS.length, ArrowLeft: (at + VIEWS.length - 1) % VIEWS.length, Home: 0, End: VIEWS.length - 1,
+      ArrowRight: (at + 1) % VIEWS.length,
+      ArrowLeft: (at + VIEWS.length - 1) % VIEWS.length,
+      Home: 0,
+      End: VIEWS.length - 1,
     });
     if (!(event.key in targets)) return;
     event.preventDefault();
@@ -126,7 +142,8 @@ class App {
   #onKey(event) {
     const target = /** @type {HTMLElement} */ (event.target);
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (target.closest("input:not([type=range]), select, textarea") || (event.key === " " && target.closest("button"))) return;
+    if (target.closest("input:not([type=range]), select, textarea") || (event.key === " " && target.closest("button")))
+      return;
     if (/^[1-9]$/.test(event.key) && VIEWS[Number(event.key) - 1]) {
       const { id } = VIEWS[Number(event.key) - 1];
       this.open(id, this.remembered.get(id) ?? {});
@@ -155,9 +172,24 @@ class App {
   }
 
   #startHelp() {
-    fill(element("help"), h("dl", {}, KEYS.map(([keys, what]) => [
-      h("dt", {}, keys.split(" ").map((key) => [h("kbd", {}, key), " "]).flat()), h("dd", {}, what),
-    ]).flat()));
+    fill(
+      element("help"),
+      h(
+        "dl",
+        {},
+        KEYS.map(([keys, what]) => [
+          h(
+            "dt",
+            {},
+            keys
+              .split(" ")
+              .map((key) => [h("kbd", {}, key), " "])
+              .flat(),
+          ),
+          h("dd", {}, what),
+        ]).flat(),
+      ),
+    );
     element("help-button").addEventListener("click", () => {
       const shown = element("help").hidden;
       element("help").hidden = !shown;

@@ -62,7 +62,10 @@ export function fa2(work) {
   return record.trace;
 }
 
-/** The tiles of keys are split among workers, each of which does FA-2; then merged. @param {Workload} work @returns {Trace} */
+/**
+ * The tiles of keys are split among workers, each of which does FA-2; then merged.
+ * @param {Workload} work @returns {Trace}
+ */
 export function decode(work) {
   const several = work.num_splits > 1;
   const partialRows = work.num_splits * work.seqlen_q;
@@ -102,7 +105,10 @@ function queryTile(record, m, split) {
   record.free("q", "acc", "row_max", "lse");
 }
 
-/** An online softmax whose scores are the splits' lse and whose values their out. @param {Recorder} record @param {number} m */
+/**
+ * An online softmax whose scores are the splits' lse and whose values their out.
+ * @param {Recorder} record @param {number} m
+ */
 function mergeRows(record, m) {
   const { work } = record;
   const rows = span(m, work.block_m, work.seqlen_q);
@@ -154,7 +160,10 @@ export function fa1(work) {
   return record.trace;
 }
 
-/** What FA-2 does with one tile of keys. @param {Recorder} record @param {number} m @param {number} n @param {number | null} part */
+/**
+ * What FA-2 does with one tile of keys.
+ * @param {Recorder} record @param {number} m @param {number} n @param {number | null} part
+ */
 function streamedTile(record, m, n, part) {
   const { work } = record;
   const rows = span(m, work.block_m, work.seqlen_q);
@@ -176,7 +185,11 @@ function streamedTile(record, m, n, part) {
   record.free("p", "k", "v");
 }
 
-/** What FA-1 does with one tile of queries. @param {Recorder} record @param {number} m @param {number} n @param {Span} rows @param {Span} cols @param {boolean} partial */
+/**
+ * What FA-1 does with one tile of queries.
+ * @param {Recorder} record @param {number} m @param {number} n @param {Span} rows @param {Span} cols
+ * @param {boolean} partial
+ */
 function statefulTile(record, m, n, rows, cols, partial) {
   record.at("scores", m, n);
   record.load("q", rows);

@@ -66,7 +66,10 @@ function keyTile(record, n, mBlocks) {
   record.free("dk", "dv", "k", "v");
 }
 
-/** @param {Recorder} record @param {number} m @param {number} n @param {Span} rows @param {Span} cols @param {boolean} partial */
+/**
+ * @param {Recorder} record @param {number} m @param {number} n @param {Span} rows @param {Span} cols
+ * @param {boolean} partial
+ */
 function gradientTile(record, m, n, rows, cols, partial) {
   const { head_dim: d, head_dim_v: dv } = record.work;
   const [height, width] = [rows[1] - rows[0], cols[1] - cols[0]];

@@ -75,7 +75,10 @@ export function fa1Forward(band, grid, d, dv) {
   return { reads: (keys + rows) * (d + dv), writes: rows * dv, wide: 4 * rows };
 }
 
-/** Keys streamed past the tiles of queries, and rows times the tiles they meet. @param {Band} band @param {TileGrid} grid */
+/**
+ * Keys streamed past the tiles of queries, and rows times the tiles they meet.
+ * @param {Band} band @param {TileGrid} grid
+ */
 function streams(band, { blockM, blockN }) {
   let keys = 0;
   let rows = 0;
@@ -132,7 +135,9 @@ export function estimate(problem, grid, device) {
 /** @param {ReturnType<Band["countTiles"]>} tiles @param {number} times */
 function scaledTiles(tiles, times) {
   return {
-    full: tiles.full * times, partial: tiles.partial * times, skipped: tiles.skipped * times,
+    full: tiles.full * times,
+    partial: tiles.partial * times,
+    skipped: tiles.skipped * times,
     visited: tiles.visited * times,
   };
 }
@@ -161,7 +166,10 @@ function naiveWork(problem, band, memory, device) {
   return work(problem, device, scores, traffic, moved, moved, extra);
 }
 
-/** @param {Problem} problem @param {Band} band @param {TileGrid} grid @param {Memory} memory @param {Device} device @returns {Work} */
+/**
+ * @param {Problem} problem @param {Band} band @param {TileGrid} grid @param {Memory} memory @param {Device} device
+ * @returns {Work}
+ */
 function tiledWork(problem, band, grid, memory, device) {
   const { headDim: d, headDimV: dv } = problem;
   const traffic = totalTraffic(problem, tiledForward(band, grid, d, dv), tiledBackward(band, grid, d, dv));
@@ -184,7 +192,11 @@ function work(problem, device, pairs, traffic, moved, fromMemory, extra) {
   const known = rate !== undefined && device.bandwidth > 0;
   const [compute, memory] = [flops / rate, fromMemory / device.bandwidth];
   return {
-    flops, traffic, bytes_moved: moved, bytes_from_memory: fromMemory, extra_memory: extra,
+    flops,
+    traffic,
+    bytes_moved: moved,
+    bytes_from_memory: fromMemory,
+    extra_memory: extra,
     seconds: known ? Math.max(compute, memory) : null,
     bound: known ? (compute >= memory ? "compute" : "memory") : null,
     intensity: flops / Math.max(1, fromMemory),
@@ -203,7 +215,10 @@ function bytes(problem, traffic) {
   return elements(traffic) * ITEMSIZE[problem.dtype] + traffic.wide * WIDE;
 }
 
-/** Bytes from memory: everything once, and what streams past once per wave of tiles. @param {Problem} problem @param {Band} band @param {TileGrid} grid @param {Device} device */
+/**
+ * Bytes from memory: everything once, and what streams past once per wave of tiles.
+ * @param {Problem} problem @param {Band} band @param {TileGrid} grid @param {Device} device
+ */
 function behindCache(problem, band, grid, device) {
   const size = ITEMSIZE[problem.dtype];
   const [first, stop] = band.keysSeen(0, band.seqlenQ);

@@ -23,13 +23,26 @@ export function localPlan(question, data) {
   const kernel = kernelFor(question, data.kernels);
   const grid = { blockM: kernel.tile[0], blockN: kernel.tile[1] };
   const seqlenQ = question.phase === "decode" ? 1 : question.context;
-  const costs = estimate({
-    batch: question.batch, seqlenQ, seqlenK: question.context, numHeads: question.heads, numKvHeads: question.kv_heads,
-    headDim: question.head_dim, headDimV: question.head_dim, dtype: question.dtype, needsGrad: question.phase === "train",
-    ...sides(question),
-  }, grid, device);
+  const costs = estimate(
+    {
+      batch: question.batch,
+      seqlenQ,
+      seqlenK: question.context,
+      numHeads: question.heads,
+      numKvHeads: question.kv_heads,
+      headDim: question.head_dim,
+      headDimV: question.head_dim,
+      dtype: question.dtype,
+      needsGrad: question.phase === "train",
+      ...sides(question),
+    },
+    grid,
+    device,
+  );
   return {
-    ...costs, device, backend: kernel.backend,
+    ...costs,
+    device,
+    backend: kernel.backend,
     rejected: kernel.rejected.map(([backend, reason]) => ({ backend, reason })),
     tile: { block_m: kernel.tile[0], block_n: kernel.tile[1] },
   };
@@ -42,7 +55,14 @@ export function localPlan(question, data) {
  */
 export function kernelFor(question, kernels) {
   const cuts = question.window !== null && question.window < question.context - 1;
-  const choices = [question.device, question.dtype, question.head_dim, question.phase, question.causal ? "causal" : "full", cuts ? "window" : "open"];
+  const choices = [
+    question.device,
+    question.dtype,
+    question.head_dim,
+    question.phase,
+    question.causal ? "causal" : "full",
+    cuts ? "window" : "open",
+  ];
   const steps = kernels.steps[choices.join(" ")];
   const measure = question.phase === "decode" ? question.heads / question.kv_heads : question.context;
   const found = steps.filter((/** @type {[number, number]} */ [from]) => from <= measure);

@@ -86,10 +86,11 @@ export class Machine {
 const OPERATIONS = {
   init: (_, event) => matrix(...shapeOf(event), event.target === "row_max" ? -Infinity : 0),
   scores: ([q, k], _, machine) => times(q, k, { turned: true, factor: machine.work.scale }),
-  mask: ([s], event, machine) => each(s, (value, row, col) => {
-    const [m, n] = [(event.rows ?? [0])[0] + row, (event.cols ?? [0])[0] + col];
-    return machine.band.sees(m, n) ? value : -Infinity;
-  }),
+  mask: ([s], event, machine) =>
+    each(s, (value, row, col) => {
+      const [m, n] = [(event.rows ?? [0])[0] + row, (event.cols ?? [0])[0] + col];
+      return machine.band.sees(m, n) ? value : -Infinity;
+    }),
   softmax: ([s]) => softmaxRows(s),
   product: ([p, v]) => times(p, v),
   row_max: ([before, s]) => each(before, (value, row) => Math.max(value, ...rowOf(s, row))),
@@ -101,7 +102,9 @@ const OPERATIONS = {
   delta: ([out, dout]) => ({
     rows: out.rows,
     cols: 1,
-    data: Float64Array.from({ length: out.rows }, (_, row) => total(rowOf(out, row).map((x, i) => x * rowOf(dout, row)[i]))),
+    data: Float64Array.from({ length: out.rows }, (_, row) =>
+      total(rowOf(out, row).map((x, i) => x * rowOf(dout, row)[i])),
+    ),
   }),
   probabilities: ([s, lse]) => each(s, (value, row) => (value === -Infinity ? 0 : Math.exp(value - lse.data[row]))),
   dv: ([dv, p, dout]) => plus(dv, times(transposed(p), dout)),
@@ -113,7 +116,8 @@ const OPERATIONS = {
     const delta = Array.from({ length: p.rows }, (_, row) => total(rowOf(p, row).map((x, i) => x * rowOf(dp, row)[i])));
     return each(p, (value, row, col) => value * (dp.data[row * dp.cols + col] - delta[row]));
   },
-  merge: ([acc, out, lse, rowMax]) => each(acc, (value, row, col) => value + weight(lse, rowMax, row) * out.data[row * out.cols + col]),
+  merge: ([acc, out, lse, rowMax]) =>
+    each(acc, (value, row, col) => value + weight(lse, rowMax, row) * out.data[row * out.cols + col]),
   merge_sum: ([sums, lse, rowMax]) => each(sums, (value, row) => value + weight(lse, rowMax, row)),
   product_sum: ([c, a, b]) => plus(c, times(a, b)),
 };
@@ -156,7 +160,9 @@ function cut(from, rows, cols) {
   return part;
 }
 
-/** @param {Matrix} into @param {Matrix} part @param {Span | null | undefined} rows @param {Span | null | undefined} cols */
+/**
+ * @param {Matrix} into @param {Matrix} part @param {Span | null | undefined} rows @param {Span | null | undefined} cols
+ */
 function paste(into, part, rows, cols) {
   const top = (rows ?? [0])[0];
   const start = (cols ?? [0])[0];

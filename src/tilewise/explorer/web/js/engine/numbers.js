@@ -1,4 +1,6 @@
-/** Numbers to compute with: the same ones for the same seed, one digit after the point so that they are easy to read. */
+/**
+ * Numbers to compute with: the same ones for the same seed, one digit after the point so that they are easy to read.
+ */
 
 import { matrix } from "tilewise/engine/machine.js";
 

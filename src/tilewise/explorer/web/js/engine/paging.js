@@ -3,7 +3,9 @@
  * tilewise/simulator/paging.py. A request for which there is no room is refused and changes nothing.
  */
 
-/** @typedef {{kind: "take" | "share" | "copy" | "free" | "refuse", request: string, page: number | null, source: number | null}} PageEvent */
+/**
+ * @typedef {{kind: "take" | "share" | "copy" | "free" | "refuse", request: string, page: number | null, source: number | null}} PageEvent
+ */
 
 export class PagePool {
   /** @param {number} numPages @param {number} pageSize */
@@ -143,7 +145,9 @@ export class PagePool {
     this.#note("free", request, page);
   }
 
-  /** @param {PageEvent["kind"]} kind @param {string} request @param {number | null} page @param {number | null} source */
+  /**
+   * @param {PageEvent["kind"]} kind @param {string} request @param {number | null} page @param {number | null} source
+   */
   #note(kind, request, page = null, source = null) {
     this.events.push({ kind, request, page, source });
   }

@@ -21,8 +21,20 @@ import { Band } from "tilewise/engine/band.js";
 
 /** @type {Workload} */
 const PLAIN = {
-  seqlen_q: 0, seqlen_k: 0, head_dim: 1, head_dim_v: 1, block_m: 1, block_n: 1, left: null, right: null, scale: 1,
-  itemsize: 2, wide_itemsize: 4, num_splits: 1, block_k: 1, block_table: null,
+  seqlen_q: 0,
+  seqlen_k: 0,
+  head_dim: 1,
+  head_dim_v: 1,
+  block_m: 1,
+  block_n: 1,
+  left: null,
+  right: null,
+  scale: 1,
+  itemsize: 2,
+  wide_itemsize: 4,
+  num_splits: 1,
+  block_k: 1,
+  block_table: null,
 };
 
 /** A workload with what is not given as in Python. @param {Partial<Workload>} sizes @returns {Workload} */
@@ -35,12 +47,17 @@ export function bandOf(work) {
   return new Band(work.seqlen_q, work.seqlen_k, work.left, work.right);
 }
 
-/** @param {number} rows @param {number} cols @param {boolean} wide @param {ArraySpec["fill"]} fill @returns {ArraySpec} */
+/**
+ * @param {number} rows @param {number} cols @param {boolean} wide @param {ArraySpec["fill"]} fill @returns {ArraySpec}
+ */
 export function array(rows, cols, fill = "input", wide = false) {
   return { rows, cols, wide, fill };
 }
 
-/** Tokens of a block, cut at the end. @param {number} block @param {number} size @param {number} length @returns {Span} */
+/**
+ * Tokens of a block, cut at the end.
+ * @param {number} block @param {number} size @param {number} length @returns {Span}
+ */
 export function span(block, size, length) {
   return [block * size, Math.min((block + 1) * size, length)];
 }
@@ -54,12 +71,17 @@ export class Recorder {
     this.trace = { algorithm, workload: work, arrays, events: [] };
     /** @type {Map<string, {rows: number, cols: number, wide: boolean}>} */
     this.buffers = new Map();
+    /** @type {{phase: string, m_block: number | null, n_block: number | null, part: number | null}} */
     this.place = { phase: "", m_block: null, n_block: null, part: null };
   }
 
   /** Where the following events happen. */
-  at(/** @type {string} */ phase, /** @type {number | null} */ m = null, /** @type {number | null} */ n = null,
-     /** @type {number | null} */ part = null) {
+  at(
+    /** @type {string} */ phase,
+    /** @type {number | null} */ m = null,
+    /** @type {number | null} */ n = null,
+    /** @type {number | null} */ part = null,
+  ) {
     this.place = { phase, m_block: m, n_block: n, part };
     return this;
   }
@@ -90,7 +112,16 @@ export class Recorder {
     if (replaces !== undefined) this.buffers.delete(replaces);
     this.buffers.set(target, { rows: shape[0], cols: shape[1], wide });
     const taken = replaces === undefined ? shape[0] * shape[1] : 0;
-    const details = { op, target, sources, shape, replaces: replaces ?? null, flops, rows: rows ?? null, cols: cols ?? null };
+    const details = {
+      op,
+      target,
+      sources,
+      shape,
+      replaces: replaces ?? null,
+      flops,
+      rows: rows ?? null,
+      cols: cols ?? null,
+    };
     this.#emit("compute", taken, true, details);
   }
 
@@ -105,7 +136,12 @@ export class Recorder {
     const touched = buffers.reduce((sum, name) => sum + this.#elements(name), 0);
     const bytes = buffers.reduce((sum, name) => sum + this.#elements(name) * this.#width(this.#buffer(name).wide), 0);
     this.trace.events.push({
-      kind: "rescale", ...this.place, elements: touched, bytes, buffers, normalised,
+      kind: "rescale",
+      ...this.place,
+      elements: touched,
+      bytes,
+      buffers,
+      normalised,
     });
     this.free("new_max");
   }

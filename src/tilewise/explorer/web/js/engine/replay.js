@@ -20,11 +20,7 @@ export class Replay {
     this.trace = trace;
     this.inputs = inputs;
     this.stops = stops(trace);
-    this.restart();
-  }
-
-  restart() {
-    this.machine = new Machine(this.trace, this.inputs);
+    this.machine = new Machine(trace, inputs);
     this.counters = noCounters();
     this.at = 0;
     /** What fast memory holds during the present stop. @type {Map<string, Buffer>} */
@@ -32,6 +28,15 @@ export class Replay {
     /** How often each row of an array has been written. @type {Map<string, Uint16Array>} */
     this.written = new Map();
     /** @type {TraceEvent[]} */
+    this.skips = [];
+  }
+
+  restart() {
+    this.machine = new Machine(this.trace, this.inputs);
+    this.counters = noCounters();
+    this.at = 0;
+    this.buffers.clear();
+    this.written.clear();
     this.skips = [];
   }
 
@@ -69,7 +74,8 @@ export class Replay {
     count(this.counters, event);
     if (event.kind === "load") this.#hold(event.buffer, "loaded", event.array, event.rows);
     else if (event.kind === "compute") this.#computed(event);
-    else if (event.kind === "rescale") [...(event.buffers ?? []), "row_max"].forEach((name) => this.#hold(name, "rescaled"));
+    else if (event.kind === "rescale")
+      [...(event.buffers ?? []), "row_max"].forEach((name) => this.#hold(name, "rescaled"));
     else if (event.kind === "store") this.#stored(event);
     else if (event.kind === "free") this.#freed(event.buffer ?? "");
     else this.skips.push(event);
@@ -83,12 +89,20 @@ export class Replay {
     this.#hold(event.target, before?.how === "rescaled" ? "rescaled" : "computing");
   }
 
-  /** @param {string | undefined} name @param {Buffer["how"]} how @param {string | null} [array] @param {Span | null} [rows] */
+  /**
+   * @param {string | undefined} name @param {Buffer["how"]} how @param {string | null} [array]
+   * @param {Span | null} [rows]
+   */
   #hold(name = "", how, array = null, rows = null) {
     const matrix = /** @type {Matrix} */ (this.machine.fast.get(name));
     const before = this.buffers.get(name);
     this.buffers.set(name, {
-      matrix, how, leaving: false, stored: false, array: array ?? before?.array ?? null, rows: rows ?? before?.rows ?? null,
+      matrix,
+      how,
+      leaving: false,
+      stored: false,
+      array: array ?? before?.array ?? null,
+      rows: rows ?? before?.rows ?? null,
     });
   }
 

@@ -12,7 +12,10 @@ const LINE = /^(\S{1,6})\s+(arrives|grows|shares|finishes)(?:\s+(\S+))?$/;
 
 /** The actions of a script; throws with the first line that makes no sense. @param {string} text @returns {Action[]} */
 export function parseScript(text) {
-  const lines = text.split("\n").map((line) => line.trim()).filter((line) => line !== "");
+  const lines = text
+    .split("\n")
+    .map((line) => line.trim())
+    .filter((line) => line !== "");
   if (lines.length > MOST_ACTIONS) throw new Error(`at most ${MOST_ACTIONS} lines, got ${lines.length}`);
   const there = new Set();
   const known = new Set();
@@ -40,14 +43,25 @@ function parseLine(line, number) {
   if (!found || !right) {
     throw new Error(`"A arrives 5", "A grows 3", "F shares A" or "C finishes" in line ${number}, got "${line}"`);
   }
-  return { kind: /** @type {Action["kind"]} */ (kind), request: found[1], tokens: counts ? tokens : 0, parent: kind === "shares" ? found[3] : "" };
+  return {
+    kind: /** @type {Action["kind"]} */ (kind),
+    request: found[1],
+    tokens: counts ? tokens : 0,
+    parent: kind === "shares" ? found[3] : "",
+  };
 }
 
 /** Both caches after the first actions of a script. @param {Action[]} actions @param {Sizes} sizes */
 export function play(actions, sizes) {
   const paged = new PagePool(sizes.pages, sizes.page);
   const contiguous = new ContiguousPool(sizes.pages, sizes.page, sizes.max, sizes.slots || null);
-  const state = { paged, contiguous, refusedPaged: new Set(), refusedContiguous: new Set(), fresh: { paged: 0, contiguous: 0 } };
+  const state = {
+    paged,
+    contiguous,
+    refusedPaged: new Set(),
+    refusedContiguous: new Set(),
+    fresh: { paged: 0, contiguous: 0 },
+  };
   for (const action of actions) {
     state.fresh = { paged: paged.events.length, contiguous: contiguous.events.length };
     playPaged(paged, action, state.refusedPaged);
@@ -66,7 +80,10 @@ function playPaged(pool, action, refused) {
   if (action.kind === "finishes" && pool.tables.has(request)) pool.finish(request);
 }
 
-/** Without pages there is nothing to share: a copy takes a reservation of its own. @param {ContiguousPool} pool @param {Action} action @param {Set<string>} refused @param {PagePool} paged */
+/**
+ * Without pages there is nothing to share: a copy takes a reservation of its own.
+ * @param {ContiguousPool} pool @param {Action} action @param {Set<string>} refused @param {PagePool} paged
+ */
 function playContiguous(pool, action, refused, paged) {
   const { request, tokens, parent } = action;
   const copied = pool.tokens.get(parent) ?? paged.tokens.get(request) ?? 1;

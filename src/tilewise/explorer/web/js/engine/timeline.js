@@ -47,7 +47,10 @@ export function stops(trace) {
   return found;
 }
 
-/** Where between two steps the first ends: finishing is still its own. @param {Trace} trace @param {number} from @param {number} to */
+/**
+ * Where between two steps the first ends: finishing is still its own.
+ * @param {Trace} trace @param {number} from @param {number} to
+ */
 function leadIn(trace, from, to) {
   let at = from;
   while (at < to && (trace.events[at].phase === "finish" || trace.events[at].kind === "free")) at++;
@@ -63,8 +66,13 @@ function stopsOf(trace, belongs) {
     const here = placeOf(event);
     if (here !== place && belongs(event)) {
       found.push({
-        phase: event.phase, mBlock: event.m_block, nBlock: event.n_block, part: event.part, first: index,
-        last: index + 1, isStep: isStep(event),
+        phase: event.phase,
+        mBlock: event.m_block,
+        nBlock: event.n_block,
+        part: event.part,
+        first: index,
+        last: index + 1,
+        isStep: isStep(event),
       });
     } else if (here === place && belongs(event)) {
       found[found.length - 1].last = index + 1;
@@ -76,7 +84,18 @@ function stopsOf(trace, belongs) {
 
 /** @returns {Counters} */
 export function noCounters() {
-  return { reads: 0, writes: 0, wide: 0, readBytes: 0, writtenBytes: 0, fast: 0, fastBytes: 0, flops: 0, skipped: 0, rescaled: 0 };
+  return {
+    reads: 0,
+    writes: 0,
+    wide: 0,
+    readBytes: 0,
+    writtenBytes: 0,
+    fast: 0,
+    fastBytes: 0,
+    flops: 0,
+    skipped: 0,
+    rescaled: 0,
+  };
 }
 
 /** @param {Counters} counters @param {TraceEvent} event */

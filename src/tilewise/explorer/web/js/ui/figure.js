@@ -1,4 +1,6 @@
-/** A canvas that stays sharp, follows the theme and the width of its column, and is redrawn whole: a step takes < 2 ms. */
+/**
+ * A canvas that stays sharp, follows the theme and the width of its column, and is redrawn whole: a step takes < 2 ms.
+ */
 
 import { h } from "tilewise/ui/dom.js";
 
@@ -6,8 +8,27 @@ import { h } from "tilewise/ui/dom.js";
 /** @typedef {(context: CanvasRenderingContext2D, width: number, colours: Colours) => void} Draw */
 
 const NAMES = [
-  "paper", "card", "sunken", "ink", "muted", "line", "accent", "loaded", "loaded-soft", "computing", "computing-soft",
-  "rescaled", "rescaled-soft", "stored", "stored-soft", "skipped", "skipped-soft", "bad", "bad-soft", "cell", "grid",
+  "paper",
+  "card",
+  "sunken",
+  "ink",
+  "muted",
+  "line",
+  "accent",
+  "loaded",
+  "loaded-soft",
+  "computing",
+  "computing-soft",
+  "rescaled",
+  "rescaled-soft",
+  "stored",
+  "stored-soft",
+  "skipped",
+  "skipped-soft",
+  "bad",
+  "bad-soft",
+  "cell",
+  "grid",
 ];
 
 export class Figure {
@@ -58,15 +79,21 @@ export class Figure {
 function readColours() {
   const probe = document.body.appendChild(h("span", { hidden: true }));
   const style = getComputedStyle(probe);
-  const colours = Object.fromEntries(NAMES.map((name) => {
-    probe.style.color = `var(--${name})`;
-    return [name, style.color];
-  }));
+  const colours = Object.fromEntries(
+    NAMES.map((name) => {
+      probe.style.color = `var(--${name})`;
+      return [name, style.color];
+    }),
+  );
   probe.remove();
   return colours;
 }
 
-/** A tile that is never touched: hatched. @param {CanvasRenderingContext2D} context @param {number} x @param {number} y @param {number} width @param {number} height @param {string} colour */
+/**
+ * A tile that is never touched: hatched.
+ * @param {CanvasRenderingContext2D} context @param {number} x @param {number} y @param {number} width
+ * @param {number} height @param {string} colour
+ */
 export function hatch(context, x, y, width, height, colour) {
   context.save();
   context.beginPath();
@@ -83,7 +110,11 @@ export function hatch(context, x, y, width, height, colour) {
   context.restore();
 }
 
-/** Centred text that fits its cell, or none. @param {CanvasRenderingContext2D} context @param {string} text @param {number} x @param {number} y @param {number} width @param {string} colour */
+/**
+ * Centred text that fits its cell, or none.
+ * @param {CanvasRenderingContext2D} context @param {string} text @param {number} x @param {number} y
+ * @param {number} width @param {string} colour
+ */
 export function cellText(context, text, x, y, width, colour, size = 12) {
   context.font = `${size}px ${getMono()}`;
   if (context.measureText(text).width > width - 2) return;
@@ -97,7 +128,11 @@ function getMono() {
   return "ui-monospace, Menlo, 'DejaVu Sans Mono', monospace";
 }
 
-/** A label beside a figure. @param {CanvasRenderingContext2D} context @param {string} text @param {number} x @param {number} y @param {string} colour @param {CanvasTextAlign} align */
+/**
+ * A label beside a figure.
+ * @param {CanvasRenderingContext2D} context @param {string} text @param {number} x @param {number} y
+ * @param {string} colour @param {CanvasTextAlign} align
+ */
 export function label(context, text, x, y, colour, align = "center") {
   context.font = "600 13px system-ui, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif";
   context.fillStyle = colour;

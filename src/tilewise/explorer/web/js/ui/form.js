@@ -36,7 +36,10 @@ export function parsed(spec, text) {
   return text;
 }
 
-/** Values from the address: what is missing or wrong there is as if it were not given. @param {Spec[]} specs @param {Record<string, string>} params @returns {Values} */
+/**
+ * Values from the address: what is missing or wrong there is as if it were not given.
+ * @param {Spec[]} specs @param {Record<string, string>} params @returns {Values}
+ */
 export function valuesFrom(specs, params) {
   return Object.fromEntries(
     specs.map((spec) => {
@@ -49,7 +52,10 @@ export function valuesFrom(specs, params) {
   );
 }
 
-/** What to keep in the address: whatever differs from the default. @param {Spec[]} specs @param {Values} values @returns {Record<string, string>} */
+/**
+ * What to keep in the address: whatever differs from the default.
+ * @param {Spec[]} specs @param {Values} values @returns {Record<string, string>}
+ */
 export function paramsOf(specs, values) {
   const changed = specs.filter((spec) => values[spec.key] !== spec.value);
   return Object.fromEntries(changed.map((spec) => [spec.key, textOf(spec, values[spec.key])]));
@@ -68,8 +74,11 @@ export class Form {
     this.onChange = onChange;
     /** @type {Map<string, {row: HTMLElement, input: any, problem: HTMLElement}>} */
     this.fields = new Map();
-    this.element = h("form", { class: "form", onsubmit: (/** @type {Event} */ event) => event.preventDefault() },
-      specs.map((spec) => this.#field(spec)));
+    this.element = h(
+      "form",
+      { class: "form", onsubmit: (/** @type {Event} */ event) => event.preventDefault() },
+      specs.map((spec) => this.#field(spec)),
+    );
     this.#refresh();
   }
 
@@ -92,8 +101,12 @@ export class Form {
     const input = this.#input(spec, id);
     const problem = h("span", { class: "problem", id: `${id}-problem`, role: "alert" });
     const label = h("label", { for: id }, spec.label);
-    const row = h("div", { class: `field field-${spec.type}`, title: spec.help },
-      spec.type === "check" ? [input, label] : [label, input], problem);
+    const row = h(
+      "div",
+      { class: `field field-${spec.type}`, title: spec.help },
+      spec.type === "check" ? [input, label] : [label, input],
+      problem,
+    );
     this.fields.set(spec.key, { row, input, problem });
     return row;
   }
@@ -103,7 +116,9 @@ export class Form {
     const changed = () => this.#changed(spec);
     const shared = { id, name: spec.key, "aria-describedby": `${id}-problem` };
     if (spec.type === "select") {
-      const choices = spec.options.map(([value, text]) => h("option", { value, selected: value === this.values[spec.key] }, text));
+      const choices = spec.options.map(([value, text]) =>
+        h("option", { value, selected: value === this.values[spec.key] }, text),
+      );
       return h("select", { ...shared, onchange: changed }, choices);
     }
     if (spec.type === "check") {
@@ -114,8 +129,17 @@ export class Form {
       area.value = this.values[spec.key];
       return area;
     }
-    const limits = spec.type === "number" ? { type: "number", min: spec.min, max: spec.max, step: 1, inputmode: "numeric" } : { type: "text" };
-    return h("input", { ...shared, ...limits, value: textOf(spec, this.values[spec.key]), autocomplete: "off", oninput: changed });
+    const limits =
+      spec.type === "number"
+        ? { type: "number", min: spec.min, max: spec.max, step: 1, inputmode: "numeric" }
+        : { type: "text" };
+    return h("input", {
+      ...shared,
+      ...limits,
+      value: textOf(spec, this.values[spec.key]),
+      autocomplete: "off",
+      oninput: changed,
+    });
   }
 
   /** @param {Spec} spec */

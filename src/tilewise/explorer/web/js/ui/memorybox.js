@@ -11,8 +11,26 @@ import { counter } from "tilewise/ui/parts.js";
 
 /** @type {Record<string, string>} */
 const NAMES = {
-  q: "Q", k: "K", v: "V", acc: "O so far", s: "S", p: "P", row_max: "m", row_sum: "l", lse: "lse", out: "O", dout: "dO",
-  delta: "D", dk: "dK", dv: "dV", dp: "dP", ds: "dS", dq: "dQ", dq_sum: "dQ sum", out_partial: "O part", lse_partial: "lse part",
+  q: "Q",
+  k: "K",
+  v: "V",
+  acc: "O so far",
+  s: "S",
+  p: "P",
+  row_max: "m",
+  row_sum: "l",
+  lse: "lse",
+  out: "O",
+  dout: "dO",
+  delta: "D",
+  dk: "dK",
+  dv: "dV",
+  dp: "dP",
+  ds: "dS",
+  dq: "dQ",
+  dq_sum: "dQ sum",
+  out_partial: "O part",
+  lse_partial: "lse part",
 };
 const SHOWN_ROWS = 6;
 const SHOWN_COLS = 3;
@@ -26,6 +44,8 @@ export class MemoryBox {
   /** @param {string} id @param {{rowState: boolean}} options */
   constructor(id, { rowState }) {
     this.rowState = rowState;
+    /** @type {import("tilewise/engine/recorder.js").Trace | null} */
+    this.shownTrace = null;
     this.chips = h("div", { class: "chips" });
     this.fastSize = h("span");
     this.slowSize = h("span");
@@ -34,18 +54,54 @@ export class MemoryBox {
     this.reads = counter("elements read", `${id}-reads`, "Elements of the inputs' dtype that came from HBM into SRAM.");
     this.writes = counter("written", `${id}-writes`, "Elements of the inputs' dtype that went from SRAM to HBM.");
     this.total = counter("in all", `${id}-total`, "Reads and writes together: the figure papers compare.");
-    this.wide = counter("statistics", `${id}-wide`, "Elements of m, l, lse and sums, which are kept in fp32, both ways.");
-    this.moved = counter("bytes", `${id}-bytes`, "All of it in bytes, 2 for an element of the inputs (fp16), 4 for statistics (fp32).");
+    this.wide = counter(
+      "statistics",
+      `${id}-wide`,
+      "Elements of m, l, lse and sums, which are kept in fp32, both ways.",
+    );
+    this.moved = counter(
+      "bytes",
+      `${id}-bytes`,
+      "All of it in bytes, 2 for an element of the inputs (fp16), 4 for statistics (fp32).",
+    );
     this.total.value.classList.add("big");
-    this.fastBox = h("div", { class: "box sram" },
-      h("strong", {}, "SRAM (fast, small)", this.fastSize), this.chips,
-      rowState && h("div", { class: "table-scroll", tabindex: 0, role: "region", "aria-label": "State of the rows in work" },
-        h("table", { class: "rows-table" },
-          h("thead", {}, h("tr", {}, ["row", "m", "correction", "l", "O so far"].map((text) => h("th", { scope: "col" }, text)))),
-          this.rows)));
+    this.fastBox = h(
+      "div",
+      { class: "box sram" },
+      h("strong", {}, "SRAM (fast, small)", this.fastSize),
+      this.chips,
+      rowState &&
+        h(
+          "div",
+          { class: "table-scroll", tabindex: 0, role: "region", "aria-label": "State of the rows in work" },
+          h(
+            "table",
+            { class: "rows-table" },
+            h(
+              "thead",
+              {},
+              h(
+                "tr",
+                {},
+                ["row", "m", "correction", "l", "O so far"].map((text) => h("th", { scope: "col" }, text)),
+              ),
+            ),
+            this.rows,
+          ),
+        ),
+    );
     this.slowBox = h("div", { class: "box hbm" }, h("strong", {}, "HBM (slow, large)", this.slowSize), this.slowChips);
-    this.element = h("div", {}, this.fastBox, this.slowBox,
-      h("dl", { class: "counters" }, [this.total, this.reads, this.writes, this.wide, this.moved].map((one) => one.element)));
+    this.element = h(
+      "div",
+      {},
+      this.fastBox,
+      this.slowBox,
+      h(
+        "dl",
+        { class: "counters" },
+        [this.total, this.reads, this.writes, this.wide, this.moved].map((one) => one.element),
+      ),
+    );
   }
 
   /** @param {Replay} replay @param {Counters} counters  so far, over all heads */
@@ -53,12 +109,23 @@ export class MemoryBox {
     const held = [...replay.buffers];
     const elements = held.reduce((sum, [, buffer]) => sum + buffer.matrix.rows * buffer.matrix.cols, 0);
     setText(this.fastSize, held.length ? plural(elements, "element") : "empty");
-    fill(this.chips, held.map(([name, buffer]) => {
-      const state = buffer.stored ? "stored" : buffer.how === "held" ? "" : buffer.how;
-      const size = `${buffer.matrix.rows}×${buffer.matrix.cols}`;
-      return h("span", { class: `chip ${state} ${buffer.leaving ? "leaving" : ""}`, title: buffer.leaving ? "freed after this step" : "stays" },
-        h("b", {}, symbol(name)), " ", h("small", {}, size));
-    }));
+    fill(
+      this.chips,
+      held.map(([name, buffer]) => {
+        const state = buffer.stored ? "stored" : buffer.how === "held" ? "" : buffer.how;
+        const size = `${buffer.matrix.rows}×${buffer.matrix.cols}`;
+        return h(
+          "span",
+          {
+            class: `chip ${state} ${buffer.leaving ? "leaving" : ""}`,
+            title: buffer.leaving ? "freed after this step" : "stays",
+          },
+          h("b", {}, symbol(name)),
+          " ",
+          h("small", {}, size),
+        );
+      }),
+    );
     if (this.rowState) this.#showRows(replay);
     this.#showSlow(replay);
     setText(this.reads.value, grouped(counters.reads));
@@ -75,8 +142,12 @@ export class MemoryBox {
     setText(this.slowSize, `${plural(total, "element")} a head`);
     if (this.shownTrace === replay.trace) return;
     this.shownTrace = replay.trace;
-    fill(this.slowChips, arrays.map(([name, spec]) =>
-      h("span", { class: "chip" }, h("b", {}, symbol(name)), " ", h("small", {}, `${spec.rows}×${spec.cols}`))));
+    fill(
+      this.slowChips,
+      arrays.map(([name, spec]) =>
+        h("span", { class: "chip" }, h("b", {}, symbol(name)), " ", h("small", {}, `${spec.rows}×${spec.cols}`)),
+      ),
+    );
   }
 
   /** @param {Replay} replay */
@@ -89,12 +160,20 @@ export class MemoryBox {
     const height = Math.min(blockM, length - top);
     const ended = replay.buffers.has("lse") && !replay.buffers.has("row_sum");
     const rescaled = replay.events.some((event) => event.kind === "rescale");
-    fill(this.rows, Array.from({ length: Math.min(SHOWN_ROWS, height) }, (_, row) => h("tr", {},
-      h("th", { scope: "row" }, top + row),
-      h("td", {}, rowMax ? shortNumber(rowMax.data[row]) : "–"),
-      h("td", {}, rescaled && replay.machine?.alpha ? `×${shortNumber(replay.machine.alpha[row])}` : ""),
-      h("td", {}, sums && !ended ? shortNumber(sums.data[row]) : "–"),
-      h("td", {}, acc ? vector(acc, row) : "–"))));
+    fill(
+      this.rows,
+      Array.from({ length: Math.min(SHOWN_ROWS, height) }, (_, row) =>
+        h(
+          "tr",
+          {},
+          h("th", { scope: "row" }, top + row),
+          h("td", {}, rowMax ? shortNumber(rowMax.data[row]) : "–"),
+          h("td", {}, rescaled && replay.machine.alpha ? `×${shortNumber(replay.machine.alpha[row])}` : ""),
+          h("td", {}, sums && !ended ? shortNumber(sums.data[row]) : "–"),
+          h("td", {}, acc ? vector(acc, row) : "–"),
+        ),
+      ),
+    );
   }
 }
 

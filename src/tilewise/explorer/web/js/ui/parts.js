@@ -16,8 +16,11 @@ export function caption() {
 
 /** @param {[string, string][]} entries  class and text */
 export function legend(entries) {
-  return h("ul", { class: "legend", "aria-label": "Colours" },
-    entries.map(([name, text]) => h("li", {}, h("span", { class: `swatch ${name}`, "aria-hidden": "true" }), text)));
+  return h(
+    "ul",
+    { class: "legend", "aria-label": "Colours" },
+    entries.map(([name, text]) => h("li", {}, h("span", { class: `swatch ${name}`, "aria-hidden": "true" }), text)),
+  );
 }
 
 /** A number with a name; `id` finds its value. @param {string} name @param {string} id @param {string} [hint] */
@@ -31,25 +34,42 @@ export function counter(name, id, hint) {
 export function explained(text, explanation) {
   serial += 1;
   const id = `tip-${serial}`;
-  return h("span", { class: "explained", tabindex: 0, "aria-describedby": id },
-    text, h("span", { id, hidden: true }, explanation));
+  return h(
+    "span",
+    { class: "explained", tabindex: 0, "aria-describedby": id },
+    text,
+    h("span", { id, hidden: true }, explanation),
+  );
 }
 
 /** @param {string[]} head @param {(string | Node)[][]} rows @param {string} name */
 export function table(head, rows, name) {
-  return h("div", { class: "table-scroll", tabindex: 0, role: "region", "aria-label": name },
-    h("table", {},
-      h("thead", {}, h("tr", {}, head.map((text) => h("th", { scope: "col" }, text)))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, at) => h(at === 0 ? "th" : "td", at === 0 ? { scope: "row" } : {}, cell)))))));
-}
-
-/** Buttons of which one is chosen. @param {string} name @param {[string, string][]} options @param {string} chosen @param {(value: string) => void} onChoose */
-export function choice(name, options, chosen, onChoose) {
-  const buttons = options.map(([value, text]) =>
-    h("button", { type: "button", "aria-pressed": String(value === chosen), "data-value": value, onclick: () => choose(value) }, text));
-  const choose = (/** @type {string} */ value) => {
-    buttons.forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.value === value)));
-    onChoose(value);
-  };
-  return h("div", { class: "choice", role: "group", "aria-label": name }, buttons);
+  return h(
+    "div",
+    { class: "table-scroll", tabindex: 0, role: "region", "aria-label": name },
+    h(
+      "table",
+      {},
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          head.map((text) => h("th", { scope: "col" }, text)),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        rows.map((row) =>
+          h(
+            "tr",
+            {},
+            row.map((cell, at) => h(at === 0 ? "th" : "td", at === 0 ? { scope: "row" } : {}, cell)),
+          ),
+        ),
+      ),
+    ),
+  );
 }

@@ -2,11 +2,19 @@
 
 import { h, setText, svg } from "tilewise/ui/dom.js";
 
-const SPEEDS = /** @type {[string, string][]} */ ([["1", "1 step/s"], ["3", "3 steps/s"], ["10", "10 steps/s"], ["60", "60 steps/s"]]);
+const SPEEDS = /** @type {[string, string][]} */ ([
+  ["1", "1 step/s"],
+  ["3", "3 steps/s"],
+  ["10", "10 steps/s"],
+  ["60", "60 steps/s"],
+]);
 
 /** Drawn, because fonts lack these signs or make pictures of them. @type {Record<string, string>} */
 const ICONS = {
-  first: "M2 2h2v12H2zM14 2v12L5 8z", back: "M12 2v12L3 8z", forward: "M4 2v12l9-6z", last: "M12 2h2v12h-2zM2 2v12l9-6z",
+  first: "M2 2h2v12H2zM14 2v12L5 8z",
+  back: "M12 2v12L3 8z",
+  forward: "M4 2v12l9-6z",
+  last: "M12 2h2v12h-2zM2 2v12l9-6z",
 };
 
 export class Player {
@@ -18,21 +26,36 @@ export class Player {
     this.playing = false;
     this.due = 0;
     this.slider = h("input", {
-      type: "range", min: 0, max: length, value: this.at, step: 1, "aria-label": "Step",
+      type: "range",
+      min: 0,
+      max: length,
+      value: this.at,
+      step: 1,
+      "aria-label": "Step",
       oninput: () => this.go(Number(this.slider.value)),
     });
     this.counter = h("output", { class: "step-counter" });
     this.playButton = this.#button("Play", "Play or pause (space)", () => this.toggle(), "play");
-    this.speed = h("select", { "aria-label": "Speed" }, SPEEDS.map(([value, text]) => h("option", { value, selected: value === "3" }, text)));
-    this.element = h("div", { class: "player", role: "group", "aria-label": "Steps" },
-      h("div", { class: "player-buttons" },
+    this.speed = h(
+      "select",
+      { "aria-label": "Speed" },
+      SPEEDS.map(([value, text]) => h("option", { value, selected: value === "3" }, text)),
+    );
+    this.element = h(
+      "div",
+      { class: "player", role: "group", "aria-label": "Steps" },
+      h(
+        "div",
+        { class: "player-buttons" },
         this.#button("first", "First step (Home)", () => this.go(0)),
         this.#button("back", "Back (left arrow)", () => this.go(this.at - 1)),
         this.playButton,
         this.#button("forward", "Forward (right arrow)", () => this.go(this.at + 1)),
         this.#button("last", "Last step (End)", () => this.go(this.length)),
-        this.speed),
-      h("div", { class: "player-scrub" }, this.slider, this.counter));
+        this.speed,
+      ),
+      h("div", { class: "player-scrub" }, this.slider, this.counter),
+    );
     this.#show();
   }
 
@@ -107,7 +130,10 @@ export class Player {
 
   /** @param {string} text @param {string} label @param {() => void} onclick @param {string} [name] */
   #button(text, label, onclick, name = "") {
-    return h("button", { type: "button", "aria-label": label, title: label, class: name && "wide", onclick },
-      ICONS[text] ? svg("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, svg("path", { d: ICONS[text] })) : text);
+    return h(
+      "button",
+      { type: "button", "aria-label": label, title: label, class: name && "wide", onclick },
+      ICONS[text] ? svg("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, svg("path", { d: ICONS[text] })) : text,
+    );
   }
 }

@@ -1,6 +1,6 @@
 /** The score matrix as tiles, with the operands beside it: a canvas that shows where an algorithm is. */
 
-import { blocks } from "tilewise/engine/band.js";
+import { Band, blocks } from "tilewise/engine/band.js";
 import { bandOf } from "tilewise/engine/recorder.js";
 import { Figure, cellText, hatch, label } from "tilewise/ui/figure.js";
 import { shortNumber } from "tilewise/ui/format.js";
@@ -20,13 +20,28 @@ const LABEL = 18;
 const EASY_TO_READ = 27;
 
 export class TileFigure {
-  /** @param {string} name @param {Strip[]} strips @param {Record<string, "loaded" | "computing" | "rescaled" | "stored">} phaseColours */
+  /**
+   * @param {string} name @param {Strip[]} strips
+   * @param {Record<string, "loaded" | "computing" | "rescaled" | "stored">} phaseColours
+   */
   constructor(name, strips, phaseColours) {
     this.strips = strips;
     this.phaseColours = phaseColours;
     /** @type {Replay | null} */
     this.replay = null;
-    this.figure = new Figure(name, (width) => this.#frame(width).height, (context, width, colours) => this.#draw(context, width, colours));
+    this.band = new Band(0, 0);
+    this.mBlocks = 0;
+    this.nBlocks = 0;
+    /** @type {import("tilewise/engine/band.js").TileKind[]} */
+    this.kinds = [];
+    /** The stops at which each tile is first and last in work. */
+    this.first = new Int32Array();
+    this.last = new Int32Array();
+    this.figure = new Figure(
+      name,
+      (width) => this.#frame(width).height,
+      (context, width, colours) => this.#draw(context, width, colours),
+    );
     this.element = this.figure.element;
   }
 
@@ -46,7 +61,8 @@ export class TileFigure {
     const grid = { blockM: work.block_m, blockN: work.block_n };
     const band = this.band;
     this.kinds = Array.from({ length: this.mBlocks * this.nBlocks }, (_, at) =>
-      band.tileKind(Math.floor(at / this.nBlocks), at % this.nBlocks, grid));
+      band.tileKind(Math.floor(at / this.nBlocks), at % this.nBlocks, grid),
+    );
     this.first = new Int32Array(this.kinds.length).fill(-1);
     this.last = new Int32Array(this.kinds.length).fill(-1);
     replay.stops.forEach((stop, index) => {
@@ -85,20 +101,31 @@ export class TileFigure {
     }
     this.#drawCurrent(context, frame, colours);
     const sides = /** @type {Strip["side"][]} */ (["left", "top", "right", "bottom"]);
-    for (const side of sides) this.#on(side).forEach((strip, index) => this.#drawStrip(context, frame, colours, strip, index));
+    for (const side of sides)
+      this.#on(side).forEach((strip, index) => this.#drawStrip(context, frame, colours, strip, index));
   }
 
   /** @param {Frame} frame @param {number} m @param {number} n */
   #tileBox(frame, m, n) {
-    const { block_m: height, block_n: width, seqlen_q: rows, seqlen_k: cols } = /** @type {Replay} */ (this.replay).trace.workload;
+    const {
+      block_m: height,
+      block_n: width,
+      seqlen_q: rows,
+      seqlen_k: cols,
+    } = /** @type {Replay} */ (this.replay).trace.workload;
     const [top, left] = [m * height, n * width];
     return {
-      x: frame.x + left * frame.cell, y: frame.y + top * frame.cell,
-      width: Math.min(width, cols - left) * frame.cell, height: Math.min(height, rows - top) * frame.cell,
+      x: frame.x + left * frame.cell,
+      y: frame.y + top * frame.cell,
+      width: Math.min(width, cols - left) * frame.cell,
+      height: Math.min(height, rows - top) * frame.cell,
     };
   }
 
-  /** @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours @param {number} m @param {number} n */
+  /**
+   * @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours @param {number} m
+   * @param {number} n
+   */
   #drawTile(context, frame, colours, m, n) {
     const box = this.#tileBox(frame, m, n);
     const at = m * this.nBlocks + n;
@@ -121,20 +148,28 @@ export class TileFigure {
     context.strokeRect(box.x + 0.5, box.y + 0.5, box.width - 1, box.height - 1);
   }
 
-  /** The pairs of a partial tile that are masked. @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours @param {number} m @param {number} n */
+  /**
+   * The pairs of a partial tile that are masked.
+   * @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours @param {number} m
+   * @param {number} n
+   */
   #drawMasked(context, frame, colours, m, n) {
     const work = /** @type {Replay} */ (this.replay).trace.workload;
     context.fillStyle = colours.skipped;
     context.globalAlpha = 0.55;
     for (let row = m * work.block_m; row < Math.min((m + 1) * work.block_m, work.seqlen_q); row++) {
       for (let col = n * work.block_n; col < Math.min((n + 1) * work.block_n, work.seqlen_k); col++) {
-        if (!this.band?.sees(row, col)) context.fillRect(frame.x + col * frame.cell, frame.y + row * frame.cell, frame.cell, frame.cell);
+        if (!this.band.sees(row, col))
+          context.fillRect(frame.x + col * frame.cell, frame.y + row * frame.cell, frame.cell, frame.cell);
       }
     }
     context.globalAlpha = 1;
   }
 
-  /** The tile in work, with its numbers. @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours */
+  /**
+   * The tile in work, with its numbers.
+   * @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours
+   */
   #drawCurrent(context, frame, colours) {
     const replay = /** @type {Replay} */ (this.replay);
     const stop = replay.stop;
@@ -145,20 +180,32 @@ export class TileFigure {
     const shown = replay.buffers.get("p") ?? replay.buffers.get("ds") ?? replay.buffers.get("s");
     context.fillStyle = colours[`${colour}-soft`];
     context.fillRect(box.x, box.y, box.width, box.height);
-    if (shown) this.#drawNumbers(context, frame, colours, colour, shown.matrix, stop.mBlock * work.block_m, stop.nBlock * work.block_n);
+    if (shown)
+      this.#drawNumbers(
+        context,
+        frame,
+        colours,
+        colour,
+        shown.matrix,
+        stop.mBlock * work.block_m,
+        stop.nBlock * work.block_n,
+      );
     context.strokeStyle = colours[colour];
     context.lineWidth = 3;
     context.strokeRect(box.x + 1.5, box.y + 1.5, box.width - 3, box.height - 3);
   }
 
-  /** @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours @param {string} colour @param {Matrix} matrix @param {number} top @param {number} left */
+  /**
+   * @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours @param {string} colour
+   * @param {Matrix} matrix @param {number} top @param {number} left
+   */
   #drawNumbers(context, frame, colours, colour, matrix, top, left) {
     const most = Math.max(1e-9, ...Array.from(matrix.data, (value) => (Number.isFinite(value) ? Math.abs(value) : 0)));
     for (let row = 0; row < matrix.rows; row++) {
       for (let col = 0; col < matrix.cols; col++) {
         const value = matrix.data[row * matrix.cols + col];
         const [x, y] = [frame.x + (left + col) * frame.cell, frame.y + (top + row) * frame.cell];
-        if (!this.band?.sees(top + row, left + col)) {
+        if (!this.band.sees(top + row, left + col)) {
           context.fillStyle = colours.skipped;
           context.fillRect(x, y, frame.cell, frame.cell);
           continue;
@@ -169,13 +216,25 @@ export class TileFigure {
         context.globalAlpha = 1;
         if (frame.cell >= EASY_TO_READ) {
           const size = frame.cell >= 44 ? 13 : 10;
-          cellText(context, shortNumber(value, frame.cell >= 44 ? 2 : 1), x + frame.cell / 2, y + frame.cell / 2, frame.cell, colours.ink, size);
+          cellText(
+            context,
+            shortNumber(value, frame.cell >= 44 ? 2 : 1),
+            x + frame.cell / 2,
+            y + frame.cell / 2,
+            frame.cell,
+            colours.ink,
+            size,
+          );
         }
       }
     }
   }
 
-  /** One operand beside the matrix. @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours @param {Strip} strip @param {number} index */
+  /**
+   * One operand beside the matrix.
+   * @param {CanvasRenderingContext2D} context @param {Frame} frame @param {Colours} colours @param {Strip} strip
+   * @param {number} index
+   */
   #drawStrip(context, frame, colours, strip, index) {
     const replay = /** @type {Replay} */ (this.replay);
     const work = replay.trace.workload;
@@ -189,9 +248,7 @@ export class TileFigure {
         : { x: place.x + from, y: place.y, width: to - from, height: STRIP };
       this.#drawStripBlock(context, colours, strip, at * block, box);
     }
-    const name = upright
-      ? [place.x + STRIP / 2, place.y - LABEL / 2 + 1]
-      : [place.x - 9, place.y + STRIP / 2 + 0.5];
+    const name = upright ? [place.x + STRIP / 2, place.y - LABEL / 2 + 1] : [place.x - 9, place.y + STRIP / 2 + 0.5];
     label(context, strip.name, name[0], name[1], colours.ink, upright ? "center" : "right");
   }
 
@@ -205,7 +262,10 @@ export class TileFigure {
     return { x: frame.x, y: frame.y + rows + GAP + step * index };
   }
 
-  /** @param {CanvasRenderingContext2D} context @param {Colours} colours @param {Strip} strip @param {number} row @param {{x: number, y: number, width: number, height: number}} box */
+  /**
+   * @param {CanvasRenderingContext2D} context @param {Colours} colours @param {Strip} strip @param {number} row
+   * @param {{x: number, y: number, width: number, height: number}} box
+   */
   #drawStripBlock(context, colours, strip, row, box) {
     const replay = /** @type {Replay} */ (this.replay);
     const buffer = replay.buffers.get(strip.buffer);

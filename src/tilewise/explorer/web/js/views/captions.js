@@ -5,7 +5,10 @@ import { shortNumber } from "tilewise/ui/format.js";
 /** @typedef {import("tilewise/engine/replay.js").Replay} Replay */
 /** @typedef {import("tilewise/engine/recorder.js").TraceEvent} TraceEvent */
 
-/** "query 3", "queries 0–1". @param {string} one @param {string} many @param {number} block @param {number} size @param {number} length */
+/**
+ * "query 3", "queries 0–1".
+ * @param {string} one @param {string} many @param {number} block @param {number} size @param {number} length
+ */
 export function tokens(one, many, block, size, length) {
   const [first, last] = [block * size, Math.min((block + 1) * size, length) - 1];
   return first === last ? `${one} ${first}` : `${many} ${first}–${last}`;
@@ -24,17 +27,22 @@ export function names(replay) {
 /** @param {Replay} replay */
 export function skipped(replay) {
   const count = replay.skips.length;
-  return count === 0 ? "" : ` Before it, ${count === 1 ? "a wholly masked tile was" : `${count} wholly masked tiles were`} skipped at no cost.`;
+  return count === 0
+    ? ""
+    : ` Before it, ${count === 1 ? "a wholly masked tile was" : `${count} wholly masked tiles were`} skipped at no cost.`;
 }
 
 /** Whether a step masked its scores. @param {Replay} replay */
 export function masking(replay) {
-  return replay.events.some((event) => event.op === "mask") ? " Some pairs of this tile are masked: they become −∞." : "";
+  return replay.events.some((event) => event.op === "mask")
+    ? " Some pairs of this tile are masked: they become −∞."
+    : "";
 }
 
 /** @param {Replay} replay */
 export function fa2Caption(replay) {
-  if (replay.stop === null) return "Nothing is in fast memory yet. A tile of queries will come once and stay while the keys stream past it.";
+  if (replay.stop === null)
+    return "Nothing is in fast memory yet. A tile of queries will come once and stay while the keys stream past it.";
   const { queries, keys } = names(replay);
   if (replay.stop.phase === "scores") {
     const fresh = replay.buffers.get("q")?.how === "loaded" ? `Q for ${queries} comes in and stays; ` : "";
@@ -49,7 +57,8 @@ export function fa2Caption(replay) {
 
 /** @param {Replay} replay */
 export function fa1Caption(replay) {
-  if (replay.stop === null) return "Nothing is in fast memory yet. A tile of keys and values will come once and stay while the queries stream past it.";
+  if (replay.stop === null)
+    return "Nothing is in fast memory yet. A tile of keys and values will come once and stay while the queries stream past it.";
   const { queries, keys } = names(replay);
   if (replay.stop.phase === "scores") {
     const fresh = replay.buffers.get("k")?.how === "loaded" ? `K and V for ${keys} come in and stay; ` : "";
@@ -61,7 +70,7 @@ export function fa1Caption(replay) {
 
 /** The softmax of a tile: whose maximum rose, and by what everything before is multiplied. @param {Replay} replay */
 function correction(replay) {
-  const alpha = replay.machine?.alpha ?? new Float64Array();
+  const alpha = replay.machine.alpha ?? new Float64Array();
   const top = (replay.stop?.mBlock ?? 0) * replay.trace.workload.block_m;
   const rowMax = replay.buffers.get("row_max")?.matrix.data ?? new Float64Array();
   const risen = Array.from(alpha).findIndex((factor) => factor < 1 && factor > 0);

@@ -37,12 +37,27 @@ class MatmulView {
     ];
     this.player = new Player({ length: 1, at: 0, onStep: (at) => this.#show(at) });
     this.verdict = h("p", { class: "message", "data-verdict": "" });
-    this.element = h("div", {},
-      heading("Why tiles: one load, many uses",
-        "Multiplying matrices element by element loads every row of A and every column of B again and again. A tile in fast memory is used t times for each time it is loaded, so the loads fall by a factor of t."),
-      this.form.element, this.player.element,
-      h("div", { class: "panels" }, this.panels.map((panel) => panel.element)), this.verdict,
-      legend([["loaded", "loaded in this step"], ["computing", "being summed up in SRAM"], ["stored", "written"]]));
+    this.element = h(
+      "div",
+      {},
+      heading(
+        "Why tiles: one load, many uses",
+        "Multiplying matrices element by element loads every row of A and every column of B again and again. A tile in fast memory is used t times for each time it is loaded, so the loads fall by a factor of t.",
+      ),
+      this.form.element,
+      this.player.element,
+      h(
+        "div",
+        { class: "panels" },
+        this.panels.map((panel) => panel.element),
+      ),
+      this.verdict,
+      legend([
+        ["loaded", "loaded in this step"],
+        ["computing", "being summed up in SRAM"],
+        ["stored", "written"],
+      ]),
+    );
     this.#rebuild(Number(context.params.step) || 0);
   }
 
@@ -51,10 +66,29 @@ class MatmulView {
     const steps = counter("steps", `matmul-${id}-steps`, "Times something is loaded and multiplied.");
     const loads = counter("element loads", `matmul-${id}-loads`, "Elements of A and B that came from slow memory.");
     const text = caption();
-    const panel = { id, schedule, steps, loads, text, replay: /** @type {Replay | null} */ (null), figure: /** @type {Figure | null} */ (null), element: h("section") };
-    panel.figure = new Figure(`${title}: matrices A, B and C`, () => 330, (context, width, colours) => this.#draw(panel, context, width, colours));
-    panel.element = h("section", { class: "panel", "aria-label": title }, h("h3", {}, title, h("small", {}, what)), text, panel.figure.element,
-      h("dl", { class: "counters" }, steps.element, loads.element));
+    const panel = {
+      id,
+      schedule,
+      steps,
+      loads,
+      text,
+      replay: /** @type {Replay | null} */ (null),
+      figure: /** @type {Figure | null} */ (null),
+      element: h("section"),
+    };
+    panel.figure = new Figure(
+      `${title}: matrices A, B and C`,
+      () => 330,
+      (context, width, colours) => this.#draw(panel, context, width, colours),
+    );
+    panel.element = h(
+      "section",
+      { class: "panel", "aria-label": title },
+      h("h3", {}, title, h("small", {}, what)),
+      text,
+      panel.figure.element,
+      h("dl", { class: "counters" }, steps.element, loads.element),
+    );
     return panel;
   }
 
@@ -62,12 +96,23 @@ class MatmulView {
   #rebuild(at) {
     const { n, t } = this.form.values;
     const tile = Math.min(n, t);
-    const work = workload({ seqlen_q: n, seqlen_k: n, head_dim: n, head_dim_v: n, block_m: tile, block_n: tile, block_k: tile });
+    const work = workload({
+      seqlen_q: n,
+      seqlen_k: n,
+      head_dim: n,
+      head_dim_v: n,
+      block_m: tile,
+      block_n: tile,
+      block_k: tile,
+    });
     const inputs = { a: someDigits(n, n, 1), b: someDigits(n, n, 2) };
     for (const panel of this.panels) panel.replay = new Replay(panel.schedule(work), inputs);
     const [naive, tiled] = this.panels.map((panel) => countersAt(/** @type {Replay} */ (panel.replay).trace));
     const [many, few] = this.panels.map((panel) => panel.replay?.stops.length ?? 0);
-    setText(this.verdict, `In the end: naive ${grouped(many)} steps and ${grouped(naive.reads)} element loads, tiled ${grouped(few)} steps and ${grouped(tiled.reads)}: ${(naive.reads / tiled.reads).toFixed(1)}× fewer. Attention does the same with Q, K and V.`);
+    setText(
+      this.verdict,
+      `In the end: naive ${grouped(many)} steps and ${grouped(naive.reads)} element loads, tiled ${grouped(few)} steps and ${grouped(tiled.reads)}: ${(naive.reads / tiled.reads).toFixed(1)}× fewer. Attention does the same with Q, K and V.`,
+    );
     this.player.reset(many, at);
   }
 
@@ -78,13 +123,19 @@ class MatmulView {
       replay.seek(Math.min(at, replay.stops.length));
       setText(panel.steps.value, grouped(replay.at));
       setText(panel.loads.value, grouped(replay.counters.reads));
-      setText(panel.text, at > replay.stops.length ? `Done after ${replay.stops.length} steps.` : sentence(panel.id, replay));
+      setText(
+        panel.text,
+        at > replay.stops.length ? `Done after ${replay.stops.length} steps.` : sentence(panel.id, replay),
+      );
       panel.figure?.redraw();
     }
     this.context.save({ ...paramsOf(SPECS, this.form.values), ...(at > 0 && { step: String(at) }) });
   }
 
-  /** @param {{replay: Replay | null}} panel @param {CanvasRenderingContext2D} context @param {number} width @param {Record<string, string>} colours */
+  /**
+   * @param {{replay: Replay | null}} panel @param {CanvasRenderingContext2D} context @param {number} width
+   * @param {Record<string, string>} colours
+   */
   #draw(panel, context, width, colours) {
     const { replay } = panel;
     if (replay === null) return;
@@ -93,10 +144,12 @@ class MatmulView {
     const cell = (room - 24) / (2 * n);
     const [x, y] = [(width - room) / 2, 8];
     const places = { b: [x + n * cell + 24, y], a: [x, y + n * cell + 24], c: [x + n * cell + 24, y + n * cell + 24] };
-    const c = /** @type {Matrix} */ (replay.machine?.slow.get("c"));
+    const c = /** @type {Matrix} */ (replay.machine.slow.get("c"));
     for (const name of /** @type {const} */ (["a", "b", "c"])) {
       const matrix = name === "c" ? withBuffer(c, replay) : replay.inputs[name];
-      drawMatrix(context, colours, matrix, places[name][0], places[name][1], cell, (row, col) => stateOf(replay, name, row, col));
+      drawMatrix(context, colours, matrix, places[name][0], places[name][1], cell, (row, col) =>
+        stateOf(replay, name, row, col),
+      );
       label(context, name.toUpperCase(), places[name][0] - 11, places[name][1] + (n * cell) / 2, colours.ink);
     }
     label(context, "A · B = C", x + (n * cell) / 2, y + (n * cell) / 2, colours.muted);
@@ -118,13 +171,17 @@ function sentence(id, replay) {
   const { stop } = replay;
   if (stop === null) return "Nothing is loaded yet.";
   const size = replay.trace.workload.head_dim;
-  if (id === "naive") return `C[${stop.mBlock}][${stop.nBlock}]: row ${stop.mBlock} of A and column ${stop.nBlock} of B are loaded, ${2 * size} elements for one result.`;
+  if (id === "naive")
+    return `C[${stop.mBlock}][${stop.nBlock}]: row ${stop.mBlock} of A and column ${stop.nBlock} of B are loaded, ${2 * size} elements for one result.`;
   const loaded = replay.events.filter((event) => event.kind === "load").reduce((sum, event) => sum + event.elements, 0);
   const whole = replay.events.some((event) => event.kind === "store");
   return `Tile (${stop.mBlock}, ${stop.nBlock}) of C: tile ${stop.part} of A's row and of B's column are loaded, ${loaded} elements, and multiplied.${whole ? " The tile of C is whole and written." : ""}`;
 }
 
-/** C as it is: written numbers, and those being summed up. @param {Matrix} c @param {Replay} replay @returns {Matrix} */
+/**
+ * C as it is: written numbers, and those being summed up.
+ * @param {Matrix} c @param {Replay} replay @returns {Matrix}
+ */
 function withBuffer(c, replay) {
   const data = c.data.slice();
   const buffer = replay.buffers.get("c");
@@ -151,17 +208,25 @@ function blockOf(replay) {
 function stateOf(replay, name, row, col) {
   const within = (/** @type {any} */ span, /** @type {number} */ index) => span[0] <= index && index < span[1];
   if (name !== "c") {
-    const touched = replay.events.some((event) => event.kind === "load" && event.array === name && within(event.rows, row) && within(event.cols, col));
+    const touched = replay.events.some(
+      (event) => event.kind === "load" && event.array === name && within(event.rows, row) && within(event.cols, col),
+    );
     return touched ? "loaded" : "";
   }
   const [height, width] = blockOf(replay);
-  const current = replay.stop && replay.stop.mBlock === Math.floor(row / height) && replay.stop.nBlock === Math.floor(col / width);
-  const written = replay.machine !== undefined && !Number.isNaN(replay.machine.slow.get("c")?.data[row * replay.trace.workload.seqlen_k + col]);
+  const current =
+    replay.stop && replay.stop.mBlock === Math.floor(row / height) && replay.stop.nBlock === Math.floor(col / width);
+  const written =
+    replay.machine !== undefined &&
+    !Number.isNaN(replay.machine.slow.get("c")?.data[row * replay.trace.workload.seqlen_k + col]);
   if (current) return replay.events.some((event) => event.kind === "store") ? "stored" : "computing";
   return written ? "done" : "";
 }
 
-/** @param {CanvasRenderingContext2D} context @param {Record<string, string>} colours @param {Matrix} matrix @param {number} x @param {number} y @param {number} cell @param {(row: number, col: number) => string} state */
+/**
+ * @param {CanvasRenderingContext2D} context @param {Record<string, string>} colours @param {Matrix} matrix
+ * @param {number} x @param {number} y @param {number} cell @param {(row: number, col: number) => string} state
+ */
 function drawMatrix(context, colours, matrix, x, y, cell, state) {
   for (let row = 0; row < matrix.rows; row++) {
     for (let col = 0; col < matrix.cols; col++) {
@@ -173,7 +238,8 @@ function drawMatrix(context, colours, matrix, x, y, cell, state) {
       context.lineWidth = how && how !== "done" ? 1.75 : 1;
       context.strokeRect(left + 0.5, top + 0.5, cell - 1, cell - 1);
       const value = matrix.data[row * matrix.cols + col];
-      if (!Number.isNaN(value)) cellText(context, String(value), left + cell / 2, top + cell / 2, cell, colours.ink, cell > 26 ? 14 : 10);
+      if (!Number.isNaN(value))
+        cellText(context, String(value), left + cell / 2, top + cell / 2, cell, colours.ink, cell > 26 ? 14 : 10);
     }
   }
 }

@@ -24,11 +24,16 @@ function asked({ kind, request, tokens, parent }) {
 /** @param {Action} action @param {State} state */
 function contiguousAnswer({ kind, request }, { contiguous, fresh, refusedContiguous }) {
   const events = contiguous.events.slice(fresh.contiguous);
-  const wait = kind === "grows" ? "refused, its reservation is full." : `refused, ${contiguous.slots.length} of ${contiguous.slots.length} reservations are taken, although ${plural(contiguous.wastedPages, "page")} of them ${contiguous.wastedPages === 1 ? "is" : "are"} empty.`;
+  const wait =
+    kind === "grows"
+      ? "refused, its reservation is full."
+      : `refused, ${contiguous.slots.length} of ${contiguous.slots.length} reservations are taken, although ${plural(contiguous.wastedPages, "page")} of them ${contiguous.wastedPages === 1 ? "is" : "are"} empty.`;
   if (events.some((event) => event.kind === "refuse")) return wait;
   if (refusedContiguous.has(request)) return "it was refused and is not here.";
   if (kind === "grows") return "it grows into its reservation.";
-  return kind === "finishes" ? `${contiguous.pagesPerSlot} pages come back.` : `${contiguous.pagesPerSlot} pages are reserved.`;
+  return kind === "finishes"
+    ? `${contiguous.pagesPerSlot} pages come back.`
+    : `${contiguous.pagesPerSlot} pages are reserved.`;
 }
 
 /** @param {Action} action @param {State} state */
@@ -38,11 +43,16 @@ function pagedAnswer({ kind, request }, { paged, fresh, refusedPaged }) {
   if (pages("refuse").length > 0) return "refused, there are too few free pages.";
   if (refusedPaged.has(request)) return "it was refused and is not here.";
   const [copied] = pages("copy");
-  const copy = copied ? `its last page is shared, so page ${copied.source} is copied to ${copied.page} before it writes. ` : "";
+  const copy = copied
+    ? `its last page is shared, so page ${copied.source} is copied to ${copied.page} before it writes. `
+    : "";
   const before = paged.events.slice(0, fresh.paged).filter((event) => event.kind === "free");
-  const reused = pages("take").map(({ page }) => before.filter((event) => event.page === page).pop()).filter((event) => event !== undefined);
+  const reused = pages("take")
+    .map(({ page }) => before.filter((event) => event.page === page).pop())
+    .filter((event) => event !== undefined);
   if (kind === "shares") return `the table names the same ${plural(pages("share").length, "page")}; none is taken.`;
-  if (kind === "finishes") return `${list(pages("free"))} ${pages("free").length === 1 ? "is" : "are"} free at once${kept(pages("free").length, paged)}.`;
+  if (kind === "finishes")
+    return `${list(pages("free"))} ${pages("free").length === 1 ? "is" : "are"} free at once${kept(pages("free").length, paged)}.`;
   if (pages("take").length === 0) return copy || "there is room in its last page.";
   return `${copy}${list(pages("take"))} ${pages("take").length === 1 ? "goes" : "go"} out${reused.length > 0 ? `; ${reused.map((event) => `page ${event.page} was ${event.request}'s`).join(", ")}` : ""}.`;
 }
@@ -51,7 +61,9 @@ function pagedAnswer({ kind, request }, { paged, fresh, refusedPaged }) {
 function list(events) {
   const pages = events.map((event) => event.page);
   if (pages.length === 0) return "no page";
-  return pages.length === 1 ? `page ${pages[0]}` : `pages ${pages.slice(0, -1).join(", ")} and ${pages[pages.length - 1]}`;
+  return pages.length === 1
+    ? `page ${pages[0]}`
+    : `pages ${pages.slice(0, -1).join(", ")} and ${pages[pages.length - 1]}`;
 }
 
 /** @param {number} freed @param {State["paged"]} paged */

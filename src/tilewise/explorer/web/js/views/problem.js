@@ -21,18 +21,91 @@ const PATIENCE_MS = 120;
 function specs(data) {
   const [start] = data.presets;
   return [
-    { key: "model", label: "Model", type: "select", value: start.name, options: [...data.presets.map((/** @type {any} */ one) => [one.name, one.name]), ["own", "own sizes"]] },
-    { key: "device", label: "Device", type: "select", value: "h100", options: Object.entries(data.devices).map(([key, device]) => [key, device.name]) },
-    { key: "dtype", label: "Numbers", type: "select", value: "bfloat16", options: [["bfloat16", "bf16"], ["float16", "fp16"], ["float32", "fp32"]] },
-    { key: "phase", label: "Phase", type: "select", value: "prefill", options: [["prefill", "prefill (read a prompt)"], ["train", "training step"], ["decode", "decode (one token)"]] },
-    { key: "context", label: "Context", type: "number", value: 8192, min: data.limits.context[0], max: data.limits.context[1], help: "Tokens of each sequence" },
+    {
+      key: "model",
+      label: "Model",
+      type: "select",
+      value: start.name,
+      options: [...data.presets.map((/** @type {any} */ one) => [one.name, one.name]), ["own", "own sizes"]],
+    },
+    {
+      key: "device",
+      label: "Device",
+      type: "select",
+      value: "h100",
+      options: Object.entries(data.devices).map(([key, device]) => [key, device.name]),
+    },
+    {
+      key: "dtype",
+      label: "Numbers",
+      type: "select",
+      value: "bfloat16",
+      options: [
+        ["bfloat16", "bf16"],
+        ["float16", "fp16"],
+        ["float32", "fp32"],
+      ],
+    },
+    {
+      key: "phase",
+      label: "Phase",
+      type: "select",
+      value: "prefill",
+      options: [
+        ["prefill", "prefill (read a prompt)"],
+        ["train", "training step"],
+        ["decode", "decode (one token)"],
+      ],
+    },
+    {
+      key: "context",
+      label: "Context",
+      type: "number",
+      value: 8192,
+      min: data.limits.context[0],
+      max: data.limits.context[1],
+      help: "Tokens of each sequence",
+    },
     { key: "batch", label: "Sequences", type: "number", value: 1, min: 1, max: data.limits.batch[1] },
     { key: "heads", label: "Query heads", type: "number", value: start.heads, min: 1, max: data.limits.heads[1] },
-    { key: "kv", label: "K/V heads", type: "number", value: start.kv_heads, min: 1, max: data.limits.heads[1], help: "Fewer than query heads: GQA, or MQA for one" },
-    { key: "dim", label: "Head dim", type: "select", value: String(start.head_dim), options: data.head_dims.map((/** @type {number} */ dim) => [String(dim), String(dim)]) },
+    {
+      key: "kv",
+      label: "K/V heads",
+      type: "number",
+      value: start.kv_heads,
+      min: 1,
+      max: data.limits.heads[1],
+      help: "Fewer than query heads: GQA, or MQA for one",
+    },
+    {
+      key: "dim",
+      label: "Head dim",
+      type: "select",
+      value: String(start.head_dim),
+      options: data.head_dims.map((/** @type {number} */ dim) => [String(dim), String(dim)]),
+    },
     { key: "layers", label: "Layers", type: "number", value: start.layers, min: 1, max: 1000 },
-    { key: "mask", label: "Mask", type: "select", value: "causal", options: [["causal", "causal"], ["full", "none (full)"], ["window", "causal window"]] },
-    { key: "w", label: "Window", type: "number", value: 4095, min: 0, max: data.limits.context[1], help: "Keys before its own that a query sees", when: (values) => values.mask === "window" },
+    {
+      key: "mask",
+      label: "Mask",
+      type: "select",
+      value: "causal",
+      options: [
+        ["causal", "causal"],
+        ["full", "none (full)"],
+        ["window", "causal window"],
+      ],
+    },
+    {
+      key: "w",
+      label: "Window",
+      type: "number",
+      value: 4095,
+      min: 0,
+      max: data.limits.context[1],
+      help: "Keys before its own that a query sees",
+      when: (values) => values.mask === "window",
+    },
   ];
 }
 
@@ -52,10 +125,17 @@ class ProblemView {
     this.problem = h("p", { class: "message bad", role: "alert", hidden: true });
     this.answer = h("div", { class: "answer", "aria-live": "polite" });
     this.asked = 0;
-    this.element = h("div", {},
-      heading("What will my problem cost?",
-        "Attention of one layer, from its sizes and the datasheet of a device: a lower bound that no kernel can beat, and what naive attention would take. Every number with a dotted line explains itself on hover and on focus."),
-      this.form.element, this.problem, this.answer);
+    this.element = h(
+      "div",
+      {},
+      heading(
+        "What will my problem cost?",
+        "Attention of one layer, from its sizes and the datasheet of a device: a lower bound that no kernel can beat, and what naive attention would take. Every number with a dotted line explains itself on hover and on focus.",
+      ),
+      this.form.element,
+      this.problem,
+      this.answer,
+    );
     this.#ask();
   }
 
@@ -64,8 +144,12 @@ class ProblemView {
     if (key === "model" && values.model !== "own") {
       const preset = this.data.presets.find((/** @type {any} */ one) => one.name === values.model);
       this.form.set({
-        heads: preset.heads, kv: preset.kv_heads, dim: String(preset.head_dim), layers: preset.layers,
-        mask: preset.window === null ? "causal" : "window", ...(preset.window !== null && { w: preset.window }),
+        heads: preset.heads,
+        kv: preset.kv_heads,
+        dim: String(preset.head_dim),
+        layers: preset.layers,
+        mask: preset.window === null ? "causal" : "window",
+        ...(preset.window !== null && { w: preset.window }),
       });
     } else if (SHAPE.includes(key)) {
       this.form.set({ model: "own" });
@@ -88,12 +172,15 @@ class ProblemView {
 
   /** The plan, or what is wrong. @param {Values} values @returns {Promise<[any, string]>} */
   async #plan(values) {
-    if (values.heads % values.kv !== 0) return [null, `Query heads (${values.heads}) must be a multiple of K/V heads (${values.kv}).`];
+    if (values.heads % values.kv !== 0)
+      return [null, `Query heads (${values.heads}) must be a multiple of K/V heads (${values.kv}).`];
     const question = questionOf(values);
     if (!this.data.served) return [localPlan(question, this.data), ""];
     try {
       const reply = await fetch("api/plan", {
-        method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(question),
+        method: "POST",
+        headers: { "Content-Type": "application/json" },
+        body: JSON.stringify(question),
       });
       const answer = await reply.json();
       return reply.ok ? [answer, ""] : [null, answer.error];
@@ -105,10 +192,15 @@ class ProblemView {
   /** @param {any} plan @param {Values} values */
   #show(plan, values) {
     const facts = { plan, values };
-    fill(this.answer,
-      h("div", { class: "panels loose" },
+    fill(
+      this.answer,
+      h(
+        "div",
+        { class: "panels loose" },
         h("div", { class: "stack" }, backendPart(facts), timePart(facts), memoryPart(facts)),
-        h("div", { class: "stack" }, rooflinePart(facts), comparisonPart(facts))));
+        h("div", { class: "stack" }, rooflinePart(facts), comparisonPart(facts)),
+      ),
+    );
     this.answer.dataset.answered = String(this.asked);
   }
 
@@ -121,16 +213,33 @@ class ProblemView {
 /** @param {Values} values @returns {Question} */
 export function questionOf(values) {
   return {
-    batch: values.batch, context: values.context, heads: values.heads, kv_heads: values.kv, head_dim: Number(values.dim),
-    dtype: values.dtype, device: values.device, phase: values.phase, causal: values.mask !== "full",
+    batch: values.batch,
+    context: values.context,
+    heads: values.heads,
+    kv_heads: values.kv,
+    head_dim: Number(values.dim),
+    dtype: values.dtype,
+    device: values.device,
+    phase: values.phase,
+    causal: values.mask !== "full",
     window: values.mask === "window" ? values.w : null,
   };
 }
 
-/** An address that names a model means its sizes, too. @param {any} data @param {string | undefined} name @returns {Record<string, string>} */
+/**
+ * An address that names a model means its sizes, too.
+ * @param {any} data @param {string | undefined} name @returns {Record<string, string>}
+ */
 function presetParams(data, name) {
   const preset = data.presets.find((/** @type {any} */ one) => one.name === name);
   if (preset === undefined) return {};
+  /** @type {Record<string, string>} */
   const window = preset.window === null ? {} : { mask: "window", w: String(preset.window) };
-  return { heads: String(preset.heads), kv: String(preset.kv_heads), dim: String(preset.head_dim), layers: String(preset.layers), ...window };
+  return {
+    heads: String(preset.heads),
+    kv: String(preset.kv_heads),
+    dim: String(preset.head_dim),
+    layers: String(preset.layers),
+    ...window,
+  };
 }

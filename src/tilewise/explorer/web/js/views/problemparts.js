@@ -21,24 +21,66 @@ function fact(name, value, why, id) {
 export function backendPart({ plan }) {
   const tile = `${plan.tile.block_m} × ${plan.tile.block_n}`;
   const all = plan.tiles.visited + plan.tiles.skipped;
-  return card("Backend that would run", plan.device.name,
+  return card(
+    "Backend that would run",
+    plan.device.name,
     h("p", { class: "verdict", "data-fact": "backend" }, plan.backend ?? "none"),
-    plan.rejected.length > 0 && h("ul", { class: "small rejected" }, plan.rejected.map((/** @type {any} */ one) => h("li", {}, h("b", {}, `not ${one.backend}: `), one.reason))),
-    h("dl", { class: "counters" },
-      fact("tile", tile, "Queries × keys that this kernel's forward works on at a time. Larger tiles reuse more and need more registers and shared memory.", "tile"),
-      fact("tiles visited", `${grouped(plan.tiles.visited)} of ${grouped(all)}`, `For each head, over the batch: ${grouped(plan.tiles.partial)} of the visited ones need a mask, ${grouped(plan.tiles.skipped)} are skipped.`, "tiles")));
+    plan.rejected.length > 0 &&
+      h(
+        "ul",
+        { class: "small rejected" },
+        plan.rejected.map((/** @type {any} */ one) => h("li", {}, h("b", {}, `not ${one.backend}: `), one.reason)),
+      ),
+    h(
+      "dl",
+      { class: "counters" },
+      fact(
+        "tile",
+        tile,
+        "Queries × keys that this kernel's forward works on at a time. Larger tiles reuse more and need more registers and shared memory.",
+        "tile",
+      ),
+      fact(
+        "tiles visited",
+        `${grouped(plan.tiles.visited)} of ${grouped(all)}`,
+        `For each head, over the batch: ${grouped(plan.tiles.partial)} of the visited ones need a mask, ${grouped(plan.tiles.skipped)} are skipped.`,
+        "tiles",
+      ),
+    ),
+  );
 }
 
 /** @param {Facts} facts */
 export function timePart({ plan, values }) {
-  const passes = values.phase === "train" ? "forward and backward" : values.phase === "decode" ? "one new token a sequence" : "forward";
+  const passes =
+    values.phase === "train"
+      ? "forward and backward"
+      : values.phase === "decode"
+        ? "one new token a sequence"
+        : "forward";
   const speed = plan.naive.seconds / plan.tiled.seconds;
-  return card("Time at least", `one layer, ${passes}`,
-    h("dl", { class: "counters" },
+  return card(
+    "Time at least",
+    `one layer, ${passes}`,
+    h(
+      "dl",
+      { class: "counters" },
       fact("tiled", seconds(plan.tiled), because(plan, plan.tiled), "seconds-tiled"),
       fact("naive", seconds(plan.naive), because(plan, plan.naive), "seconds-naive"),
-      fact("naive / tiled", Number.isFinite(speed) ? `${speed.toFixed(1)}×` : "–", "The ratio of the two lower bounds.", "speed"),
-      fact(`all ${values.layers} layers`, plan.tiled.seconds === null ? "unknown" : formatSeconds(plan.tiled.seconds * values.layers), "The tiled time of a layer times the layers; projections and the MLP are not in it.", "seconds-model")));
+      fact(
+        "naive / tiled",
+        Number.isFinite(speed) ? `${speed.toFixed(1)}×` : "–",
+        "The ratio of the two lower bounds.",
+        "speed",
+      ),
+      fact(
+        `all ${values.layers} layers`,
+        plan.tiled.seconds === null ? "unknown" : formatSeconds(plan.tiled.seconds * values.layers),
+        "The tiled time of a layer times the layers; projections and the MLP are not in it.",
+        "seconds-model",
+      ),
+    ),
+  );
 }
 
 /** @param {any} work */
@@ -63,38 +105,108 @@ export function memoryPart({ plan, values }) {
   const whole = cache * values.layers;
   const room = plan.device.memory_bytes;
   const needs = plan.memory.inputs + plan.naive.extra_memory;
-  return card("Memory", "beside the weights",
-    h("dl", { class: "counters" },
-      fact("KV, one layer", formatBytes(cache), `K and V: 2 × ${grouped(values.batch)} × ${grouped(values.context)} tokens × ${values.kv} heads × ${values.dim} × ${size} bytes.`, "kv-layer"),
-      fact(`KV, ${values.layers} layers`, formatBytes(whole), "What a KV cache for these sequences takes in the whole model.", "kv-model"),
-      fact("extra, tiled", formatBytes(plan.tiled.extra_memory), "Allocated beside the inputs at the peak: the results, and with gradients theirs.", "extra-tiled"),
-      fact("extra, naive", formatBytes(plan.naive.extra_memory), "The same, and the score matrices: scores and probabilities, in training P, dP and dS.", "extra-naive"),
-      values.phase === "train" && fact("kept for backward", formatBytes(plan.memory.saved_for_backward), "q, k, v, out and lse of a layer: linear in the context.", "saved")),
-    room > 0 && needs > room && h("p", { class: "small" }, `Naive attention does not fit: it needs ${formatBytes(needs)} of ${formatBytes(room)}.`),
-    room > 0 && whole > room && h("p", { class: "small" }, `The KV cache of all layers does not fit on one device: ${formatBytes(whole)} of ${formatBytes(room)}.`));
+  return card(
+    "Memory",
+    "beside the weights",
+    h(
+      "dl",
+      { class: "counters" },
+      fact(
+        "KV, one layer",
+        formatBytes(cache),
+        `K and V: 2 × ${grouped(values.batch)} × ${grouped(values.context)} tokens × ${values.kv} heads × ${values.dim} × ${size} bytes.`,
+        "kv-layer",
+      ),
+      fact(
+        `KV, ${values.layers} layers`,
+        formatBytes(whole),
+        "What a KV cache for these sequences takes in the whole model.",
+        "kv-model",
+      ),
+      fact(
+        "extra, tiled",
+        formatBytes(plan.tiled.extra_memory),
+        "Allocated beside the inputs at the peak: the results, and with gradients theirs.",
+        "extra-tiled",
+      ),
+      fact(
+        "extra, naive",
+        formatBytes(plan.naive.extra_memory),
+        "The same, and the score matrices: scores and probabilities, in training P, dP and dS.",
+        "extra-naive",
+      ),
+      values.phase === "train" &&
+        fact(
+          "kept for backward",
+          formatBytes(plan.memory.saved_for_backward),
+          "q, k, v, out and lse of a layer: linear in the context.",
+          "saved",
+        ),
+    ),
+    room > 0 &&
+      needs > room &&
+      h(
+        "p",
+        { class: "small" },
+        `Naive attention does not fit: it needs ${formatBytes(needs)} of ${formatBytes(room)}.`,
+      ),
+    room > 0 &&
+      whole > room &&
+      h(
+        "p",
+        { class: "small" },
+        `The KV cache of all layers does not fit on one device: ${formatBytes(whole)} of ${formatBytes(room)}.`,
+      ),
+  );
 }
 
 /** @param {Facts} facts */
 export function rooflinePart({ plan, values }) {
   const rate = plan.device.flops[values.dtype];
-  if (rate === undefined || plan.device.bandwidth <= 0) return card("Roofline", "", h("p", {}, "The rates of this device are not known."));
+  if (rate === undefined || plan.device.bandwidth <= 0)
+    return card("Roofline", "", h("p", {}, "The rates of this device are not known."));
   const ridge = rate / plan.device.bandwidth;
   const points = [plan.naive, plan.tiled].map((work) => ({ x: work.intensity, y: work.flops / work.seconds }));
   const low = Math.min(0.5, ...points.map((point) => point.x / 2));
   const high = Math.max(ridge * 20, ...points.map((point) => point.x * 2));
-  const roof = /** @type {[number, number][]} */ ([[low, low * plan.device.bandwidth], [ridge, rate], [high, rate]]);
-  const picture = chart([{ name: "", colour: "c-roof", points: roof.slice(0, 2) }, { name: `${formatCount(rate)}FLOP/s`, colour: "c-roof", points: roof.slice(1) }], {
-    label: `Roofline of ${plan.device.name}: naive ${plan.naive.intensity.toFixed(1)}, tiled ${plan.tiled.intensity.toFixed(1)} FLOP per byte`,
-    scale: "log", xLabel: "FLOP per byte from memory", yLabel: "FLOP/s that can be reached",
-    formatX: (x) => (x < 1 ? String(x) : short(formatCount(x))), formatY: (y) => short(formatCount(y)),
-    dots: dots(points),
-  });
-  return card("Roofline", "left of the bend memory decides, right of it arithmetic", picture,
-    h("dl", { class: "counters" },
+  const roof = /** @type {[number, number][]} */ ([
+    [low, low * plan.device.bandwidth],
+    [ridge, rate],
+    [high, rate],
+  ]);
+  const picture = chart(
+    [
+      { name: "", colour: "c-roof", points: roof.slice(0, 2) },
+      { name: `${formatCount(rate)}FLOP/s`, colour: "c-roof", points: roof.slice(1) },
+    ],
+    {
+      label: `Roofline of ${plan.device.name}: naive ${plan.naive.intensity.toFixed(1)}, tiled ${plan.tiled.intensity.toFixed(1)} FLOP per byte`,
+      scale: "log",
+      xLabel: "FLOP per byte from memory",
+      yLabel: "FLOP/s that can be reached",
+      formatX: (x) => (x < 1 ? String(x) : short(formatCount(x))),
+      formatY: (y) => short(formatCount(y)),
+      dots: dots(points),
+    },
+  );
+  return card(
+    "Roofline",
+    "left of the bend memory decides, right of it arithmetic",
+    picture,
+    h(
+      "dl",
+      { class: "counters" },
       fact("tiled", plan.tiled.intensity.toFixed(1), "FLOP for each byte that comes from memory.", "intensity-tiled"),
       fact("naive", plan.naive.intensity.toFixed(1), "FLOP for each byte that comes from memory.", "intensity-naive"),
-      fact("bend", ridge.toFixed(0), `${formatCount(rate)}FLOP/s divided by ${formatCount(plan.device.bandwidth)}B/s: below it the arithmetic units wait for memory.`, "ridge"),
-      fact("bound by", plan.tiled.bound ?? "unknown", because(plan, plan.tiled), "bound")));
+      fact(
+        "bend",
+        ridge.toFixed(0),
+        `${formatCount(rate)}FLOP/s divided by ${formatCount(plan.device.bandwidth)}B/s: below it the arithmetic units wait for memory.`,
+        "ridge",
+      ),
+      fact("bound by", plan.tiled.bound ?? "unknown", because(plan, plan.tiled), "bound"),
+    ),
+  );
 }
 
 /** Two points, named together where they would cover each other. @param {{x: number, y: number}[]} points */
@@ -102,15 +214,30 @@ function dots([naive, tiled]) {
   const alike = Math.abs(Math.log(naive.x / tiled.x)) < 0.5;
   return alike
     ? [{ ...tiled, name: "naive and tiled", colour: "c-fa2", below: true }]
-    : [{ ...naive, name: "naive", colour: "c-naive", below: true }, { ...tiled, name: "tiled", colour: "c-fa2", below: true }];
+    : [
+        { ...naive, name: "naive", colour: "c-naive", below: true },
+        { ...tiled, name: "tiled", colour: "c-fa2", below: true },
+      ];
 }
 
 /** @type {[string, string, (work: any) => string][]} */
 const ROWS = [
-  ["work", "Multiplications and additions. Naive attention computes masked pairs, too; tiled attention counts visible pairs.", (work) => `${formatCount(work.flops)}FLOP`],
-  ["elements moved", "Elements of the inputs' dtype that enter or leave fast memory.", (work) => grouped(work.traffic.reads + work.traffic.writes)],
+  [
+    "work",
+    "Multiplications and additions. Naive attention computes masked pairs, too; tiled attention counts visible pairs.",
+    (work) => `${formatCount(work.flops)}FLOP`,
+  ],
+  [
+    "elements moved",
+    "Elements of the inputs' dtype that enter or leave fast memory.",
+    (work) => grouped(work.traffic.reads + work.traffic.writes),
+  ],
   ["bytes moved", "The same in bytes, with fp32 statistics.", (work) => formatBytes(work.bytes_moved)],
-  ["… from memory", "What the last-level cache does not serve: tiles that run together share what they stream.", (work) => formatBytes(work.bytes_from_memory)],
+  [
+    "… from memory",
+    "What the last-level cache does not serve: tiles that run together share what they stream.",
+    (work) => formatBytes(work.bytes_from_memory),
+  ],
   ["extra memory", "Allocated beside the inputs at the peak.", (work) => formatBytes(work.extra_memory)],
 ];
 
@@ -118,5 +245,9 @@ const ROWS = [
 export function comparisonPart({ plan, values }) {
   const rows = ROWS.map(([name, why, show]) => [explained(name, why), show(plan.naive), show(plan.tiled)]);
   const heads = `${grouped(values.batch)} × ${values.heads} heads`;
-  return card("Naive against tiled", `all ${heads} of a layer`, table(["", "naive", "tiled"], rows, "Naive against tiled"));
+  return card(
+    "Naive against tiled",
+    `all ${heads} of a layer`,
+    table(["", "naive", "tiled"], rows, "Naive against tiled"),
+  );
 }

@@ -16,7 +16,10 @@ const MOST_SCORES = 24;
 export function parseRow(text) {
   const words = text.split(/[\s,|;]+/).filter((word) => word !== "");
   const row = words.map((word) => (/^[-−](inf|∞)$/i.test(word) ? -Infinity : Number(word.replace("−", "-"))));
-  const wrong = words.find((_, at) => Number.isNaN(row[at]) || row[at] === Infinity || row[at] > 1e6 || (row[at] < -1e6 && row[at] !== -Infinity));
+  const wrong = words.find(
+    (_, at) =>
+      Number.isNaN(row[at]) || row[at] === Infinity || row[at] > 1e6 || (row[at] < -1e6 && row[at] !== -Infinity),
+  );
   if (wrong !== undefined) throw new Error(`numbers up to a million, or -inf; "${wrong}" is none`);
   if (row.length < 1 || row.length > MOST_SCORES) throw new Error(`1 to ${MOST_SCORES} numbers, got ${row.length}`);
   return row;
@@ -51,25 +54,61 @@ class SoftmaxView {
     this.cells = h("div", { class: "score-row", role: "img" });
     this.text = caption();
     this.m = counter("maximum m", "softmax-m", "The largest score seen so far.");
-    this.factor = counter("correction", "softmax-correction", "e^(old m − new m): what everything summed so far is multiplied by when the maximum rises.");
+    this.factor = counter(
+      "correction",
+      "softmax-correction",
+      "e^(old m − new m): what everything summed so far is multiplied by when the maximum rises.",
+    );
     this.l = counter("sum l", "softmax-l", "The sum of e^(score − m) over all scores seen so far.");
     this.bars = h("div", { class: "bars", role: "img" });
     this.log = h("div");
     this.check = h("p", { class: "small muted", "data-check": "" });
     this.player = new Player({ length: 1, at: 0, onStep: (at) => this.#show(at) });
-    this.element = h("div", {},
-      heading("Softmax without seeing the whole row",
-        "A softmax needs the row's maximum and sum before it can give the first probability. Online, it keeps a running maximum m and sum l. When a block brings a larger score, one multiplication by e^(old m − new m) makes everything before it right again."),
-      h("div", { class: "row" }, h("span", { class: "small muted" }, "Try:"), PRESETS.map(([name, row]) =>
-        h("button", { type: "button", onclick: () => this.#preset(row) }, name))),
-      this.form.element, this.player.element,
-      h("div", { class: "panels" },
-        h("section", { class: "panel", "aria-label": "The row and its state" },
-          h("h3", {}, "The row", h("small", {}, "in blocks")), this.text, this.cells,
-          h("dl", { class: "counters softmax-state" }, this.m.element, this.factor.element, this.l.element), this.log),
-        h("section", { class: "panel", "aria-label": "Probabilities" },
-          h("h3", {}, "Probabilities", h("small", {}, "e^(score − m) / l with what is known now, against the true softmax")),
-          this.bars, legend([["rescaled", "as known now"], ["stored", "true softmax"]]), this.check)));
+    this.element = h(
+      "div",
+      {},
+      heading(
+        "Softmax without seeing the whole row",
+        "A softmax needs the row's maximum and sum before it can give the first probability. Online, it keeps a running maximum m and sum l. When a block brings a larger score, one multiplication by e^(old m − new m) makes everything before it right again.",
+      ),
+      h(
+        "div",
+        { class: "row" },
+        h("span", { class: "small muted" }, "Try:"),
+        PRESETS.map(([name, row]) => h("button", { type: "button", onclick: () => this.#preset(row) }, name)),
+      ),
+      this.form.element,
+      this.player.element,
+      h(
+        "div",
+        { class: "panels" },
+        h(
+          "section",
+          { class: "panel", "aria-label": "The row and its state" },
+          h("h3", {}, "The row", h("small", {}, "in blocks")),
+          this.text,
+          this.cells,
+          h("dl", { class: "counters softmax-state" }, this.m.element, this.factor.element, this.l.element),
+          this.log,
+        ),
+        h(
+          "section",
+          { class: "panel", "aria-label": "Probabilities" },
+          h(
+            "h3",
+            {},
+            "Probabilities",
+            h("small", {}, "e^(score − m) / l with what is known now, against the true softmax"),
+          ),
+          this.bars,
+          legend([
+            ["rescaled", "as known now"],
+            ["stored", "true softmax"],
+          ]),
+          this.check,
+        ),
+      ),
+    );
     this.#rebuild(Number(context.params.step) || 0);
   }
 
@@ -104,7 +143,10 @@ class SoftmaxView {
     this.context.save({ ...paramsOf(SPECS, values), ...(at > 0 && { step: String(at) }) });
   }
 
-  /** m, l and the correction in the middle of a block, and how many scores l holds. @param {number} block @param {number} step */
+  /**
+   * m, l and the correction in the middle of a block, and how many scores l holds.
+   * @param {number} block @param {number} step
+   */
   #state(block, step) {
     const { states } = /** @type {OnlineSoftmax} */ (this.online);
     const before = block > 0 ? states[block - 1] : { rowMax: -Infinity, rowSum: 0 };
@@ -112,10 +154,19 @@ class SoftmaxView {
     if (step < 0) return { rowMax: -Infinity, oldMax: -Infinity, correction: 1, rowSum: 0, seen: 0 };
     const { rowMax, correction, rowSum } = states[block];
     const sums = [before.rowSum, before.rowSum * correction, rowSum];
-    return { rowMax, oldMax: before.rowMax, correction, rowSum: sums[step], seen: step === 2 ? (block + 1) * size : block * size };
+    return {
+      rowMax,
+      oldMax: before.rowMax,
+      correction,
+      rowSum: sums[step],
+      seen: step === 2 ? (block + 1) * size : block * size,
+    };
   }
 
-  /** @param {number} block @param {number} step @param {{rowMax: number, oldMax: number, correction: number, rowSum: number}} now */
+  /**
+   * @param {number} block @param {number} step
+   * @param {{rowMax: number, oldMax: number, correction: number, rowSum: number}} now
+   */
   #caption(block, step, now) {
     if (step < 0) return "No score has been seen: the maximum is −∞ and the sum 0.";
     const first = block === 0;
@@ -136,13 +187,33 @@ class SoftmaxView {
     const row = /** @type {number[]} */ (this.row);
     const rowMax = this.#state(block, step).rowMax;
     this.cells.setAttribute("aria-label", `Scores ${row.map(text).join(", ")} in blocks of ${size}`);
-    fill(this.cells, row.map((score, at) => {
-      const own = Math.floor(at / size);
-      const state = step < 0 || own > block ? "" : own < block ? (step === 1 && block > 0 ? "rescaled" : "used") : step === 0 ? "loaded" : step === 2 ? "computing" : "loaded";
-      const shown = step >= 0 && (own < block || (own === block && step === 2));
-      return h("div", { class: `score ${state} ${at % size === 0 && at > 0 ? "block-start" : ""} ${score === rowMax && step >= 0 && own <= block ? "largest" : ""}` },
-        h("b", {}, text(score)), h("small", {}, shown ? text(term(score, rowMax)) : " "));
-    }));
+    fill(
+      this.cells,
+      row.map((score, at) => {
+        const own = Math.floor(at / size);
+        const state =
+          step < 0 || own > block
+            ? ""
+            : own < block
+              ? step === 1 && block > 0
+                ? "rescaled"
+                : "used"
+              : step === 0
+                ? "loaded"
+                : step === 2
+                  ? "computing"
+                  : "loaded";
+        const shown = step >= 0 && (own < block || (own === block && step === 2));
+        return h(
+          "div",
+          {
+            class: `score ${state} ${at % size === 0 && at > 0 ? "block-start" : ""} ${score === rowMax && step >= 0 && own <= block ? "largest" : ""}`,
+          },
+          h("b", {}, text(score)),
+          h("small", {}, shown ? text(term(score, rowMax)) : " "),
+        );
+      }),
+    );
   }
 
   /** @param {{rowMax: number, rowSum: number, seen: number}} now */
@@ -151,17 +222,28 @@ class SoftmaxView {
     const truth = /** @type {number[]} */ (this.truth);
     const known = row.map((score, at) => (at < now.seen && now.rowSum > 0 ? term(score, now.rowMax) / now.rowSum : 0));
     this.bars.setAttribute("aria-label", `Probabilities as known now: ${known.map((p) => p.toFixed(6)).join(", ")}`);
-    fill(this.bars, row.map((score, at) => {
-      const [now_, true_] = [h("span", { class: "bar now" }), h("span", { class: "bar true" })];
-      now_.style.height = `${100 * known[at]}%`;
-      true_.style.height = `${100 * truth[at]}%`;
-      return h("div", { class: "bar-cell" }, h("div", { class: "bar-pair" }, now_, true_), h("small", {}, text(score)));
-    }));
+    fill(
+      this.bars,
+      row.map((score, at) => {
+        const [now_, true_] = [h("span", { class: "bar now" }), h("span", { class: "bar true" })];
+        now_.style.height = `${100 * known[at]}%`;
+        true_.style.height = `${100 * truth[at]}%`;
+        return h(
+          "div",
+          { class: "bar-cell" },
+          h("div", { class: "bar-pair" }, now_, true_),
+          h("small", {}, text(score)),
+        );
+      }),
+    );
     const done = now.seen >= row.length;
     const error = Math.max(...known.map((value, at) => Math.abs(value - truth[at])));
-    setText(this.check, done
-      ? `The whole row has been seen: ${truth.map((p) => p.toFixed(6)).join(" ")}. Largest difference from the true softmax: ${error === 0 ? "0" : error.toExponential(1)}.`
-      : `${Math.min(now.seen, row.length)} of ${row.length} scores are in l.`);
+    setText(
+      this.check,
+      done
+        ? `The whole row has been seen: ${truth.map((p) => p.toFixed(6)).join(" ")}. Largest difference from the true softmax: ${error === 0 ? "0" : error.toExponential(1)}.`
+        : `${Math.min(now.seen, row.length)} of ${row.length} scores are in l.`,
+    );
   }
 
   /** @param {number} at */
@@ -169,7 +251,11 @@ class SoftmaxView {
     const { states } = /** @type {OnlineSoftmax} */ (this.online);
     const done = states.slice(0, Math.floor(at / STEPS));
     const rows = done.map((state, block) => [
-      `${block + 1}`, state.scores.map(text).join(" "), text(state.rowMax), block === 0 ? "–" : text(state.correction, 6), text(state.rowSum, 6),
+      `${block + 1}`,
+      state.scores.map(text).join(" "),
+      text(state.rowMax),
+      block === 0 ? "–" : text(state.correction, 6),
+      text(state.rowSum, 6),
     ]);
     fill(this.log, table(["block", "scores", "m", "correction", "l"], rows, "After each block"));
   }

@@ -15,24 +15,47 @@ const DIM = 4;
 /** @param {Schedule} decode @param {Schedule} whole */
 export function createSplitPanel(decode, whole) {
   const result = h("div");
-  const form = new Form([
-    { key: "split-keys", label: "Cached tokens", type: "number", value: 48, min: 1, max: 512 },
-    { key: "split-page", label: "Tokens a page", type: "number", value: 4, min: 1, max: 64 },
-    { key: "split-workers", label: "Workers", type: "number", value: 4, min: 1, max: 12 },
-  ], { "split-keys": 48, "split-page": 4, "split-workers": 4 }, (values) => show(values));
+  const form = new Form(
+    [
+      { key: "split-keys", label: "Cached tokens", type: "number", value: 48, min: 1, max: 512 },
+      { key: "split-page", label: "Tokens a page", type: "number", value: 4, min: 1, max: 64 },
+      { key: "split-workers", label: "Workers", type: "number", value: 4, min: 1, max: 12 },
+    ],
+    { "split-keys": 48, "split-page": 4, "split-workers": 4 },
+    (values) => show(values),
+  );
   const show = (/** @type {Record<string, number>} */ values) => fill(result, ...splitResult(decode, whole, values));
   show(form.values);
-  return h("section", { class: "panel below", "aria-label": "Split-KV decoding" },
+  return h(
+    "section",
+    { class: "panel below", "aria-label": "Split-KV decoding" },
     h("h3", {}, "One new token against the cache", h("small", {}, "split-KV decoding (flash decoding)")),
-    h("p", { class: "small muted" }, "A single query has no other queries to share the keys with, so one worker would stream the whole cache alone. Instead the pages are split; each worker leaves its O and its lse, and the parts are merged with weights e^(lse − largest lse)."),
-    form.element, result);
+    h(
+      "p",
+      { class: "small muted" },
+      "A single query has no other queries to share the keys with, so one worker would stream the whole cache alone. Instead the pages are split; each worker leaves its O and its lse, and the parts are merged with weights e^(lse − largest lse).",
+    ),
+    form.element,
+    result,
+  );
 }
 
 /** @param {Schedule} decode @param {Schedule} whole @param {Record<string, number>} values */
 function splitResult(decode, whole, { "split-keys": keys, "split-page": page, "split-workers": splits }) {
-  const sizes = { seqlen_q: 1, seqlen_k: keys, head_dim: DIM, head_dim_v: DIM, block_m: 1, block_n: page, scale: 1 / Math.sqrt(DIM) };
+  const sizes = {
+    seqlen_q: 1,
+    seqlen_k: keys,
+    head_dim: DIM,
+    head_dim_v: DIM,
+    block_m: 1,
+    block_n: page,
+    scale: 1 / Math.sqrt(DIM),
+  };
   const inputs = { q: someNumbers(1, DIM, 11), k: someNumbers(keys, DIM, 12), v: someNumbers(keys, DIM, 13) };
-  const [alone, split] = [run(whole(workload(sizes)), inputs), run(decode(workload({ ...sizes, num_splits: splits })), inputs)];
+  const [alone, split] = [
+    run(whole(workload(sizes)), inputs),
+    run(decode(workload({ ...sizes, num_splits: splits })), inputs),
+  ];
   const lse = (split.slow.get("lse_partial") ?? alone.slow.get("lse"))?.data ?? new Float64Array();
   const parts = (split.slow.get("out_partial") ?? alone.slow.get("out"))?.data ?? new Float64Array();
   const top = Math.max(...lse);
@@ -40,15 +63,35 @@ function splitResult(decode, whole, { "split-keys": keys, "split-page": page, "s
   const sum = weights.reduce((total, weight) => total + weight, 0);
   const pages = Math.ceil(keys / page);
   const rows = weights.map((weight, part) => {
-    const [first, stop] = [Math.floor((part * pages) / splits) * page, Math.min(keys, Math.floor(((part + 1) * pages) / splits) * page)];
-    return [`${part + 1}`, stop > first ? `${first}–${stop - 1}` : "none", shortNumber(lse[part]), shortNumber(weight / sum), numbers(parts, part)];
+    const [first, stop] = [
+      Math.floor((part * pages) / splits) * page,
+      Math.min(keys, Math.floor(((part + 1) * pages) / splits) * page),
+    ];
+    return [
+      `${part + 1}`,
+      stop > first ? `${first}–${stop - 1}` : "none",
+      shortNumber(lse[part]),
+      shortNumber(weight / sum),
+      numbers(parts, part),
+    ];
   });
   const merged = split.slow.get("out")?.data ?? new Float64Array();
   const reference = alone.slow.get("out")?.data ?? new Float64Array();
   const error = Math.max(...Array.from(merged, (value, at) => Math.abs(value - reference[at])));
   return [
-    table(["worker", "keys", "lse", "weight", "O of its part"], [...rows, ["merged", `0–${keys - 1}`, shortNumber(split.slow.get("lse")?.data[0] ?? NaN), "1", numbers(merged, 0)]], "Parts and their merge"),
-    h("p", { class: "small muted", "data-split-error": "" }, `One worker over all keys gives the same: largest difference ${error === 0 ? "0" : error.toExponential(0)}.`),
+    table(
+      ["worker", "keys", "lse", "weight", "O of its part"],
+      [
+        ...rows,
+        ["merged", `0–${keys - 1}`, shortNumber(split.slow.get("lse")?.data[0] ?? NaN), "1", numbers(merged, 0)],
+      ],
+      "Parts and their merge",
+    ),
+    h(
+      "p",
+      { class: "small muted", "data-split-error": "" },
+      `One worker over all keys gives the same: largest difference ${error === 0 ? "0" : error.toExponential(0)}.`,
+    ),
   ];
 }
 
@@ -61,5 +104,9 @@ function run(trace, inputs) {
 
 /** @param {Float64Array} data @param {number} row */
 function numbers(data, row) {
-  return h("code", {}, Array.from({ length: DIM }, (_, col) => shortNumber(data[row * DIM + col]).padStart(7, "\u00a0")).join(""));
+  return h(
+    "code",
+    {},
+    Array.from({ length: DIM }, (_, col) => shortNumber(data[row * DIM + col]).padStart(7, "\u00a0")).join(""),
+  );
 }

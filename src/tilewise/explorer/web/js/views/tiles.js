@@ -31,11 +31,39 @@ const MOST_TILES = 1024;
 const SPECS = [
   { key: "n", label: "Tokens N", type: "number", value: 6, min: 1, max: MOST_TOKENS },
   { key: "bm", label: "Query block", type: "number", value: 2, min: 1, max: MOST_TOKENS, help: "Rows of Q in a tile" },
-  { key: "bn", label: "Key block", type: "number", value: 2, min: 1, max: MOST_TOKENS, help: "Rows of K and V in a tile" },
+  {
+    key: "bn",
+    label: "Key block",
+    type: "number",
+    value: 2,
+    min: 1,
+    max: MOST_TOKENS,
+    help: "Rows of K and V in a tile",
+  },
   { key: "d", label: "Head dim d", type: "number", value: 4, min: 1, max: 128 },
   { key: "heads", label: "Heads", type: "number", value: 1, min: 1, max: 8, help: "Heads run one after the other" },
-  { key: "mask", label: "Mask", type: "select", value: "full", options: [["full", "none (full)"], ["causal", "causal"], ["window", "causal window"], ["band", "window, both sides"]] },
-  { key: "w", label: "Window", type: "number", value: 2, min: 0, max: MOST_TOKENS, help: "Keys seen beside the own one", when: (values) => values.mask === "window" || values.mask === "band" },
+  {
+    key: "mask",
+    label: "Mask",
+    type: "select",
+    value: "full",
+    options: [
+      ["full", "none (full)"],
+      ["causal", "causal"],
+      ["window", "causal window"],
+      ["band", "window, both sides"],
+    ],
+  },
+  {
+    key: "w",
+    label: "Window",
+    type: "number",
+    value: 2,
+    min: 0,
+    max: MOST_TOKENS,
+    help: "Keys seen beside the own one",
+    when: (values) => values.mask === "window" || values.mask === "band",
+  },
 ];
 
 const PRESETS = /** @type {[string, Values][]} */ ([
@@ -71,34 +99,87 @@ class TilesView {
     this.summary = h("p", { class: "muted small", "data-summary": "" });
     this.problem = h("p", { class: "message bad", role: "alert", hidden: true });
     this.player = new Player({ length: 1, at: 0, onStep: (at) => this.#show(at) });
-    this.element = h("div", {},
-      heading("The score matrix, tile by tile",
-        "The N × N scores are never stored. Tiles of Q, K and V come into the small fast memory, their scores are computed, softmaxed online, multiplied with V and thrown away. What differs between FA-1 and FA-2 is which loop is outside, and with it how often the running result crosses the memory."),
-      h("div", { class: "row" }, h("span", { class: "small muted" }, "Try:"), PRESETS.map(([name, values]) =>
-        h("button", { type: "button", onclick: () => this.#preset(values) }, name))),
-      this.form.element, this.problem, this.summary, this.player.element,
-      h("div", { class: "panels" }, this.panels.map((panel) => panel.element)),
-      legend([["loaded", "loaded, in SRAM"], ["computing", "computing scores"], ["rescaled", "softmax, rescaled"], ["stored", "accumulated, stored"], ["used", "used and thrown away"], ["masked", "masked pair in a partial tile"], ["skipped", "skipped tile: never touched"], ["leaving", "in SRAM, freed after this step"]]));
+    this.element = h(
+      "div",
+      {},
+      heading(
+        "The score matrix, tile by tile",
+        "The N × N scores are never stored. Tiles of Q, K and V come into the small fast memory, their scores are computed, softmaxed online, multiplied with V and thrown away. What differs between FA-1 and FA-2 is which loop is outside, and with it how often the running result crosses the memory.",
+      ),
+      h(
+        "div",
+        { class: "row" },
+        h("span", { class: "small muted" }, "Try:"),
+        PRESETS.map(([name, values]) => h("button", { type: "button", onclick: () => this.#preset(values) }, name)),
+      ),
+      this.form.element,
+      this.problem,
+      this.summary,
+      this.player.element,
+      h(
+        "div",
+        { class: "panels" },
+        this.panels.map((panel) => panel.element),
+      ),
+      legend([
+        ["loaded", "loaded, in SRAM"],
+        ["computing", "computing scores"],
+        ["rescaled", "softmax, rescaled"],
+        ["stored", "accumulated, stored"],
+        ["used", "used and thrown away"],
+        ["masked", "masked pair in a partial tile"],
+        ["skipped", "skipped tile: never touched"],
+        ["leaving", "in SRAM, freed after this step"],
+      ]),
+    );
     this.#rebuild(Number(context.params.step) || 0);
   }
 
-  /** @param {string} id @param {string} title @param {string} order @param {typeof fa1} schedule @param {typeof fa1Caption} say @param {string[]} statistics */
+  /**
+   * @param {string} id @param {string} title @param {string} order @param {typeof fa1} schedule
+   * @param {typeof fa1Caption} say @param {string[]} statistics
+   */
   #panel(id, title, order, schedule, say, statistics) {
-    const figure = new TileFigure(`${title}: tiles of the score matrix with Q, K, V and O`, [
-      { side: "left", name: "Q", array: "q", buffer: "q" },
-      { side: "top", name: "K", array: "k", buffer: "k" },
-      { side: "top", name: "V", array: "v", buffer: "v" },
-      { side: "right", name: "O", array: "out", buffer: "acc", result: true },
-      { side: "right", name: statistics[0], array: statistics[1], buffer: statistics[2], result: true },
-    ], PHASES);
+    const figure = new TileFigure(
+      `${title}: tiles of the score matrix with Q, K, V and O`,
+      [
+        { side: "left", name: "Q", array: "q", buffer: "q" },
+        { side: "top", name: "K", array: "k", buffer: "k" },
+        { side: "top", name: "V", array: "v", buffer: "v" },
+        { side: "right", name: "O", array: "out", buffer: "acc", result: true },
+        { side: "right", name: statistics[0], array: statistics[1], buffer: statistics[2], result: true },
+      ],
+      PHASES,
+    );
     const box = new MemoryBox(id, { rowState: true });
     const text = caption();
     const bar = h("span", { class: `bar-${id}` });
     const meter = h("div", { class: "meter", role: "img" }, bar);
     const versus = h("p", { class: "small muted", "data-versus": id });
-    const element = h("section", { class: "panel", "aria-label": title },
-      h("h3", {}, title, h("small", {}, order)), text, figure.element, box.element, meter, versus);
-    return { id, element, schedule, say, figure, box, text, meter, bar, versus, replays: /** @type {Replay[]} */ ([]), total: countersAt({ algorithm: "", workload: workload({}), arrays: {}, events: [] }) };
+    const element = h(
+      "section",
+      { class: "panel", "aria-label": title },
+      h("h3", {}, title, h("small", {}, order)),
+      text,
+      figure.element,
+      box.element,
+      meter,
+      versus,
+    );
+    return {
+      id,
+      element,
+      schedule,
+      say,
+      figure,
+      box,
+      text,
+      meter,
+      bar,
+      versus,
+      replays: /** @type {Replay[]} */ ([]),
+      total: countersAt({ algorithm: "", workload: workload({}), arrays: {}, events: [] }),
+    };
   }
 
   /** @param {Values} values */
@@ -112,18 +193,33 @@ class TilesView {
     const { values } = this.form;
     const tiles = Math.ceil(values.n / values.bm) * Math.ceil(values.n / values.bn);
     this.problem.hidden = tiles <= MOST_TILES;
-    setText(this.problem, `${grouped(tiles)} tiles are more than the ${grouped(MOST_TILES)} that can be told apart: take larger blocks or fewer tokens.`);
+    setText(
+      this.problem,
+      `${grouped(tiles)} tiles are more than the ${grouped(MOST_TILES)} that can be told apart: take larger blocks or fewer tokens.`,
+    );
     if (tiles > MOST_TILES) return;
     const work = workload({
-      seqlen_q: values.n, seqlen_k: values.n, head_dim: values.d, head_dim_v: values.d, block_m: values.bm, block_n: values.bn,
-      scale: 1 / Math.sqrt(values.d), ...sidesOf(values),
+      seqlen_q: values.n,
+      seqlen_k: values.n,
+      head_dim: values.d,
+      head_dim_v: values.d,
+      block_m: values.bm,
+      block_n: values.bn,
+      scale: 1 / Math.sqrt(values.d),
+      ...sidesOf(values),
     });
     for (const panel of this.panels) {
       const trace = panel.schedule(work);
       panel.total = countersAt(trace);
-      panel.replays = Array.from({ length: values.heads }, (_, head) => new Replay(trace, {
-        q: someNumbers(values.n, values.d, 3 * head + 1), k: someNumbers(values.n, values.d, 3 * head + 2), v: someNumbers(values.n, values.d, 3 * head + 3),
-      }));
+      panel.replays = Array.from(
+        { length: values.heads },
+        (_, head) =>
+          new Replay(trace, {
+            q: someNumbers(values.n, values.d, 3 * head + 1),
+            k: someNumbers(values.n, values.d, 3 * head + 2),
+            v: someNumbers(values.n, values.d, 3 * head + 3),
+          }),
+      );
     }
     this.#summarise();
     const steps = this.panels[0].replays[0].stops.length * values.heads;
@@ -138,8 +234,14 @@ class TilesView {
     const steps = this.panels[0].replays[0].stops.length;
     const all = tiles.visited + tiles.skipped;
     const heads = values.heads > 1 ? `, for each of ${values.heads} heads` : "";
-    const masked = tiles.skipped || tiles.partial ? ` ${plural(tiles.visited, "tile")} visited, ${grouped(tiles.partial)} of them partial, ${grouped(tiles.skipped)} skipped.` : "";
-    setText(this.summary, `${plural(all, "tile")}, 3 steps for each one visited: ${plural(steps, "step")}${heads}.${masked}`);
+    const masked =
+      tiles.skipped || tiles.partial
+        ? ` ${plural(tiles.visited, "tile")} visited, ${grouped(tiles.partial)} of them partial, ${grouped(tiles.skipped)} skipped.`
+        : "";
+    setText(
+      this.summary,
+      `${plural(all, "tile")}, 3 steps for each one visited: ${plural(steps, "step")}${heads}.${masked}`,
+    );
     this.naive = elements(naiveForward(band, values.d, values.d)) * values.heads;
   }
 
@@ -148,7 +250,10 @@ class TilesView {
     const { values } = this.form;
     const perHead = this.panels[0].replays[0].stops.length;
     const head = Math.min(values.heads - 1, at === 0 ? 0 : Math.floor((at - 1) / perHead));
-    const most = Math.max(this.naive ?? 1, ...this.panels.map((panel) => (panel.total.reads + panel.total.writes) * values.heads));
+    const most = Math.max(
+      this.naive ?? 1,
+      ...this.panels.map((panel) => (panel.total.reads + panel.total.writes) * values.heads),
+    );
     for (const panel of this.panels) {
       const replay = panel.replays[head].seek(at - head * perHead);
       const counters = plus(replay.counters, panel.total, head);
@@ -165,7 +270,10 @@ class TilesView {
     panel.bar.style.width = `${(100 * sofar) / most}%`;
     const whole = (panel.total.reads + panel.total.writes) * this.form.values.heads;
     panel.meter.setAttribute("aria-label", `${grouped(sofar)} of ${grouped(whole)} elements moved`);
-    setText(panel.versus, `${grouped(sofar)} of ${grouped(whole)} elements in the end; naive attention would move ${grouped(this.naive ?? 0)}.`);
+    setText(
+      panel.versus,
+      `${grouped(sofar)} of ${grouped(whole)} elements in the end; naive attention would move ${grouped(this.naive ?? 0)}.`,
+    );
   }
 
   /** @param {KeyboardEvent} event */
@@ -179,8 +287,14 @@ class TilesView {
   }
 }
 
-/** A head's counters on top of the heads before it. @param {Counters} own @param {Counters} total @param {number} heads @returns {Counters} */
+/**
+ * A head's counters on top of the heads before it.
+ * @param {Counters} own @param {Counters} total @param {number} heads @returns {Counters}
+ */
 function plus(own, total, heads) {
-  const sums = Object.entries(own).map(([name, value]) => [name, value + total[/** @type {keyof Counters} */ (name)] * heads]);
+  const sums = Object.entries(own).map(([name, value]) => [
+    name,
+    value + total[/** @type {keyof Counters} */ (name)] * heads,
+  ]);
   return /** @type {Counters} */ (Object.fromEntries(sums));
 }

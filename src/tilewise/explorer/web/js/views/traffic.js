@@ -1,7 +1,14 @@
 /** Memory traffic: naive against FA-1 and FA-2 as N grows, and what the score matrix takes. */
 
 import { Band } from "tilewise/engine/band.js";
-import { elements, fa1Forward, naiveForward, scoreMatrixBytes, statisticsBytes, tiledForward } from "tilewise/engine/cost.js";
+import {
+  elements,
+  fa1Forward,
+  naiveForward,
+  scoreMatrixBytes,
+  statisticsBytes,
+  tiledForward,
+} from "tilewise/engine/cost.js";
 import { chart } from "tilewise/ui/chart.js";
 import { fill, h, setText } from "tilewise/ui/dom.js";
 import { Form, paramsOf, valuesFrom } from "tilewise/ui/form.js";
@@ -10,6 +17,7 @@ import { explained, heading, table } from "tilewise/ui/parts.js";
 
 /** @typedef {import("tilewise/main.js").Context} Context */
 /** @typedef {import("tilewise/ui/form.js").Spec} Spec */
+/** @typedef {Record<"naive" | "fa1" | "fa2", import("tilewise/engine/cost.js").Traffic>} Ways */
 
 const LENGTHS = [256, 512, 1024, 2048, 4096];
 const MORE_LENGTHS = [8192, 16384, 32768];
@@ -22,10 +30,45 @@ function specs(devices) {
     { key: "d", label: "Head dim d", type: "number", value: 64, min: 1, max: 512 },
     { key: "bm", label: "Query block", type: "number", value: 128, min: 1, max: 1024 },
     { key: "bn", label: "Key block", type: "number", value: 128, min: 1, max: 1024 },
-    { key: "mask", label: "Mask", type: "select", value: "full", options: [["full", "none (full)"], ["causal", "causal"]] },
-    { key: "unit", label: "Show", type: "select", value: "elements", options: [["elements", "elements"], ["bytes", "bytes (fp16)"], ["time", "time on the device"]] },
-    { key: "device", label: "Device", type: "select", value: "a100", options: Object.entries(devices).map(([key, device]) => [key, device.name]), when: (values) => values.unit === "time" },
-    { key: "scale", label: "Axes", type: "select", value: "linear", options: [["linear", "linear"], ["log", "logarithmic"]] },
+    {
+      key: "mask",
+      label: "Mask",
+      type: "select",
+      value: "full",
+      options: [
+        ["full", "none (full)"],
+        ["causal", "causal"],
+      ],
+    },
+    {
+      key: "unit",
+      label: "Show",
+      type: "select",
+      value: "elements",
+      options: [
+        ["elements", "elements"],
+        ["bytes", "bytes (fp16)"],
+        ["time", "time on the device"],
+      ],
+    },
+    {
+      key: "device",
+      label: "Device",
+      type: "select",
+      value: "a100",
+      options: Object.entries(devices).map(([key, device]) => [key, device.name]),
+      when: (values) => values.unit === "time",
+    },
+    {
+      key: "scale",
+      label: "Axes",
+      type: "select",
+      value: "linear",
+      options: [
+        ["linear", "linear"],
+        ["log", "logarithmic"],
+      ],
+    },
   ];
 }
 
@@ -45,16 +88,42 @@ class TrafficView {
     this.rows = h("div");
     this.share = h("p", { "data-share": "" });
     this.memory = h("div");
-    this.element = h("div", {},
-      heading("What crosses the memory",
-        "Naive attention writes the N × N scores, reads them, writes their softmax and reads that. Tiled attention reads Q once, streams K and V past each tile of queries, and writes O once. One head, forward."),
+    this.element = h(
+      "div",
+      {},
+      heading(
+        "What crosses the memory",
+        "Naive attention writes the N × N scores, reads them, writes their softmax and reads that. Tiled attention reads Q once, streams K and V past each tile of queries, and writes O once. One head, forward.",
+      ),
       this.form.element,
-      h("div", { class: "panels loose" },
-        h("section", { class: "panel", "aria-label": "Chart" }, h("h3", {}, "Traffic as N grows"), this.picture, this.share),
-        h("div", { class: "stack" },
+      h(
+        "div",
+        { class: "panels loose" },
+        h(
+          "section",
+          { class: "panel", "aria-label": "Chart" },
+          h("h3", {}, "Traffic as N grows"),
+          this.picture,
+          this.share,
+        ),
+        h(
+          "div",
+          { class: "stack" },
           h("section", { class: "panel", "aria-label": "Table" }, h("h3", {}, "The same in numbers"), this.rows),
-          h("section", { class: "panel", "aria-label": "Memory" },
-            h("h3", {}, "What the score matrix takes", h("small", {}, "one head, and the statistics m and l that replace it")), this.memory))));
+          h(
+            "section",
+            { class: "panel", "aria-label": "Memory" },
+            h(
+              "h3",
+              {},
+              "What the score matrix takes",
+              h("small", {}, "one head, and the statistics m and l that replace it"),
+            ),
+            this.memory,
+          ),
+        ),
+      ),
+    );
     this.#show();
   }
 
@@ -85,46 +154,107 @@ class TrafficView {
     const { values } = this.form;
     const lengths = values.scale === "log" ? [...LENGTHS, ...MORE_LENGTHS] : LENGTHS;
     const points = lengths.map((n) => ({ n, ...this.#at(n) }));
-    const series = /** @type {const} */ ([["naive", "naive", "c-naive"], ["fa1", "FA-1", "c-fa1"], ["fa2", "FA-2", "c-fa2"]]);
-    fill(this.picture, chart(series.map(([key, name, colour]) => ({
-      name, colour, below: key === "fa2", dash: key === "fa1" ? "6 4" : undefined, points: points.map((point) => [point.n, this.#measure(point[key])]),
-    })), {
-      label: `Traffic of naive, FA-1 and FA-2 attention against N, ${values.scale} axes`, scale: values.scale,
-      xLabel: "tokens N", yLabel: values.unit === "elements" ? "elements moved" : values.unit === "bytes" ? "bytes moved" : "time at full bandwidth",
-      xTicks: values.scale === "log" ? lengths : [0, 1024, 2048, 3072, 4096],
-      formatX: grouped, formatY: (value) => short(this.#format(value)),
-    }));
+    const series = /** @type {const} */ ([
+      ["naive", "naive", "c-naive"],
+      ["fa1", "FA-1", "c-fa1"],
+      ["fa2", "FA-2", "c-fa2"],
+    ]);
+    fill(
+      this.picture,
+      chart(
+        series.map(([key, name, colour]) => ({
+          name,
+          colour,
+          below: key === "fa2",
+          dash: key === "fa1" ? "6 4" : undefined,
+          points: points.map((point) => [point.n, this.#measure(point[key])]),
+        })),
+        {
+          label: `Traffic of naive, FA-1 and FA-2 attention against N, ${values.scale} axes`,
+          scale: values.scale,
+          xLabel: "tokens N",
+          yLabel:
+            values.unit === "elements"
+              ? "elements moved"
+              : values.unit === "bytes"
+                ? "bytes moved"
+                : "time at full bandwidth",
+          xTicks: values.scale === "log" ? lengths : [0, 1024, 2048, 3072, 4096],
+          formatX: grouped,
+          formatY: (value) => short(this.#format(value)),
+        },
+      ),
+    );
     this.#showTable(points);
     this.#showShare();
     this.#showMemory();
     this.context.save(paramsOf(this.specs, values));
   }
 
-  /** @param {({n: number} & ReturnType<TrafficView["#at"]>)[]} points */
+  /** @param {({n: number} & Ways)[]} points */
   #showTable(points) {
     const exact = this.form.values.unit === "elements";
-    const text = (/** @type {import("tilewise/engine/cost.js").Traffic} */ traffic) => (exact ? grouped(elements(traffic)) : this.#format(this.#measure(traffic)));
-    fill(this.rows, table(["N", "naive", "FA-1", "FA-2", "naive / FA-2"], points.map((point) => [
-      grouped(point.n), text(point.naive), text(point.fa1), text(point.fa2),
-      `${(this.#measure(point.naive) / this.#measure(point.fa2)).toFixed(1)}×`,
-    ]), "Traffic by N"),
-    h("p", { class: "small muted" }, exact ? "Elements of the inputs' dtype; the fp32 statistics, N for FA-2, are left out, as papers do." : "With the fp32 statistics."));
+    const text = (/** @type {import("tilewise/engine/cost.js").Traffic} */ traffic) =>
+      exact ? grouped(elements(traffic)) : this.#format(this.#measure(traffic));
+    fill(
+      this.rows,
+      table(
+        ["N", "naive", "FA-1", "FA-2", "naive / FA-2"],
+        points.map((point) => [
+          grouped(point.n),
+          text(point.naive),
+          text(point.fa1),
+          text(point.fa2),
+          `${(this.#measure(point.naive) / this.#measure(point.fa2)).toFixed(1)}×`,
+        ]),
+        "Traffic by N",
+      ),
+      h(
+        "p",
+        { class: "small muted" },
+        exact
+          ? "Elements of the inputs' dtype; the fp32 statistics, N for FA-2, are left out, as papers do."
+          : "With the fp32 statistics.",
+      ),
+    );
   }
 
   #showShare() {
     const n = 2048;
     const { naive } = this.#at(n);
     const squares = 4 * n * n;
-    setText(this.share, `Naive attention at N = 2,048, d = ${this.form.values.d}: reads ${grouped(naive.reads)}, writes ${grouped(naive.writes)}, in all ${grouped(elements(naive))}, of which N² terms ${grouped(squares)} (${Math.round((100 * squares) / elements(naive))}\u00a0%).`);
+    setText(
+      this.share,
+      `Naive attention at N = 2,048, d = ${this.form.values.d}: reads ${grouped(naive.reads)}, writes ${grouped(naive.writes)}, in all ${grouped(elements(naive))}, of which N² terms ${grouped(squares)} (${Math.round((100 * squares) / elements(naive))}\u00a0%).`,
+    );
   }
 
   #showMemory() {
-    const rows = [1024, 4096, 16384].map((n) => [grouped(n), formatWhole(scoreMatrixBytes(n, 4)), formatWhole(statisticsBytes(n))]);
+    const rows = [1024, 4096, 16384].map((n) => [
+      grouped(n),
+      formatWhole(scoreMatrixBytes(n, 4)),
+      formatWhole(statisticsBytes(n)),
+    ]);
     const long = 131072;
     const kept = long * 128 * HALF + statisticsBytes(long);
-    fill(this.memory, table(["N", "scores, fp32", "m and l, fp32"], rows, "Memory by N"),
-      h("p", { class: "long-context" }, "At 128K tokens in fp16 the matrix is ", h("b", {}, `${formatWhole(scoreMatrixBytes(long, HALF))} a head`), "; ",
-        explained("O and the statistics", "O has 131,072 rows of d = 128 in fp16, 32 MiB; m and l are two fp32 numbers a row, 1 MiB."), " are ", h("b", {}, formatWhole(kept)), "."));
+    fill(
+      this.memory,
+      table(["N", "scores, fp32", "m and l, fp32"], rows, "Memory by N"),
+      h(
+        "p",
+        { class: "long-context" },
+        "At 128K tokens in fp16 the matrix is ",
+        h("b", {}, `${formatWhole(scoreMatrixBytes(long, HALF))} a head`),
+        "; ",
+        explained(
+          "O and the statistics",
+          "O has 131,072 rows of d = 128 in fp16, 32 MiB; m and l are two fp32 numbers a row, 1 MiB.",
+        ),
+        " are ",
+        h("b", {}, formatWhole(kept)),
+        ".",
+      ),
+    );
   }
 
   destroy() {}
