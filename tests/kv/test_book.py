@@ -132,7 +132,9 @@ def play(seed: int, operations: int, *, num_pages: int, page_size: int, sharing:
     for number in range(operations):
         live = list(model.tokens)
         choice = rng.random()
-        if not live or choice < 0.15:
+        if len(live) > 30:
+            model.free(rng.choice(live))
+        elif not live or choice < 0.15:
             # Few different ids: prefixes repeat all the time.
             model.add([rng.randrange(2) for _ in range(rng.randint(1, 5 * page_size))])
         elif choice < 0.22:
