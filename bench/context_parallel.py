@@ -57,7 +57,8 @@ def main() -> None:
         "commit": commit(),
         "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "options": {"seqlen": options.seqlen, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM,
-                    "dtype": "fp32", "causal": True, "sharding": "zigzag", "threads_per_rank": 1, "repeats": options.repeats},
+                    "dtype": "fp32", "causal": True, "sharding": "zigzag", "threads_per_rank": 1,
+                    "repeats": options.repeats},
         "worlds": {str(world): launch(world, options) for world in WORLDS},
     }  # fmt: skip
     report["model"] = validate(report["worlds"], options.seqlen)
