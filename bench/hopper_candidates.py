@@ -11,39 +11,68 @@ import torch
 
 from tilewise import device
 from tilewise.backends.gpu.launching import raw_views
-from tilewise.backends.hopper import launch_backward
+from tilewise.backends.hopper import BACKEND, launch_backward
 from tilewise.backends.hopper.configs import BackwardConfig, backward_config, split_config
 from tilewise.backends.hopper.launching import counter_for
-from tilewise.operands import Operands
+from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
 
 __all__ = ["backward_candidates"]
+
+# What two ways to the same gradients may differ by, relative to the largest element: a few roundings to bf16.
+AGREEMENT = 0.02
+
+ConfigOf = Callable[[AttentionProblem], BackwardConfig]
 
 
 def backward_candidates(
     problem: AttentionProblem, operands: Operands, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> dict[str, Callable[[], Any]]:
-    """Calls by name: of a deterministic problem the unordered sum and, up to 128 columns, the sum in a fixed order."""
-    found: dict[str, Callable[[AttentionProblem], BackwardConfig]] = {}
+    """Calls by name: `fused`, the unordered sum of a deterministic problem; `split`, dQ in a kernel of its own.
+
+    A candidate whose gradients are not those of the configuration that is used is named and left out.
+    """
+    usual = BACKEND.backward(problem, operands, out, lse, dout, None, Wanted())
+    calls = {}
+    for name, config_of in _configs(problem).items():
+        call = _call(config_of, problem, (*operands, out, lse, dout, None))
+        wrong = [n for n, mine, theirs in zip(("dq", "dk", "dv"), call(), usual, strict=False) if _differ(mine, theirs)]
+        if wrong:
+            print(f"candidate {name}: {', '.join(wrong)} differ", flush=True)
+        else:
+            calls[name] = call
+    return calls
+
+
+def _configs(problem: AttentionProblem) -> dict[str, ConfigOf]:
+    found: dict[str, ConfigOf] = {}
     if problem.deterministic:
         found["fused"] = lambda p: backward_config(replace(p, deterministic=False))
-        if not backward_config(problem).WIDE:
-            found["split"] = lambda p: split_config(backward_config(p))
-    return {name: _call(config_of, problem, (*operands, out, lse, dout, None)) for name, config_of in found.items()}
+    if problem.deterministic or backward_config(problem).WIDE:
+        found["split"] = lambda p: split_config(backward_config(p))
+    return found
 
 
 def _call(
-    config_of: Callable[[AttentionProblem], BackwardConfig], problem: AttentionProblem, given: tuple[Any, ...]
-) -> Callable[[], Any]:
+    config_of: ConfigOf, problem: AttentionProblem, given: tuple[Any, ...]
+) -> Callable[[], tuple[torch.Tensor, ...]]:
     q = given[0]
     with mock.patch.object(launch_backward, "backward_config", config_of):
         ready = launch_backward.backward_pass.__wrapped__(
             problem, device.of(q.device), q.get_device(), raw_views(given), True
         )
     assert not ready.copies, "candidates are timed on tensors that TMA can address"
-    made = [ready.workspace, ready.dq, ready.dk, ready.dv]
+    gradients = [made for made in (ready.dq, ready.dk, ready.dv) if made is not None]
 
-    def run() -> None:
-        ready.launches.run((*given, *(a.new(q) for a in made if a is not None), counter_for(q)))
+    def run() -> tuple[torch.Tensor, ...]:
+        made = tuple(allocation.new(q) for allocation in gradients)
+        ready.launches.run((*given, ready.workspace.new(q), *made, counter_for(q)))
+        return made
 
     return run
+
+
+def _differ(mine: torch.Tensor, theirs: torch.Tensor | None) -> bool:
+    assert theirs is not None
+    error = (mine.float() - theirs.float()).abs().max()
+    return not bool(error <= AGREEMENT * theirs.float().abs().max())

@@ -333,8 +333,9 @@ def assembly(
     text: str, constraints: str, args: list[Any], dtype: Any = None, is_pure: bool = True, pack: int = 1
 ) -> Any:
     del constraints, dtype, is_pure, pack
-    if found := re.match(r"bar\.(sync|arrive) (\d+), (\d+);", text):
-        HERE.named.join(int(found.group(2)), int(found.group(3)), waits=found.group(1) == "sync")
+    if found := re.match(r"bar\.(sync|arrive) (\d+|\$1), (\d+);", text):
+        index = int(args[0]) if found.group(2) == "$1" else int(found.group(2))
+        HERE.named.join(index, int(found.group(3)), waits=found.group(1) == "sync")
     if text.startswith("cvt.rni.s32.f32"):
         return torch.round(args[0]).nan_to_num(0.0).double().clamp(-(2.0**31), 2.0**31 - 1).to(torch.int32)
     if text.startswith("ex2"):

@@ -122,6 +122,11 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(BACKWARD, {"d": 256, **CAUSAL, **CAPPED}, 168, 84, hot_spills=62),
     Recorded(BACKWARD, {"d": 256, **CAUSAL, **PACKED}, 168, 84, hot_spills=50),
     Recorded(BACKWARD, {"d": 256, **FIXED, **CAUSAL}, 168, 84, hot_spills=71),
+    Recorded(KEYS, {"d": 192, "dv": 128, **CAUSAL}, 168, 48),
+    Recorded(KEYS, {"d": 256, **CAUSAL}, 168, 60),
+    Recorded(QUERIES, {"d": 192, "dv": 128, **CAUSAL}, 168, 112),
+    Recorded(QUERIES, {"d": 256}, 168, 72, hot_spills=46),
+    Recorded(QUERIES, {"d": 256, **CAUSAL}, 168, 144, hot_spills=134),
 )
 
 

@@ -380,10 +380,16 @@ def test_a_missing_hand_over_is_found(
         check_backward(BACKWARD["d256"], emulated)
 
 
-@pytest.mark.parametrize("name", ["d64 causal", "d128", "softcap", "packed causal"])
-def test_split_backward_protocol(name: str, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """dQ in a kernel of its own."""
-    MODE.late_loads = False
+SPLIT = ["d64 causal", "d128", "softcap", "packed causal", "d256", "d192 grouped", "d200 window", "packed unequal"]
+
+
+@pytest.mark.parametrize("late_loads", LOADS)
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_backward_protocol(
+    name: str, late_loads: bool, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dQ in a kernel of its own."""
+    MODE.late_loads = late_loads
     launch, configs = emulated("launch_backward"), emulated("configs")
     monkeypatch.setattr(launch, "backward_config", lambda p: configs.split_config(configs.backward_config(p)))
     launch.backward_pass.cache_clear()

@@ -7,6 +7,7 @@ consumers have different jobs. Grid: one CTA per SM, persistent, key tiles from 
   keys       dP^T = V dO^T, dS^T = P^T (dP^T - delta), dK += dS^T Q, and dQ of the other columns
 P^T crosses over in fp32 through shared memory, each thread reading what its counterpart wrote; dS, which both multiply
 with K, in 16 bits. While one warpgroup is at its exponentials, the other one's products keep the tensor cores busy.
+Not FUSED, dQ is left to query_gradient.py: dS stays in registers, and the values' role may run a query tile ahead.
 
 Head dims come in two column parts as in the forward, (128, 64) for 192; accumulators are pairs, too.
 """
@@ -25,7 +26,7 @@ from tilewise.backends.hopper.channels import Mailbox, Ring, make_mailbox, make_
 from tilewise.backends.hopper.dq_tiles import add_block, from_register_order, in_register_order, row_units
 from tilewise.backends.hopper.forward import load_tile, make_parts
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
-from tilewise.backends.hopper.primitives import barrier_arrive, barrier_sync, exp2, uniform
+from tilewise.backends.hopper.primitives import barrier_arrive, barrier_at, barrier_sync, exp2, uniform
 from tilewise.backends.hopper.schedule import (
     key_span,
     lengths_of,
@@ -43,9 +44,12 @@ __all__ = ["backward_wide_kernel"]
 # The roles of the consumer warpgroups.
 VALUES = gl.constexpr(0)
 KEYS = gl.constexpr(1)
-# Named barriers of both warpgroups: P^T has been written, dS has been written.
+# Named barriers of both warpgroups: P^T has been written (not FUSED: one for each of two buffers, 10 and 11), dS has
+# been written, all products of a key tile are done.
 P_READY = gl.constexpr(8)
 DS_READY = gl.constexpr(9)
+P_READY_TWICE = gl.constexpr(10)
+ALL_DONE = gl.constexpr(12)
 
 
 @aggregate
@@ -211,14 +215,41 @@ def issue_query_block(pipe, BLOCK: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def hand_over(p, slot, pipe, C: gl.constexpr):
+    """Values' role: P^T for the other one, without waiting for it.
+
+    Not FUSED there are two buffers: the tile that finds this one in use again comes with Q in a slot that the other
+    role has released, after it had read P^T.
+    """
+    if C.FUSED:
+        tma.store_wait(0)  # the last tile's dQ has left P's buffer
+        pipe.p_smem.index(0).store(in_register_order(p))
+        barrier_arrive(P_READY, 256)
+    else:
+        pipe.p_smem.index(slot).store(in_register_order(p))
+        barrier_at("arrive", P_READY_TWICE + slot, 256)
+
+
+@gluon.jit
+def take_over(like, slot, pipe, C: gl.constexpr):
+    """Keys' role: P^T, once it is there."""
+    if C.FUSED:
+        barrier_sync(P_READY, 256)
+        p = from_register_order(pipe.p_smem.index(0), like)
+    else:
+        barrier_at("sync", P_READY_TWICE + slot, 256)
+        p = from_register_order(pipe.p_smem.index(slot), like)
+    return p
+
+
+@gluon.jit
 def values_step(
     m_block, dq_row, first, dv, dv_rest, q_at, dout_at, dq_desc, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
     MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """P^T and dV += P^T dO; then the first half of dQ's blocks, one through a buffer of its own, one through P's."""
-    BLOCKS: gl.constexpr = (C.D + C.D_REST) // 64
+    """P^T and dV += P^T dO, and the first half of dQ's blocks."""
     QUERIES: gl.constexpr = gl.SliceLayout(0, accumulator_layout(C.BLOCK_M))
-    DTYPE: gl.constexpr = pipe.ds_smem.dtype
+    DTYPE: gl.constexpr = pipe.k_smem[0].dtype
     pipe.q_ring.wait(q_at)
     s = warpgroup_mma_wait(0, deps=[issue_transposed(pipe.k_smem, pipe.q_smem, q_at.slot, C.D, C.D_REST, C)])
     lse = pipe.stats_smem.index(q_at.slot).slice(0, C.BLOCK_M).load(QUERIES)
@@ -227,11 +258,22 @@ def values_step(
     if MASKED:
         p = mask_transposed(p, m_block, first, seqlen_q, seqlen_k, sizes, C)
     weights = p.to(DTYPE)
-    tma.store_wait(0)  # the last tile's dQ has left P's buffer
-    pipe.p_smem.store(in_register_order(through_cap(p, s, C)))
-    barrier_arrive(P_READY, 256)
+    hand_over(through_cap(p, s, C), q_at.slot, pipe, C)
     pipe.dout_ring.wait(dout_at)
     dv, dv_rest, operand = issue_sum(weights, pipe.dout_smem, dout_at.slot, dv, dv_rest, C.DV, C.DV_REST, C)
+    if C.FUSED:
+        dv, dv_rest = add_first_blocks(dq_row, dv, dv_rest, operand, q_at, dout_at, dq_desc, pipe, C)
+    else:
+        dv, dv_rest = wait_sum(dv, dv_rest, operand, 0, C.DV_REST)
+        pipe.dout_ring.release(dout_at)
+    pipe.q_ring.release(q_at)
+    return dv, dv_rest, q_at.next(), dout_at.next()
+
+
+@gluon.jit
+def add_first_blocks(dq_row, dv, dv_rest, operand, q_at, dout_at, dq_desc, pipe, C: gl.constexpr):
+    """The first half of dQ's blocks, under and behind dV: one through a buffer of its own, one through P's."""
+    BLOCKS: gl.constexpr = (C.D + C.D_REST) // 64
     units = row_units(pipe.units_smem, q_at.slot, 0, C)
     barrier_sync(DS_READY, 256)
     # Both warpgroups are past P^T: its buffer is free until the next tile's.
@@ -243,34 +285,43 @@ def values_step(
         dq = warpgroup_mma_wait(1, deps=[dq])
         add_block(dq, units, dq_desc, dq_row * BLOCKS, pipe.dq_smem.index(VALUES), C)
         dq_next = warpgroup_mma_wait(0, deps=[dq_next])
-        spare = pipe.p_smem._reinterpret(dq_desc.dtype, [128, 32], dq_desc.layout)  # noqa: SLF001
+        spare = pipe.p_smem.index(0)._reinterpret(dq_desc.dtype, [128, 32], dq_desc.layout)  # noqa: SLF001
         add_block(dq_next, units, dq_desc, dq_row * BLOCKS + 1, spare, C)
     else:
         dv, dv_rest = wait_sum(dv, dv_rest, operand, 1, C.DV_REST)
         pipe.dout_ring.release(dout_at)
         dq = warpgroup_mma_wait(0, deps=[dq])
         add_block(dq, units, dq_desc, dq_row * BLOCKS, pipe.dq_smem.index(VALUES), C)
-    pipe.q_ring.release(q_at)
-    return dv, dv_rest, q_at.next(), dout_at.next()
+    return dv, dv_rest
 
 
 @gluon.jit
 def keys_step(dq_row, dk, dk_rest, q_at, dout_at, dq_desc, pipe, C: gl.constexpr):
-    """dS^T and, under dK += dS^T Q, the second half of dQ's blocks."""
-    BLOCKS: gl.constexpr = (C.D + C.D_REST) // 64
-    FIRST_BLOCK: gl.constexpr = (BLOCKS + 1) // 2
-    SUMS: gl.constexpr = 2 if C.D_REST else 1
+    """dS^T and dK += dS^T Q, and the second half of dQ's blocks."""
     QUERIES: gl.constexpr = gl.SliceLayout(0, accumulator_layout(C.BLOCK_M))
-    DTYPE: gl.constexpr = pipe.ds_smem.dtype
+    DTYPE: gl.constexpr = pipe.k_smem[0].dtype
     pipe.dout_ring.wait(dout_at)
     dp = warpgroup_mma_wait(0, deps=[issue_transposed(pipe.v_smem, pipe.dout_smem, dout_at.slot, C.DV, C.DV_REST, C)])
     pipe.dout_ring.release(dout_at)
     pipe.q_ring.wait(q_at)
     delta = pipe.stats_smem.index(q_at.slot).slice(C.BLOCK_M, C.BLOCK_M).load(QUERIES)
     dp = dp - delta[None, :]
-    barrier_sync(P_READY, 256)
-    p = from_register_order(pipe.p_smem, dp)
-    weights = (p * dp).to(DTYPE)
+    weights = (take_over(dp, q_at.slot, pipe, C) * dp).to(DTYPE)
+    if C.FUSED:
+        dk, dk_rest = add_last_blocks(weights, dq_row, dk, dk_rest, q_at, dq_desc, pipe, C)
+    else:
+        dk, dk_rest, operand = issue_sum(weights, pipe.q_smem, q_at.slot, dk, dk_rest, C.D, C.D_REST, C)
+        dk, dk_rest = wait_sum(dk, dk_rest, operand, 0, C.D_REST)
+    pipe.q_ring.release(q_at)
+    return dk, dk_rest, q_at.next(), dout_at.next()
+
+
+@gluon.jit
+def add_last_blocks(weights, dq_row, dk, dk_rest, q_at, dq_desc, pipe, C: gl.constexpr):
+    """Share dS; under dK += dS^T Q, the second half of dQ's blocks."""
+    BLOCKS: gl.constexpr = (C.D + C.D_REST) // 64
+    FIRST_BLOCK: gl.constexpr = (BLOCKS + 1) // 2
+    SUMS: gl.constexpr = 2 if C.D_REST else 1
     pipe.ds_smem.store(weights)
     fence_async_shared()  # orders the stores of dS before the products that read it
     tma.store_wait(0)  # the last dQ block has left its buffer
@@ -290,8 +341,7 @@ def keys_step(dq_row, dk, dk_rest, q_at, dout_at, dq_desc, pipe, C: gl.constexpr
         add_block(dq, units, dq_desc, dq_row * BLOCKS + FIRST_BLOCK + 1, pipe.dq_smem.index(KEYS), C)
     else:
         dk, dk_rest = wait_sum(dk, dk_rest, operand, 0, C.D_REST)
-    pipe.q_ring.release(q_at)
-    return dk, dk_rest, q_at.next(), dout_at.next()
+    return dk, dk_rest
 
 
 # ---- consumers: one key tile
@@ -371,7 +421,7 @@ def consumer(
         batch_idx = item // sizes.num_heads
         kv_head = item - batch_idx * sizes.num_heads
         span = key_span(cu_seqlens, batch_idx, sizes, C)
-        barrier_sync(DS_READY, 256)  # both warpgroups have read K and V for the last time
+        barrier_sync(ALL_DONE, 256)  # both warpgroups have read K and V for the last time
         if ROLE == VALUES:
             store_sum(acc, acc_rest, 1.0, dv_desc, pipe.v_smem, span, kv_head, first, C.DV, C.DV_REST, C)
         else:
@@ -398,10 +448,15 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
     units_smem = stats_smem
     if C.FIXED_POINT:
         units_smem = gl.allocate_shared_memory(gl.float32, [C.NUM_STAGES, BLOCK_M], units_desc.layout)
-    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
-    ds_smem = gl.allocate_shared_memory(DTYPE, [64, BLOCK_M], DS_LAYOUT)
-    p_smem = gl.allocate_shared_memory(gl.float32, [128, 32], dq_desc.layout)
-    dq_smem = gl.allocate_shared_memory(dq_desc.dtype, [2, 128, 32], dq_desc.layout)
+    P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 32], gl.float32)
+    P_SLOTS: gl.constexpr = 1 if C.FUSED else C.NUM_STAGES
+    p_smem = gl.allocate_shared_memory(gl.float32, [P_SLOTS, 128, 32], P_LAYOUT)
+    ds_smem = p_smem
+    dq_smem = p_smem
+    if C.FUSED:
+        DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
+        ds_smem = gl.allocate_shared_memory(DTYPE, [64, BLOCK_M], DS_LAYOUT)
+        dq_smem = gl.allocate_shared_memory(dq_desc.dtype, [2, 128, 32], dq_desc.layout)
     key_ring = make_ring(1, 2)
     q_ring = make_ring(C.NUM_STAGES, 2)
     dout_ring = make_ring(C.DOUT_STAGES, 2)
@@ -421,7 +476,7 @@ def backward_wide_kernel(
     stats_desc, units_desc, dq_desc, cu_seqlens_q, cu_seqlens_k, counter_ptr, scale_log2, cap_scale, scale, sizes,
     C: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and the dQ accumulator; items are (batch, kv head) pairs, blocks 64 keys."""
+    """dK, dV and (FUSED) the dQ accumulator; items are (batch, kv head) pairs, blocks 64 keys."""
     queries, douts, keys, values = (q_desc, q_rest), (dout_desc, dout_rest), (k_desc, k_rest), (v_desc, v_rest)
     key_sums, value_sums = (dk_desc, dk_rest), (dv_desc, dv_rest)
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)

@@ -102,7 +102,8 @@ class BackwardConfig:
     """Everything the main backward kernels are compiled for; head dims are pairs of column parts.
 
     WIDE: the kernel whose warpgroups share the work by products instead of by keys (backward_wide.py), for more than
-    128 columns and for head_dim_v other than head_dim. NUM_STAGES slots in the ring of Q, DOUT_STAGES in a wide dO's.
+    128 columns and for head_dim_v other than head_dim. NUM_STAGES slots in the ring of Q, DOUT_STAGES in a wide dO's;
+    where dQ has a kernel of its own, NUM_STAGES of K and V_STAGES of V there.
     FUSED: dQ is added to an accumulator by TMA; else a kernel of its own computes it, in a fixed order. FIXED_POINT:
     the accumulator is of integers, so that the order of the additions does not matter (dq_tiles.py).
     PERSISTENT: as many CTAs as SMs, tiles from the counter. EVEN_K: every key tile is whole.
@@ -117,6 +118,7 @@ class BackwardConfig:
     BLOCK_N: int = 128
     NUM_STAGES: int = 2
     DOUT_STAGES: int = 2
+    V_STAGES: int = 2
     FUSED: bool = True
     FIXED_POINT: bool = False
     PERSISTENT: bool = True
@@ -152,7 +154,8 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         WIDE=wide,
         BLOCK_M=64 if wide else BACKWARD_BLOCK_M[d],
         BLOCK_N=block_n,
-        DOUT_STAGES=_dout_stages(d + d_rest, dv + dv_rest),
+        DOUT_STAGES=_second_stages(d + d_rest, dv + dv_rest),
+        V_STAGES=_second_stages(d + d_rest, dv + dv_rest),
         FIXED_POINT=problem.deterministic,
         EVEN_K=not packed and problem.seqlen_k % block_n == 0,
         HAS_RIGHT=has_right(problem),
@@ -163,10 +166,10 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
     )
 
 
-def _dout_stages(width: int, width_v: int) -> int:
+def _second_stages(width: int, width_v: int) -> int:
     """Two where they fit beside K, V, two tiles of Q and what WIDE_EXTRA_TILES counts, else one (256 columns in both).
 
-    >>> [_dout_stages(d, dv) for d, dv in ((256, 256), (256, 192), (192, 128))]
+    >>> [_second_stages(d, dv) for d, dv in ((256, 256), (256, 192), (192, 128))]
     [1, 2, 2]
     """
     return 2 if (3 * width + 3 * width_v) // 64 + WIDE_EXTRA_TILES <= WIDE_MAX_TILES else 1
@@ -178,8 +181,12 @@ def dq_blocks(config: BackwardConfig) -> int:
 
 
 def split_config(config: BackwardConfig) -> BackwardConfig:
-    """The deterministic backward in two kernels, 7 products instead of 5: dK and dV, then dQ in a fixed order."""
-    return replace(config, FUSED=False, FIXED_POINT=False, PERSISTENT=config.IS_VARLEN)
+    """The backward in two kernels, 7 products instead of 5: dK and dV, then dQ in a fixed order.
+
+    Without the sums of dQ a second slot of dO fits at 256 columns, too, beside two buffers of P.
+    """
+    persistent = config.IS_VARLEN or config.WIDE
+    return replace(config, FUSED=False, FIXED_POINT=False, PERSISTENT=persistent, DOUT_STAGES=2)
 
 
 def column_parts(head_dim: int) -> tuple[int, int]:

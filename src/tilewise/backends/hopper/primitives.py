@@ -12,6 +12,7 @@ __all__ = [
     "LOG2E",
     "NEG_INF",
     "barrier_arrive",
+    "barrier_at",
     "barrier_sync",
     "exp2",
     "opaque",
@@ -89,6 +90,18 @@ def barrier_sync(INDEX: gl.constexpr, THREADS: gl.constexpr):
     """A named hardware barrier between warpgroups; 8 to 15 are not used by Triton's own lowering."""
     ASM: gl.constexpr = _barrier_asm("sync", INDEX, THREADS)
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _barrier_at_asm(operation, threads):
+    return f"bar.{operation} $1, {threads}; mov.u32 $0, $1;"
+
+
+@gluon.jit
+def barrier_at(OPERATION: gl.constexpr, index, THREADS: gl.constexpr):
+    """ "sync" or "arrive" at a named barrier whose number is known at run time."""
+    ASM: gl.constexpr = _barrier_at_asm(OPERATION, THREADS)
+    gl.inline_asm_elementwise(ASM, "=r,r", [index], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

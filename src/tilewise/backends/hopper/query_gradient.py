@@ -1,7 +1,8 @@
-"""dQ in a fixed order, for the deterministic backward: one CTA per 128 queries of a head, K and V streamed past them.
+"""dQ in a fixed order: one CTA per 128 queries of a head, K and V streamed past them.
 
 Roles as in the forward: one producer warp, two consumer warpgroups of 64 queries. S and dP are computed once more (7
-products instead of the fused kernel's 5), but every row of dQ is summed by one warpgroup from right to left.
+products instead of the fused kernel's 5), but every row of dQ is summed by one warpgroup from right to left, and no
+sums travel through L2. Head dims come in two column parts as in the forward.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -14,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.hopper.channels import Ring, make_ring, start
-from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
+from tilewise.backends.hopper.forward import load_tile, make_parts
+from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
 from tilewise.backends.hopper.primitives import exp2
 from tilewise.backends.hopper.schedule import key_span, key_tiles, lengths_of, place_of, query_span, whole_tiles
 from tilewise.backends.hopper.scores import capped, mask_scores, through_cap
@@ -24,30 +26,33 @@ __all__ = ["query_gradient_kernel"]
 
 @aggregate
 class Pipeline:
-    """The shared memory of a CTA: Q and dO of its queries, a ring of (K, V) tiles."""
+    """The shared memory of a CTA: Q and dO of its queries, rings of K and V tiles (pairs of column parts)."""
 
-    q_smem: gl.shared_memory_descriptor
-    dout_smem: gl.shared_memory_descriptor
-    k_smem: gl.shared_memory_descriptor
-    v_smem: gl.shared_memory_descriptor
+    q_smem: gl.tuple
+    dout_smem: gl.tuple
+    k_smem: gl.tuple
+    v_smem: gl.tuple
     query_ring: Ring
-    key_ring: Ring
+    k_ring: Ring
+    v_ring: Ring
 
     @gluon.constexpr_function
-    def __init__(self, q_smem, dout_smem, k_smem, v_smem, query_ring, key_ring):
+    def __init__(self, q_smem, dout_smem, k_smem, v_smem, query_ring, k_ring, v_ring):
         self.q_smem = q_smem
         self.dout_smem = dout_smem
         self.k_smem = k_smem
         self.v_smem = v_smem
         self.query_ring = query_ring
-        self.key_ring = key_ring
+        self.k_ring = k_ring
+        self.v_ring = v_ring
 
 
 @gluon.jit
 def producer(q_desc, dout_desc, k_desc, v_desc, cu_seqlens, sizes, pipe, C: gl.constexpr):
     """Load the queries once, then the key tiles they see."""
-    QUERY_BYTES: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes
-    KEY_BYTES: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
+    QUERY_BYTES: gl.constexpr = 2 * 64 * (C.D + C.D_REST + C.DV + C.DV_REST)
+    K_BYTES: gl.constexpr = 2 * C.BLOCK_N * (C.D + C.D_REST)
+    V_BYTES: gl.constexpr = 2 * C.BLOCK_N * (C.DV + C.DV_REST)
     block, item = place_of(gl.program_id(0), sizes, C.HAS_RIGHT)
     batch_idx = item // sizes.num_heads
     head = item - batch_idx * sizes.num_heads
@@ -55,48 +60,105 @@ def producer(q_desc, dout_desc, k_desc, v_desc, cu_seqlens, sizes, pipe, C: gl.c
     q_span = query_span(cu_seqlens, batch_idx, sizes, C)
     kv_span = key_span(cu_seqlens, batch_idx, sizes, C)
     last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
-    turn = start(1)
     for w in gl.static_range(2):
-        at = turn.lane(w, 2)
-        ready = pipe.query_ring.acquire(at, QUERY_BYTES)
-        place = tile_at(q_span, head, block * 128 + w * 64, 0, C.IS_VARLEN)
-        tma.async_copy_global_to_shared(q_desc, place, ready, pipe.q_smem.index(w))
-        tma.async_copy_global_to_shared(dout_desc, place, ready, pipe.dout_smem.index(w))
-    at = start(2)
+        ready = pipe.query_ring.acquire(start(1).lane(w, 2), QUERY_BYTES)
+        row = block * 128 + w * 64
+        load_tile(q_desc, pipe.q_smem, w, ready, q_span, head, row, C.D, C.D_REST, C)
+        load_tile(dout_desc, pipe.dout_smem, w, ready, q_span, head, row, C.DV, C.DV_REST, C)
+    k_at = start(C.NUM_STAGES)
+    v_at = start(C.V_STAGES)
     for i in range(count):
-        ready = pipe.key_ring.acquire(at, KEY_BYTES)
-        place = tile_at(kv_span, kv_head, (last - i) * 128, 0, C.IS_VARLEN)
-        tma.async_copy_global_to_shared(k_desc, place, ready, pipe.k_smem.index(at.slot))
-        tma.async_copy_global_to_shared(v_desc, place, ready, pipe.v_smem.index(at.slot))
-        at = at.next()
+        row = (last - i) * C.BLOCK_N
+        ready = pipe.k_ring.acquire(k_at, K_BYTES)
+        load_tile(k_desc, pipe.k_smem, k_at.slot, ready, kv_span, kv_head, row, C.D, C.D_REST, C)
+        k_at = k_at.next()
+        ready = pipe.v_ring.acquire(v_at, V_BYTES)
+        load_tile(v_desc, pipe.v_smem, v_at.slot, ready, kv_span, kv_head, row, C.DV, C.DV_REST, C)
+        v_at = v_at.next()
+
+
+@gluon.jit
+def issue_product(a_smem, b_smem, a_slot: gl.constexpr, b_slot, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr):
+    """Start A B^T of 64 queries and a key tile: S = Q K^T or dP = dO V^T."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
+    a = a_smem[0].index(a_slot).reshape([64, D])
+    b = b_smem[0].index(b_slot).reshape([BLOCK_N, D])
+    product = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if D_REST:
+        a = a_smem[1].index(a_slot).reshape([64, D_REST])
+        b = b_smem[1].index(b_slot).reshape([BLOCK_N, D_REST])
+        product = warpgroup_mma(a, b.permute([1, 0]), product, is_async=True)
+    return product
+
+
+@gluon.jit
+def add_product(ds, k_smem, slot, dq, dq_rest, C: gl.constexpr):
+    """Finish dQ += dS K."""
+    D: gl.constexpr = C.D
+    D_REST: gl.constexpr = C.D_REST
+    operand = gl.convert_layout(ds, left_operand_layout(accumulator_layout(D)))
+    dq = warpgroup_mma(operand, k_smem[0].index(slot).reshape([C.BLOCK_N, D]), dq, is_async=True)
+    if D_REST:
+        rest = gl.convert_layout(ds, left_operand_layout(accumulator_layout(D_REST)))
+        dq_rest = warpgroup_mma(rest, k_smem[1].index(slot).reshape([C.BLOCK_N, D_REST]), dq_rest, is_async=True)
+        dq, dq_rest, operand = warpgroup_mma_wait(0, deps=[dq, dq_rest, operand])
+    else:
+        dq, operand = warpgroup_mma_wait(0, deps=[dq, operand])
+    return dq, dq_rest
 
 
 @gluon.jit
 def step(
-    n_block, row, q, dout, lse, delta, dq, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
-    MASKED: gl.constexpr, C: gl.constexpr,
+    n_block, row, lse, delta, dq, dq_rest, k_at, v_at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
+    WARPGROUP: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key tile: dQ += dS K."""
-    D: gl.constexpr = C.D
-    OPERAND: gl.constexpr = left_operand_layout(accumulator_layout(D))
-    zeros = gl.zeros([64, 128], gl.float32, accumulator_layout(128))
-    k = pipe.k_smem.index(at.slot).reshape([128, D])
-    v = pipe.v_smem.index(at.slot).reshape([128, D])
-    pipe.key_ring.wait(at)
-    s = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    dp = warpgroup_mma(dout, v.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
-    s = capped(s, cap_scale, C)
+    IN_FLIGHT: gl.constexpr = 2 if C.DV_REST else 1
+    pipe.k_ring.wait(k_at)
+    s = issue_product(pipe.q_smem, pipe.k_smem, WARPGROUP, k_at.slot, C.D, C.D_REST, C)
+    pipe.v_ring.wait(v_at)
+    dp = issue_product(pipe.dout_smem, pipe.v_smem, WARPGROUP, v_at.slot, C.DV, C.DV_REST, C)
+    s = capped(warpgroup_mma_wait(IN_FLIGHT, deps=[s]), cap_scale, C)
     seen = s
     if MASKED:
         seen = mask_scores(s, row, n_block, seqlen_q, seqlen_k, sizes, C)
     p = through_cap(exp2(seen * scale_log2 - lse[:, None]), s, C)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    ds = gl.convert_layout((p * (dp - delta[:, None])).to(pipe.k_smem.dtype), OPERAND)
-    dq = warpgroup_mma(ds, k, dq, is_async=True)
-    dq, ds = warpgroup_mma_wait(0, deps=[dq, ds])
-    pipe.key_ring.release(at)
-    return dq, at.next()
+    pipe.v_ring.release(v_at)
+    ds = (p * (dp - delta[:, None])).to(pipe.k_smem[0].dtype)
+    dq, dq_rest = add_product(ds, pipe.k_smem, k_at.slot, dq, dq_rest, C)
+    pipe.k_ring.release(k_at)
+    return dq, dq_rest, k_at.next(), v_at.next()
+
+
+@gluon.jit
+def load_statistics(stats_ptr, item, row, sizes, C: gl.constexpr):
+    """(lse, delta) of 64 queries."""
+    num_m = gl.cdiv(sizes.seqlen_q, C.BLOCK_M)
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
+    at = stats_ptr + (item * num_m + rows // C.BLOCK_M).to(gl.int64) * (2 * C.BLOCK_M) + rows % C.BLOCK_M
+    lse = gl.load(at, mask=rows < num_m * C.BLOCK_M, other=float("inf"))
+    delta = gl.load(at + C.BLOCK_M, mask=rows < num_m * C.BLOCK_M, other=0.0)
+    return lse, delta
+
+
+@gluon.jit
+def store_gradient(dq, dq_rest, dq_desc, span, head, row, scale, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr):
+    """Write dQ of 64 queries through the buffer that held Q."""
+    D: gl.constexpr = C.D
+    D_REST: gl.constexpr = C.D_REST
+    DTYPE: gl.constexpr = pipe.q_smem[0].dtype
+    pipe.q_smem[0].index(WARPGROUP).reshape([64, D]).store((dq * scale).to(DTYPE))
+    if D_REST:
+        pipe.q_smem[1].index(WARPGROUP).reshape([64, D_REST]).store((dq_rest * scale).to(DTYPE))
+    fence_async_shared()  # orders the stores above before TMA's reads below
+    place = tile_at(span, head, row, 0, C.IS_VARLEN)
+    tma.async_copy_shared_to_global(dq_desc[0], place, pipe.q_smem[0].index(WARPGROUP))
+    if D_REST:
+        place = tile_at(span, head, row, D, C.IS_VARLEN)
+        tma.async_copy_shared_to_global(dq_desc[1], place, pipe.q_smem[1].index(WARPGROUP))
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -106,44 +168,39 @@ def consumer(
 ):  # fmt: skip
     """Sum dQ of 64 queries."""
     D: gl.constexpr = C.D
+    D_REST: gl.constexpr = C.D_REST
     block, item = place_of(gl.program_id(0), sizes, C.HAS_RIGHT)
     row = block * 128 + WARPGROUP * 64
     seqlen_q, seqlen_k = lengths_of(cu_seqlens, item, sizes, C)
     last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
     begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
-    num_m = gl.cdiv(sizes.seqlen_q, C.BLOCK_M)
-    rows = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(128)))
-    at_stats = stats_ptr + (item * num_m + rows // C.BLOCK_M).to(gl.int64) * (2 * C.BLOCK_M) + rows % C.BLOCK_M
-    lse = gl.load(at_stats, mask=rows < num_m * C.BLOCK_M, other=float("inf"))
-    delta = gl.load(at_stats + C.BLOCK_M, mask=rows < num_m * C.BLOCK_M, other=0.0)
+    lse, delta = load_statistics(stats_ptr, item, row, sizes, C)
     dq = gl.zeros([64, D], gl.float32, accumulator_layout(D))
-    q = pipe.q_smem.index(WARPGROUP).reshape([64, D])
-    dout = pipe.dout_smem.index(WARPGROUP).reshape([64, D])
+    dq_rest = 0
+    if D_REST:
+        dq_rest = gl.zeros([64, D_REST], gl.float32, accumulator_layout(D_REST))
+    k_at = start(C.NUM_STAGES)
+    v_at = start(C.V_STAGES)
     pipe.query_ring.wait(start(1).lane(WARPGROUP, 2))
-    at = start(2)
     if C.HAS_RIGHT or C.HAS_LEFT or not C.EVEN_K:
         for i in range(begin):
-            dq, at = step(
-                last - i, row, q, dout, lse, delta, dq, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes,
-                pipe, True, C)  # fmt: skip
+            dq, dq_rest, k_at, v_at = step(
+                last - i, row, lse, delta, dq, dq_rest, k_at, v_at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes,
+                pipe, WARPGROUP, True, C)  # fmt: skip
     else:
         begin = 0
     for i in range(begin, end):
-        dq, at = step(
-            last - i, row, q, dout, lse, delta, dq, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes,
-            pipe, False, C)  # fmt: skip
+        dq, dq_rest, k_at, v_at = step(
+            last - i, row, lse, delta, dq, dq_rest, k_at, v_at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes,
+            pipe, WARPGROUP, False, C)  # fmt: skip
     if C.HAS_LEFT:
         for i in range(end, count):
-            dq, at = step(
-                last - i, row, q, dout, lse, delta, dq, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes,
-                pipe, True, C)  # fmt: skip
-    q.store((dq * scale).to(pipe.q_smem.dtype))
-    fence_async_shared()  # orders the store above before TMA reads it
+            dq, dq_rest, k_at, v_at = step(
+                last - i, row, lse, delta, dq, dq_rest, k_at, v_at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes,
+                pipe, WARPGROUP, True, C)  # fmt: skip
     batch_idx = item // sizes.num_heads
     span = query_span(cu_seqlens, batch_idx, sizes, C)
-    place = tile_at(span, item - batch_idx * sizes.num_heads, row, 0, C.IS_VARLEN)
-    tma.async_copy_shared_to_global(dq_desc, place, pipe.q_smem.index(WARPGROUP))
-    tma.store_wait(0)
+    store_gradient(dq, dq_rest, dq_desc, span, item - batch_idx * sizes.num_heads, row, scale, pipe, WARPGROUP, C)
 
 
 @gluon.jit(
@@ -151,23 +208,23 @@ def consumer(
     do_not_specialize_on_alignment=["stats_ptr", "cu_seqlens_q", "cu_seqlens_k"],
 )
 def query_gradient_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dq_desc, stats_ptr, cu_seqlens_q, cu_seqlens_k, scale_log2, cap_scale, scale,
-    sizes, C: gl.constexpr,
+    q_desc, dout_desc, k_desc, v_desc, dq_desc, q_rest, dout_rest, k_rest, v_rest, dq_rest, stats_ptr, cu_seqlens_q,
+    cu_seqlens_k, scale_log2, cap_scale, scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Write dQ of one (block of 128 queries, head); items are (batch, head) pairs."""
-    DTYPE: gl.constexpr = q_desc.dtype
-    D: gl.constexpr = C.D
-    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    q_smem = gl.allocate_shared_memory(DTYPE, slots_shape(2, 64, D, C.IS_VARLEN), q_desc.layout)
-    dout_smem = gl.allocate_shared_memory(DTYPE, slots_shape(2, 64, D, C.IS_VARLEN), dout_desc.layout)
-    k_smem = gl.allocate_shared_memory(DTYPE, slots_shape(2, 128, D, C.IS_VARLEN), k_desc.layout)
-    v_smem = gl.allocate_shared_memory(DTYPE, slots_shape(2, 128, D, C.IS_VARLEN), v_desc.layout)
+    queries, douts, keys, values = (q_desc, q_rest), (dout_desc, dout_rest), (k_desc, k_rest), (v_desc, v_rest)
+    gradients, cu_seqlens = (dq_desc, dq_rest), (cu_seqlens_q, cu_seqlens_k)
+    q_smem = make_parts(queries, 2, 64, C.D, C.D_REST, C)
+    dout_smem = make_parts(douts, 2, 64, C.DV, C.DV_REST, C)
+    k_smem = make_parts(keys, C.NUM_STAGES, C.BLOCK_N, C.D, C.D_REST, C)
+    v_smem = make_parts(values, C.V_STAGES, C.BLOCK_N, C.DV, C.DV_REST, C)
     query_ring = make_ring(2, 1)
-    key_ring = make_ring(2, 2)
+    k_ring = make_ring(C.NUM_STAGES, 2)
+    v_ring = make_ring(C.V_STAGES, 2)
     fence_async_shared()  # the barriers are initialised before TMA reports to them
-    pipe = Pipeline(q_smem, dout_smem, k_smem, v_smem, query_ring, key_ring)
+    pipe = Pipeline(q_smem, dout_smem, k_smem, v_smem, query_ring, k_ring, v_ring)
     gl.warp_specialize([
-        (consumer, (dq_desc, stats_ptr, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
-        (consumer, (dq_desc, stats_ptr, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
-        (producer, (q_desc, dout_desc, k_desc, v_desc, cu_seqlens, sizes, pipe, C)),
+        (consumer, (gradients, stats_ptr, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
+        (consumer, (gradients, stats_ptr, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
+        (producer, (queries, douts, keys, values, cu_seqlens, sizes, pipe, C)),
     ], [4, 1], [240, 24])  # fmt: skip
