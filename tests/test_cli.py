@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,18 @@ def test_doctor_asks_no_cache_of_a_backend_that_cannot_run(monkeypatch: pytest.M
     assert (found["reason"], found["cache"]) == ("no compiler", None)
 
 
+def test_doctor_says_how_kernels_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    for name in ("triton", "hopper"):
+        monkeypatch.setattr(dispatch.load(name), "unavailable", lambda: None)
+    found = {backend["name"]: backend["launch_path"] for backend in read("doctor")["backends"]}
+    assert found["triton"] == found["hopper"] == "direct"
+    assert found["cpu"] is None
+    driver = importlib.import_module("tilewise.backends.gpu.driver")
+    monkeypatch.setattr(driver, "is_direct", lambda: False)
+    assert "launch path ordinary: triton" in succeed("doctor", columns=200)
+
+
 # --- warmup
 
 
@@ -193,6 +206,44 @@ def test_warmup_skips_a_backend_that_cannot_run(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(backend, "unavailable", lambda: "no compiler")
     monkeypatch.setattr(backend, "warmup", lambda _progress: pytest.fail("asked"))
     assert "cpu: skipped, no compiler" in succeed("warmup")
+
+
+@pytest.fixture
+def stub_gpu_compiler(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Kernels for a GPU are counted instead of compiled."""
+    pytest.importorskip("triton")
+    warmup = importlib.import_module("tilewise.backends.gpu.warmup")
+    compiled: list[tuple[str, Any]] = []
+
+    def compile_call(call: Any, gpu: Any, index: int) -> Any:
+        assert index == -1
+        compiled.append((call.kernel.__name__, gpu))
+        return types.SimpleNamespace(kernel=b"12345")
+
+    monkeypatch.setattr(warmup, "compile_call", compile_call)
+    return compiled
+
+
+def test_warmup_compiles_for_a_gpu_that_is_not_here(stub_gpu_compiler: list[tuple[str, Any]]) -> None:
+    filled = {found["name"]: found for found in read("warmup", "--device", "h200")["backends"]}
+    assert filled["cpu"]["skipped"] == "compiles nothing for h200"
+    names = [name for name, _ in stub_gpu_compiler]
+    assert {gpu.name for _, gpu in stub_gpu_compiler} == {"NVIDIA H200"}
+    assert {"backward_kernel", "decode_kernel", "combine_kernel"} <= set(names)
+    found = filled["hopper"]["cache"]["entries"] + filled["triton"]["cache"]["entries"]
+    assert found == len(names)
+    assert filled["triton"]["cache"]["size_bytes"] == 5 * filled["triton"]["cache"]["entries"]
+
+
+def test_warmup_asks_a_backend_only_for_what_it_runs(stub_gpu_compiler: list[tuple[str, Any]]) -> None:
+    filled = {found["name"]: found for found in read("warmup", "--device", "a100")["backends"]}
+    assert filled["hopper"]["skipped"] == "serves none of the common problems on NVIDIA A100 SXM 80GB"
+    assert "key_gradient_kernel" in {name for name, _ in stub_gpu_compiler}
+
+
+def test_warmup_refuses_devices_it_does_not_know() -> None:
+    assert "one of cpu, " in invoke("warmup", "--device", "abacus").output
+    assert "none is visible to torch" in invoke("warmup", "--device", "cuda").output or torch.cuda.is_available()
 
 
 # --- explain

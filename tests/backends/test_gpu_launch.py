@@ -7,6 +7,7 @@ launcher runs, against a driver that launches nothing (fake_cuda).
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -186,6 +187,21 @@ def test_nothing_is_compiled_in_but_types_and_alignment(h200: FakeCuda, compiled
     for name in ("sizes", "band", "scalars"):
         index = source.fn.arg_names.index(name)
         assert not [path for path in (*source.attrs, *source.constants) if path[0] == index]
+
+
+@pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])
+def test_what_is_compiled_offline_is_what_runs(gpu: Any, h200: FakeCuda, compiled: Compiled) -> None:
+    """Described without tensors or prepared for them, a problem has the same kernels: none is compiled twice."""
+    operands = operands_of(300, heads=2)
+    train(gpu, operands, causal=True)
+    before = list(compiled.names)
+    problem, _ = problem_of(operands, causal=True, needs_grad=True)
+    offline = importlib.import_module(f"tilewise.backends.{gpu.name}.offline")
+    calls = offline.calls_of(problem, devices.named("h200"))
+    for call in calls:
+        compilation.compile_call(call, devices.named("h200"), -1)
+    assert compiled.names == before
+    assert [call.kernel.__name__ for call in calls] == before
 
 
 def launched_parameters(h200: FakeCuda, launches: Any, run: Callable[[], Any]) -> dict[str, Any]:

@@ -83,13 +83,15 @@ def _device(spec: DeviceSpec, where: torch.device) -> dict[str, Any]:
 
 
 def _backend(status: dispatch.Status) -> dict[str, Any]:
-    """Name, availability, and the state of its kernel cache where the backend has one to tell of."""
-    cache_state = None if status.reason else getattr(dispatch.load(status.name), "cache_state", None)
+    """Name, availability, and, where the backend has them to tell of, its kernel cache and how it starts kernels."""
+    backend = None if status.reason else dispatch.load(status.name)
+    cache_state, launch_path = getattr(backend, "cache_state", None), getattr(backend, "launch_path", None)
     return {
         "name": status.name,
         "available": status.reason is None,
         "reason": status.reason,
         "cache": None if cache_state is None else dict(cache_state()),
+        "launch_path": None if launch_path is None else launch_path(),
     }
 
 
@@ -134,4 +136,6 @@ def _backend_line(found: dict[str, Any]) -> str:
     line = "[green]available[/]" if found["available"] else f"[yellow]no:[/] {escape(found['reason'])}"
     if found["cache"]:
         line += "\n" + "\n".join(f"{escape(str(name))}: {escape(str(value))}" for name, value in found["cache"].items())
+    if found["launch_path"]:
+        line += f"\nlaunch path {escape(found['launch_path'])}"
     return line

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+import importlib.util
+from typing import Annotated, Any
 
+import torch
 import typer
 
+from tilewise import device as devices
 from tilewise import dispatch
 from tilewise.cli.console import JsonOption, Step, print_json, progress
+from tilewise.device import DEVICES, DeviceSpec
+from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.units import format_bytes
 
-__all__ = ["EXAMPLE", "command", "fill"]
+__all__ = ["EXAMPLE", "command", "fill", "fill_for_gpu"]
 
 EXAMPLE = "TILEWISE_CACHE_DIR=/opt/kernels tilewise warmup"
+GPU_BACKENDS = ("hopper", "triton")
+DEVICE_HELP = (
+    f"cpu, cuda (the GPU here), or a GPU that need not be here: {', '.join(DEVICES)}. Default: all that is here."
+)
 
 
-def command(*, json: JsonOption = False) -> None:
+def command(*, device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None, json: JsonOption = False) -> None:
     """Compile the kernels of every backend that keeps them on disk, and show where they are.
 
-    Worth a line in a container image: processes that find the cache filled start without compiling.
+    Worth a line in a container image: processes that find the cache filled start without compiling. Kernels for a GPU
+    are compiled without one if it is named; they go into Triton's cache (TRITON_CACHE_DIR).
     """
+    gpu = _gpu(device)
     with progress(None) as step:
-        filled = [fill(status, step) for status in dispatch.statuses()]
+        filled = [_filled(status, device, gpu, step) for status in dispatch.statuses()]
     if json:
         print_json({"backends": filled})
     else:
@@ -32,15 +44,57 @@ def command(*, json: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
+def _gpu(name: str | None) -> DeviceSpec | None:
+    """The GPU to compile for: the one here unless another one, or none, is named."""
+    here = torch.cuda.is_available()
+    if name == "cuda" and not here:
+        known = ", ".join(DEVICES)
+        raise InvalidProblem("device", "a GPU", "cuda, but none is visible to torch", f"Name a device: {known}.")
+    if name == "cpu" or (name is None and not here):
+        return None
+    return devices.of(torch.device("cuda")) if name in (None, "cuda") else devices.named(name or "")
+
+
+def _filled(status: dispatch.Status, device: str | None, gpu: DeviceSpec | None, step: Step) -> dict[str, Any]:
+    if status.name in GPU_BACKENDS and gpu is not None:
+        return fill_for_gpu(status.name, gpu, step)
+    if device not in (None, "cpu"):
+        return _skipped(status.name, f"compiles nothing for {device}")
+    return fill(status, step)
+
+
+def _skipped(name: str, reason: str) -> dict[str, Any]:
+    return {"name": name, "cache": None, "skipped": reason}
+
+
 def fill(status: dispatch.Status, step: Step) -> dict[str, Any]:
     """Fill one backend's cache; `skipped` says why there was nothing to do."""
     backend = dispatch.load(status.name)
     warmup, cache_state = getattr(backend, "warmup", None), getattr(backend, "cache_state", None)
     if status.reason is not None or warmup is None or cache_state is None:
-        reason = status.reason or "compiles nothing, or only for the problem it is given"
-        return {"name": status.name, "cache": None, "skipped": reason}
+        return _skipped(status.name, status.reason or "compiles nothing, or only for the problem it is given")
     warmup(lambda name, done, total: step(f"{status.name}: {name} ({done + 1} of {total})"))
     return {"name": status.name, "cache": dict(cache_state()), "skipped": None}
+
+
+def fill_for_gpu(name: str, gpu: DeviceSpec, step: Step) -> dict[str, Any]:
+    """Compile the kernels of the common problems that a backend gets on a GPU, which need not be here."""
+    if importlib.util.find_spec("triton") is None:
+        return _skipped(name, "the triton package is not installed (pip install triton)")
+    common = importlib.import_module("tilewise.backends.gpu.common").common_problems()
+    mine = [(label, problem) for label, problem in common if _runs(name, problem, gpu)]
+    if not mine:
+        return _skipped(name, f"serves none of the common problems on {gpu.name}")
+    warmup = importlib.import_module("tilewise.backends.gpu.warmup").warmup
+    state = warmup(name, mine, gpu, lambda what, done, total: step(f"{name}: {what} ({done + 1} of {total})"))
+    return {"name": name, "cache": state._asdict(), "skipped": None}
+
+
+def _runs(name: str, problem: Any, gpu: DeviceSpec) -> bool:
+    try:
+        return dispatch.select(problem, gpu, "auto", here=False).backend.name == name
+    except Unsupported:
+        return False
 
 
 def _line(found: dict[str, Any]) -> str:

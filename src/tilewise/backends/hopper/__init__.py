@@ -65,6 +65,10 @@ class HopperBackend:
         config = configs.forward_config(problem)
         return TileShape(64 * config.NUM_WARPGROUPS, config.BLOCK_N)
 
+    def launch_path(self) -> str:
+        """How kernels are started here, for `tilewise doctor`."""
+        return str(importlib.import_module("tilewise.backends.gpu.driver").launch_path())
+
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse); see Backend."""
         out, lse = _module("launch").run_forward(problem, operands)

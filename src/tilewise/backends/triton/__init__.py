@@ -6,6 +6,7 @@ With TRITON_INTERPRET=1 the kernels run on CPU tensors in Triton's interpreter: 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,10 @@ class TritonBackend:
         width = traits.padded(max(problem.head_dim, problem.head_dim_v))
         config = configs.choose("forward", device, problem.dtype.itemsize, width, traits.is_rich(problem))
         return TileShape(config.block_m, config.block_n)
+
+    def launch_path(self) -> str:
+        """How kernels are started here, for `tilewise doctor`."""
+        return str(importlib.import_module("tilewise.backends.gpu.driver").launch_path())
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse); see Backend."""
