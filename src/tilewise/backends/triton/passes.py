@@ -29,7 +29,7 @@ from tilewise.backends.triton.arguments import (
 )
 from tilewise.backends.triton.configs import MAX_SPLITS, Config
 from tilewise.backends.triton.planning import Plan
-from tilewise.backends.triton.traits import padded
+from tilewise.backends.triton.traits import of_rows, padded
 
 __all__ = [
     "bias_gradient_call",
@@ -115,7 +115,7 @@ def _combine_call(plan: Plan, views: Views, parts: dict[str, Any]) -> KernelCall
         "num_heads": plan.problem.num_heads,
         "num_splits": plan.num_splits,
         "batch": plan.problem.batch,
-        "T": plan.traits,
+        "T": of_rows(plan.traits),
         "MAX_SPLITS": triton.next_power_of_2(max(MAX_SPLITS, plan.num_splits)),
         "BLOCK_SPLITS": COMBINED_ELEMENTS // plan.traits.BLOCK_DV,
     }
@@ -146,7 +146,7 @@ def stats_call(plan: Plan, views: Views) -> KernelCall:
         "num_rows": num_rows,
         "num_stored": num_stored,
         "num_heads": problem.num_heads,
-        "T": plan.traits,
+        "T": of_rows(plan.traits),
         "BLOCK_M": block_m,
     }
     programs = triton.cdiv(num_stored, block_m) * problem.num_heads * batch

@@ -7,7 +7,7 @@ in it, so no new sequence length ever compiles anything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "Sizes",
     "Traits",
     "is_rich",
+    "of_rows",
     "padded",
     "traits_of",
 ]
@@ -160,6 +161,27 @@ def traits_of(problem: AttentionProblem, *, packed_q: bool, precision: str, inte
         HAS_DROPOUT=problem.dropout > 0.0,
         PRECISION=precision if problem.dtype == torch.float32 else "ieee",
         INTERPRETED=interpreted,
+    )
+
+
+def of_rows(traits: Traits) -> Traits:
+    """What is left of them for kernels that see no scores, only rows of out and their statistics: less to compile."""
+    return replace(
+        traits,
+        PACKED_K=False,
+        PAGED=False,
+        PAGE_SIZE=0,
+        GROUP_SIZE=1,
+        HEAD_DIM=traits.HEAD_DIM_V,
+        BLOCK_D=traits.BLOCK_DV,
+        HAS_LEFT=False,
+        HAS_RIGHT=False,
+        HAS_BIAS=False,
+        HAS_MASK=False,
+        HAS_ALIBI=False,
+        HAS_SOFTCAP=False,
+        HAS_SINKS=False,
+        HAS_DROPOUT=False,
     )
 
 
