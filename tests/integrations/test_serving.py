@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from serving import POLICIES, Outcome, Request, Reservation, Scheduler, Trace, m
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serving")]
 
 # 16 requests of full length, and all of them.
-REQUESTS = 220
+REQUESTS = 160
 SCARCE, AMPLE = 16 * 2048, REQUESTS * 2048
 
 
@@ -152,3 +153,10 @@ def test_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert (tmp_path / "memory.svg").stat().st_size > 1000
     assert serve.main(["--trace", str(tmp_path / "none.json")]) == 2
     assert "error: trace" in capsys.readouterr().out
+
+
+def test_the_guide_shows_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(serve.__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
+    code, *_ = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    exec(compile(code, "serving.md", "exec"), {})
+    assert "requests=0" in capsys.readouterr().out

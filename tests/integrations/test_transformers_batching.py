@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,6 @@ from torch import Tensor
 import tilewise as tw
 
 pytest.importorskip("transformers")
-pytest.importorskip("psutil", reason="transformers asks it for the free memory of a CPU")
 
 import transformers
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -21,6 +22,9 @@ from tiny_models import CAUSAL, build, gemma2, llama, tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
+# transformers asks psutil for the free memory of a CPU.
+needs_psutil = pytest.mark.skipif(importlib.util.find_spec("psutil") is None, reason="needs psutil")
+CPU = pytest.param("cpu", marks=needs_psutil)
 CUDA = pytest.param(
     "cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
@@ -67,7 +71,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [tokens(1, n, seed=n)[0].tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("where", ["cpu", CUDA])
+@pytest.mark.parametrize("where", [CPU, CUDA])
 @pytest.mark.parametrize("name", list(CAUSAL))
 def test_batched_generation_is_that_of_each_prompt_alone(name: str, where: str) -> None:
     model = build(CAUSAL[name](), device=where)
@@ -77,6 +81,17 @@ def test_batched_generation_is_that_of_each_prompt_alone(name: str, where: str) 
         model.set_attn_implementation(implementation)
         assert batched(model, prompts, settings()) == expected
         assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("where", [CUDA])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_steps_recorded_as_cuda_graphs(name: str, where: str) -> None:
+    """transformers' default on a GPU: steps padded to a few sizes, recorded once and replayed."""
+    model = build(CAUSAL[name](), device=where)
+    prompts = prompts_of(5, 17, 9, 30)
+    expected = one_by_one(model, prompts)
+    model.set_attn_implementation(FLASH_NAME)
+    assert batched(model, prompts, settings(use_cuda_graph=True)) == expected
 
 
 class Watch:
@@ -93,6 +108,7 @@ class Watch:
         return out
 
 
+@needs_psutil
 def test_the_cache_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     in_pages, packed = Watch(monkeypatch, "attention_paged"), Watch(monkeypatch, "attention_varlen")
     model = build(llama())
@@ -104,6 +120,7 @@ def test_the_cache_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(packed.calls) == model.config.num_hidden_layers, "only the first step has nothing to read"
 
 
+@needs_psutil
 def test_layers_with_a_window_are_gathered_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     in_pages, packed = Watch(monkeypatch, "attention_paged"), Watch(monkeypatch, "attention_varlen")
     model = build(gemma2())
@@ -113,6 +130,7 @@ def test_layers_with_a_window_are_gathered_and_the_others_are_not(monkeypatch: p
     assert len(packed.calls) == len(in_pages.calls) + 2, "both layers in the first step, then one of each a step"
 
 
+@needs_psutil
 def test_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with a common prompt read the same pages."""
     watch = Watch(monkeypatch, "attention_paged")
@@ -127,6 +145,7 @@ def test_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bool((last[:, :2] == last[0, :2]).all()), "two pages of the system prompt"
 
 
+@needs_psutil
 def test_tables_of_blocks_as_decoding_passes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other form of a step: a table of blocks, and new tokens that the attention writes itself.
 
@@ -157,6 +176,42 @@ def test_a_table_of_pages_from_the_slots_to_read() -> None:
     table = paged._block_table(slots, torch.tensor([0, 6, 9]), 6, 4)
     assert table.tolist()[0] == [2, 1]
     assert table.tolist()[1][0] == 4
+
+
+def step_of(slots: list[int], fill: int) -> paged.Step:
+    """Two requests with 6 and 3 keys, of which the last 2 and 1 are new; `fill` more of each to a fixed size."""
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor(x + x[-1:] * fill, dtype=torch.int32) for x in ([0, 2, 3], [0, 6, 9]))
+    write = [slots[4], slots[5], slots[8], *[TRASH] * fill]
+    return paged.Step(
+        cu_seqlens_q, {"full_attention": cu_seqlens_k}, 3 + fill, {"full_attention": 8},
+        [torch.tensor(slots + [0] * fill)], [torch.tensor(write)], None,
+    )  # fmt: skip
+
+
+TRASH = 39
+
+
+def test_what_fills_up_a_step_changes_nothing() -> None:
+    """Steps of a fixed size have more rows than tokens, more sequences than requests, and slots nobody reads."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 40, 2, 8, generator=generator)
+    slots = [8, 9, 10, 11, 4, 5, 16, 17, 18]
+    q, new_k, new_v = (torch.randn(1, heads, 7, 8, generator=generator) for heads in (4, 2, 2))
+    outs = []
+    for fill in (0, 4):
+        cache = SimpleNamespace(
+            layer_index_to_group_indices={0: (0, 0)}, sliding_windows={0: 1}, write_trash_index=TRASH, block_size=4,
+            key_cache=[k.clone()], value_cache=[v.clone()],
+        )  # fmt: skip
+        rows = [t[:, :, : 3 + fill] for t in (q, new_k, new_v)]
+        outs.append(paged.attend_to_cache(0, rows[0], rows[1], rows[2], cache, step_of(slots, fill), {}))
+        assert torch.equal(cache.key_cache[0][slots[8]], new_k[0, :, 2])
+    torch.testing.assert_close(outs[1][:, :3], outs[0])
+    assert not outs[1][:, 3:].any()
+    keys = torch.cat([k[slots[:4]], new_k[0, :, :2].transpose(0, 1)])
+    values = torch.cat([v[slots[:4]], new_v[0, :, :2].transpose(0, 1)])
+    expected = tw.attention(q[:, :, :2], *(t.transpose(0, 1)[None] for t in (keys, values)), causal=True)
+    torch.testing.assert_close(outs[0][:, :2], expected.transpose(1, 2))
 
 
 @pytest.mark.skipif(PREFIXED, reason="up to 5.21 both names batch")
