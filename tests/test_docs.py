@@ -33,7 +33,7 @@ def commands_of_the_readme() -> list[list[str]]:
     """The arguments of each `tilewise ...` line, without its comment and without those that measure for long."""
     (block,) = re.findall(r"## Command line\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     lines = [shlex.split(line, comments=True) for line in block.splitlines()]
-    return [words[1:] for words in lines if words[:1] == ["tilewise"] and words[1] not in ("demo", "bench")]
+    return [words[1:] for words in lines if words[:1] == ["tilewise"] and words[1] not in ("demo", "bench", "explore")]
 
 
 def test_the_readme_shows_commands() -> None:

@@ -2,12 +2,7 @@
 
 import { h, setText, svg } from "tilewise/ui/dom.js";
 
-const SPEEDS = /** @type {[string, string][]} */ ([
-  ["1", "1 step/s"],
-  ["3", "3 steps/s"],
-  ["10", "10 steps/s"],
-  ["60", "60 steps/s"],
-]);
+const SPEEDS = ["1", "3", "10", "60"];
 
 /** Drawn, because fonts lack these signs or make pictures of them. @type {Record<string, string>} */
 const ICONS = {
@@ -38,8 +33,8 @@ export class Player {
     this.playButton = this.#button("Play", "Play or pause (space)", () => this.toggle(), "play");
     this.speed = h(
       "select",
-      { "aria-label": "Speed" },
-      SPEEDS.map(([value, text]) => h("option", { value, selected: value === "3" }, text)),
+      { "aria-label": "Steps per second", title: "Steps per second" },
+      SPEEDS.map((value) => h("option", { value, selected: value === "3" }, `${value} / s`)),
     );
     this.element = h(
       "div",
@@ -86,6 +81,7 @@ export class Player {
 
   stop() {
     this.playing = false;
+    this.#announce("polite");
     setText(this.playButton, "Play");
   }
 
@@ -107,9 +103,16 @@ export class Player {
   #start() {
     if (this.at === this.length) this.go(0);
     this.playing = true;
+    this.#announce("off");
     setText(this.playButton, "Pause");
     this.due = performance.now() + 1000 / Number(this.speed.value);
     requestAnimationFrame((now) => this.#frame(now));
+  }
+
+  /** Captions are read out step by step, not sixty a second. @param {"polite" | "off"} how */
+  #announce(how) {
+    const captions = this.element.closest("main")?.querySelectorAll(".caption") ?? [];
+    for (const caption of captions) caption.setAttribute("aria-live", how);
   }
 
   /** @param {number} now */

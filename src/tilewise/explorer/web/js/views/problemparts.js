@@ -196,8 +196,8 @@ export function rooflinePart({ plan, values }) {
     h(
       "dl",
       { class: "counters" },
-      fact("tiled", plan.tiled.intensity.toFixed(1), "FLOP for each byte that comes from memory.", "intensity-tiled"),
-      fact("naive", plan.naive.intensity.toFixed(1), "FLOP for each byte that comes from memory.", "intensity-naive"),
+      fact("tiled", ratio(plan.tiled.intensity), "FLOP for each byte that comes from memory.", "intensity-tiled"),
+      fact("naive", ratio(plan.naive.intensity), "FLOP for each byte that comes from memory.", "intensity-naive"),
       fact(
         "bend",
         ridge.toFixed(0),
@@ -207,6 +207,11 @@ export function rooflinePart({ plan, values }) {
       fact("bound by", plan.tiled.bound ?? "unknown", because(plan, plan.tiled), "bound"),
     ),
   );
+}
+
+/** 63.8, 14,464. @param {number} value */
+function ratio(value) {
+  return value < 1000 ? value.toFixed(1) : grouped(value);
 }
 
 /** Two points, named together where they would cover each other. @param {{x: number, y: number}[]} points */
