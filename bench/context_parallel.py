@@ -210,17 +210,18 @@ def balance(world: int, seqlen: int) -> float:
 
 
 def validate(worlds: dict[str, Any], seqlen: int) -> dict[str, Any]:
-    """What the model makes of the rate of one rank and the measured link, against the wall times of 1, 2 and 4."""
-    cores = machine()["cores"]
+    """What the model makes of the rate of one rank and the measured link, against 1, 2 and 4 ranks.
+
+    Compared are seconds of a rank on a core of its own: predicted time, and CPU seconds, which other work on the
+    machine does not stretch. Wall seconds stand beside them.
+    """
     scenario = Scenario(1, seqlen, 1, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, 4, causal=True)
     one = worlds["1"]["methods"]["ring"]
     forward, backward = (one[name]["inside_seconds"] for name in ("forward", "backward"))
     found: dict[str, Any] = {}
     for world, measured in worlds.items():
-        # Ranks that share a core share its rate.
-        share = min(1.0, cores / int(world))
-        rates = Rates("this machine", scenario.flops(1) / forward * share, 2.5 * scenario.flops(1) / backward * share,
-                      5e9 * share, 1e-4, measured=True)  # fmt: skip
+        rates = Rates("this machine", scenario.flops(1) / forward, 2.5 * scenario.flops(1) / backward,
+                      5e9, 1e-4, measured=True)  # fmt: skip
         link = LINKS["loopback"]
         if "link" in measured:
             link = Link("loopback", measured["link"]["bandwidth"], 1.0, measured["link"]["latency"])
@@ -229,7 +230,11 @@ def validate(worlds: dict[str, Any], seqlen: int) -> dict[str, Any]:
         )
         passes = (("forward", predicted.forward), ("backward", predicted.backward))
         found[world] = {
-            name: {"predicted": one_pass.seconds, "measured": measured["methods"]["ring"][name]["wall_seconds"]}
+            name: {
+                "predicted": one_pass.seconds,
+                "measured": measured["methods"]["ring"][name]["cpu_seconds"] / int(world),
+                "wall": measured["methods"]["ring"][name]["wall_seconds"],
+            }
             for name, one_pass in passes
         }
         found[world]["memory"] = {

@@ -68,7 +68,7 @@ def draw_measured(figure: Any, report: dict[str, Any]) -> None:
     panels[0].legend(frameon=False)
     options, machine = report["options"], report["machine"]
     figure.suptitle(
-        f"{options['seqlen']} tokens, causal, fp32, one thread a rank on {machine['cores']} cores", fontsize=9
+        f"{options['seqlen']} tokens, causal, fp32, {machine['cpu']}: seconds a rank on a core of its own", fontsize=9
     )
 
 

@@ -6,10 +6,14 @@ import itertools
 import random
 
 import pytest
+import torch
 
+from tilewise import dispatch, validation
+from tilewise.device import DEVICES
 from tilewise.distributed.heads import assign
 from tilewise.distributed.pieces import Layout, Piece, pairs_of, pieces, ring_steps
 from tilewise.distributed.sharding import Chunk, shard_of
+from tilewise.operands import Flags, Operands
 
 
 def global_index(shard: tuple[Chunk, ...], row: int) -> int:
@@ -134,6 +138,14 @@ def test_a_window_shortens_the_ring() -> None:
     assert steps("contiguous", 200) == (0, 1, 2)
     assert steps("zigzag", 50) == (0, 1, 7)
     assert steps("contiguous", 1023) == tuple(range(8))
+
+
+def test_a_backend_that_cannot_count_from_within_says_so() -> None:
+    q, seed = torch.empty(1, 2, 8, 16, device="meta"), torch.zeros(5, dtype=torch.int64, device="meta")
+    problem = validation.describe("dense", Operands(q, q, q, seed=seed), Flags(dropout=0.5))
+    assert problem.dropout_origin
+    assert "larger problem" in (dispatch.load("triton").supports(problem, DEVICES["h200"]) or "")
+    assert dispatch.load("hopper").supports(problem, DEVICES["h200"]) is not None
 
 
 def test_padding_only_shards_are_empty() -> None:

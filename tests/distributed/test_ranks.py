@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -53,9 +54,9 @@ def ranks(world: int) -> pytest.MarkDecorator:
     ("world", "least"),
     [
         pytest.param(1, 35, marks=ranks(1)),
-        pytest.param(2, 65, marks=ranks(2)),
-        pytest.param(3, 85, marks=ranks(3)),
-        pytest.param(4, 85, marks=ranks(4)),
+        pytest.param(2, 60, marks=ranks(2)),
+        pytest.param(3, 75, marks=ranks(3)),
+        pytest.param(4, 70, marks=ranks(4)),
     ],
 )
 def test_every_check_holds(world: int, least: int) -> None:
@@ -63,6 +64,21 @@ def test_every_check_holds(world: int, least: int) -> None:
     failed = {name: outcome for name, outcome in found.items() if outcome != "ok"}
     assert not failed, "\n\n".join(f"{name}: {outcome}" for name, outcome in failed.items())
     assert len(found) >= least
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks-1")
+def test_the_example_trains_as_one_device_would() -> None:
+    example = str(HERE.parents[1] / "examples" / "long_context.py")
+    done = torchrun(example, 2, "--steps", "3", "--seqlen", "501", "--check")
+    assert done.returncode == 0, done.stderr[-4000:]
+    alone = re.search(r"on one device: ([\d.]+)", done.stdout)
+    together = re.search(r"loss ([\d.]+) -> ([\d.]+)", done.stdout)
+    assert alone is not None
+    assert together is not None
+    assert abs(float(alone[1]) - float(together[1])) < 1e-5
+    assert float(together[2]) < float(together[1])
+    assert "peak memory a rank" in done.stdout
 
 
 @pytest.mark.slow

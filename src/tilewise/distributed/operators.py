@@ -102,9 +102,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
         # Rows of padding see neither keys nor the sink.
         for chunk in layout.q_shard(dist.get_rank(group)):
             running.rows(chunk.row, chunk.row + chunk.stop - chunk.start).add_sinks(tensors.sinks)
-    out = q.new_empty(_out_shape(q, v))
-    heads(out).copy_(running.out)
-    return out, running.lse[0] if settings.layout == "packed" else running.lse
+    return _as_given(running.out, q, settings), running.lse[0] if settings.layout == "packed" else running.lse
 
 
 def _backward(
@@ -121,9 +119,7 @@ def _backward(
     wanted = Wanted(*settings.grads[:3])
     run = gather_backward if settings.method == "all_gather" else ring_backward
     gradients = run(call, layout, q, k, v, saved, wanted, heads, group)
-    dq = q.new_empty(q.shape if wanted.dq else (0,))
-    if gradients.dq is not None:
-        heads(dq).copy_(gradients.dq)
+    dq = q.new_empty(0) if gradients.dq is None else _as_given(gradients.dq, q, settings)
     dk, dv = (t.new_empty(0) if g is None else g.to(t.dtype) for t, g in ((k, gradients.dk), (v, gradients.dv)))
     dsinks = q.new_empty(0)
     if settings.grads[3] and tensors.sinks is not None:
@@ -164,6 +160,15 @@ def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
         for gradient, want in zip(_BACKWARD(dout, dlse, out, lse, *tensors, *settings), settings.grads, strict=True)
     )
     return (dq, dk, dv, None, dsinks, None, None, *(None for _ in settings))
+
+
+def _as_given(rows: Tensor, like: Tensor, settings: Settings) -> Tensor:
+    """Heads-first rows in the caller's layout and dtype; copied only where one of them differs."""
+    if rows.dtype == like.dtype and settings.layout == "bhsd":
+        return rows
+    given = like.new_empty((*like.shape[:-1], rows.shape[-1]))
+    heads_of(settings.layout)(given).copy_(rows)
+    return given
 
 
 def _out_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
