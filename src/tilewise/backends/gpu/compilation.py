@@ -9,7 +9,6 @@ kernel serves every length, and what runs is what the offline tests compiled.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from triton.compiler import ASTSource
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, Fixed, KernelCall, Multiple, Tile
 from tilewise.device import DeviceSpec
 
-__all__ = ["CONSTANT", "Types", "compile_call", "target_of", "types_of"]
+__all__ = ["Types", "compile_call", "target_of", "types_of"]
 
 TYPE_NAMES = {
     torch.float16: "fp16",
@@ -46,54 +45,50 @@ class Types(NamedTuple):
 
 def types_of(call: KernelCall) -> Types:
     """The types of a call's arguments, the constants among them, and what numbers and addresses are divisible by."""
-    signature: list[Any] = []
     constants: list[tuple[Path, Any]] = []
     divisors: list[tuple[Path, int]] = []
+
+    def kind_of(argument: Any, path: Path) -> Any:
+        if argument is None or isinstance(argument, Fixed):
+            constants.append((path, None if argument is None else argument.value))
+            return CONSTANT
+        if isinstance(argument, tuple):
+            kinds = [kind_of(element, (*path, i)) for i, element in enumerate(argument)]
+            return type(argument)(*kinds) if hasattr(argument, "_fields") else tuple(kinds)
+        divisor = divisor_of(argument)
+        if divisor is not None:
+            divisors.append((path, divisor))
+        return type_name(argument)
+
+    signature: list[Any] = []
     for i, (parameter, argument) in enumerate(zip(call.kernel.params, call.ordered, strict=True)):
         if parameter.is_constexpr:
-            signature.append(CONSTANT)
             constants.append(((i,), argument))
+            signature.append(CONSTANT)
         else:
-            signature.append(_type_of(argument))
-            constants += _constants(argument, (i,))
-            divisors += _divisors(argument, (i,))
+            signature.append(kind_of(argument, (i,)))
     return Types(tuple(signature), tuple(constants), tuple(divisors))
 
 
-def _type_of(argument: Any) -> Any:
-    if argument is None or isinstance(argument, Fixed):
-        return CONSTANT
+def divisor_of(argument: Any) -> int | None:
+    """What an address or number is known to be a multiple of."""
+    if isinstance(argument, Multiple):
+        return argument.of
+    return ALIGNMENT if isinstance(argument, Address) and argument.aligned else None
+
+
+def type_name(argument: Any) -> str:
+    """The type of one argument as the compiler spells it."""
     if isinstance(argument, Address):
         return "*" + TYPE_NAMES[argument.dtype]
     if isinstance(argument, Tile):
         box = ",".join(map(str, argument.block))
         layout = "" if argument.layout is None else f",{argument.layout!r}"
         return f"tensordesc<{TYPE_NAMES[argument.address.dtype]}[{box}]{layout}>"
-    if isinstance(argument, tuple):
-        kinds = [_type_of(element) for element in argument]
-        return type(argument)(*kinds) if hasattr(argument, "_fields") else tuple(kinds)
     if isinstance(argument, float):
         return "fp32"
     value = argument.value if isinstance(argument, Multiple) else argument
     return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-
-def _constants(argument: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if argument is None or isinstance(argument, Fixed):
-        yield path, None if argument is None else argument.value
-    elif isinstance(argument, tuple):
-        for i, element in enumerate(argument):
-            yield from _constants(element, (*path, i))
-
-
-def _divisors(argument: Any, path: Path) -> Iterator[tuple[Path, int]]:
-    if isinstance(argument, Address) and argument.aligned:
-        yield path, ALIGNMENT
-    elif isinstance(argument, Multiple):
-        yield path, argument.of
-    elif isinstance(argument, tuple):
-        for i, element in enumerate(argument):
-            yield from _divisors(element, (*path, i))
 
 
 def target_of(device: DeviceSpec) -> GPUTarget:

@@ -17,7 +17,6 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from tilewise.backends.gpu.compilation import CONSTANT, types_of
 from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall, Multiple, Tile, materialised
 
 __all__ = ["DIRECT_RELEASES", "DirectLaunch", "OrdinaryLaunch", "is_direct", "launch_of", "launch_path"]
@@ -87,8 +86,8 @@ class DirectLaunch:
         self._tuples: list[tuple[int, list[Any]]] = []
         self._maps: list[tuple[int, int, int, TensorMaps]] = []
         metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        for kind, argument in zip(types_of(call).signature, call.ordered, strict=True):
-            self._append(None if kind == CONSTANT else argument, list(names), metas)
+        for parameter, argument in zip(call.kernel.params, call.ordered, strict=True):
+            self._append(None if parameter.is_constexpr else argument, list(names), metas)
 
     def _append(self, argument: Any, names: list[str], metas: Any) -> None:
         """Put one argument into the template, and note where addresses belong."""

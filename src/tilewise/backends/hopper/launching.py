@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,8 +76,14 @@ def describe(name: str, view: View, shape: tuple[int, ...], rows: int, columns: 
         strides = (PACKED_STRIDE - row, row, head, row, 1)
     # The stride of a dimension of size 1 is never used, but TMA checks it.
     strides = (*(TMA_BYTES if n == 1 else s for n, s in zip(shape[:-1], strides, strict=False)), 1)
+    box, layout = _box(rows, columns, packed, view.dtype)
+    return Tile(Address(name, view.dtype), shape, strides, box, layout)
+
+
+@functools.cache
+def _box(rows: int, columns: int, packed: bool, dtype: torch.dtype) -> tuple[tuple[int, ...], Any]:
     box = tile_box(rows, columns, packed=packed)
-    return Tile(Address(name, view.dtype), shape, strides, tuple(box), smem_layout(box, GLUON_DTYPES[view.dtype]))
+    return tuple(box), smem_layout(box, GLUON_DTYPES[dtype])
 
 
 def describe_flat(address: Address, shape: tuple[int, ...], box: list[int]) -> Tile:
