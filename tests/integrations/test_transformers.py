@@ -171,6 +171,16 @@ def test_a_compiled_model_gives_the_same() -> None:
         torch.testing.assert_close(logits, expected[1], rtol=1e-5, atol=1e-5)
 
 
+def test_gradient_checkpointing_hands_the_mask_on() -> None:
+    model = build(mistral())
+    valid = padded("cpu")["attention_mask"].bool()
+    plain = outputs_and_gradients(model, NAME, padded("cpu"), valid)
+    model.train()
+    model.gradient_checkpointing_enable()
+    again = outputs_and_gradients(model, NAME, padded("cpu"), valid)
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], again[1], strict=True))
+
+
 def test_dropout_is_drawn_in_training_and_repeated_by_the_seed() -> None:
     config = llama()
     config.attention_dropout = 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
@@ -212,6 +213,14 @@ def test_what_fills_up_a_step_changes_nothing() -> None:
     values = torch.cat([v[slots[:4]], new_v[0, :, :2].transpose(0, 1)])
     expected = tw.attention(q[:, :, :2], *(t.transpose(0, 1)[None] for t in (keys, values)), causal=True)
     torch.testing.assert_close(outs[0][:, :2], expected.transpose(1, 2))
+
+
+def test_a_window_of_the_model_holds_where_the_cache_has_none() -> None:
+    layer = paged._Layer("full_attention", 0, None, TRASH, None, lambda k, v, _: (k, v))
+    step = dataclasses.replace(step_of(list(range(9)), 0), sliding_window=5)
+    assert paged._window(layer, step) == (4, 0)
+    with pytest.raises(tw.Unsupported, match="window of 5 tokens and the cache's of 6 differ"):
+        paged._window(dataclasses.replace(layer, window=6), step)
 
 
 @pytest.mark.skipif(PREFIXED, reason="up to 5.21 both names batch")

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tilewise.api import attention, attention_varlen
 from tilewise.errors import InvalidProblem, Unsupported
-from tilewise.integrations.transformers.masks import Structure, Window
+from tilewise.integrations.transformers.masks import Structure
 from tilewise.integrations.transformers.paged import Step, attend_to_cache
-from tilewise.integrations.translation import length
+from tilewise.integrations.translation import Window, length
 
 __all__ = ["attention_forward"]
 
@@ -74,7 +74,7 @@ def attention_forward(
         limits = (kwargs.pop("max_seqlen_q", max_length_q), kwargs.pop("max_seqlen_k", max_length_k))
         indices = [kwargs.pop(name, None) for name in ("read_index", "write_index", "block_table")]
         _require_known(kwargs, ignore)
-        step = Step(cu_seq_lens_q, cu_seq_lens_k, *limits, *indices)
+        step = Step(cu_seq_lens_q, cu_seq_lens_k, *limits, *indices, sliding_window)
         return attend_to_cache(_layer_index(module), query, key, value, cache, step, shared), None
     _require_known(kwargs, ignore)
     flags = _flags(attention_mask, causal, sliding_window, is_packed=cu_seq_lens_q is not None)

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-__all__ = ["Packing", "Structure", "Window", "attention_mask_function"]
+from tilewise.integrations.translation import Window
 
-Window = tuple[int | None, int | None]
+__all__ = ["Packing", "Structure", "attention_mask_function"]
+
 MaskFunction = Callable[..., Any]
 
 

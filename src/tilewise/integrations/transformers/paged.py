@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from tilewise.api import attention_paged, attention_varlen
+from tilewise.errors import Unsupported
+from tilewise.integrations.translation import Window
 
 __all__ = ["Step", "attend_to_cache"]
 
@@ -39,6 +41,7 @@ class Step:
     read_index: list[Tensor]
     write_index: list[Tensor]
     block_table: Tensor | None
+    sliding_window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +69,12 @@ def attend_to_cache(
     head_dim_v = v.shape[-1]
     if layer.pages is not None and head_dim_v < layer.pages[1].shape[-1]:
         v = F.pad(v, (0, layer.pages[1].shape[-1] - head_dim_v))  # the cache has one width for keys and values
+    window = _window(layer, step)
     reads = step.block_table is not None or step.read_index[layer.group].numel() > 0
     if layer.pages is not None and reads:
-        out = _in_place(q, k, v, layer.pages, layer, step, flags)
+        out = _in_place(q, k, v, layer.pages, layer, step, flags | {"window": window})
     else:
         k, v = layer.update(k, v, step)
-        window = None if layer.window is None else (layer.window - 1, 0)
         out = attention_varlen(
             q, k, v, step.cu_seq_lens_q.to(torch.int32), _of(step.cu_seq_lens_k, layer).to(torch.int32),
             max_seqlen_q=step.max_length_q, max_seqlen_k=_of(step.max_length_k, layer), causal=True, window=window,
@@ -115,6 +118,15 @@ def _last_slots(block_table: Tensor, seqlens_k: Tensor, page_size: int, write_tr
     last = seqlens_k.long() - 1
     page = block_table.gather(1, (last.clamp_min(0) // page_size)[:, None])[:, 0]
     return torch.where(last < 0, write_trash, page * page_size + last % page_size)
+
+
+def _window(layer: _Layer, step: Step) -> Window | None:
+    """The model's window or the cache's; two that differ cannot both be right."""
+    sizes = {size for size in (layer.window, step.sliding_window) if size is not None}
+    if len(sizes) > 1:
+        what = f"the model's window of {step.sliding_window} tokens and the cache's of {layer.window} differ"
+        raise Unsupported(f"{what}; transformers sizes its rings by config.sliding_window")
+    return (sizes.pop() - 1, 0) if sizes else None
 
 
 def _of(value: Any, layer: _Layer) -> Any:
