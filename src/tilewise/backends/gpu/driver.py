@@ -22,8 +22,9 @@ from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall, Multiple, 
 __all__ = ["DIRECT_RELEASES", "DirectLaunch", "OrdinaryLaunch", "is_direct", "launch_of", "launch_path"]
 
 DIRECT_RELEASES = ("3.6.",)
-# Tensor maps kept for each descriptor argument: a caching allocator hands out the same few addresses again and again.
-MAX_MAPS = 64
+# Tensor maps kept for each descriptor argument, some 300 bytes each: a caching allocator hands out the same addresses
+# again and again, in training one for every layer.
+MAX_MAPS = 128
 # In the argument list of the C launcher: grid, stream, function, two flags, two scratch buffers, metadata, hooks.
 STREAM, METADATA, ENTER_HOOK, EXIT_HOOK, NUM_FIXED = 3, 10, 11, 12, 13
 

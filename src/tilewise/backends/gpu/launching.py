@@ -16,8 +16,10 @@ from tilewise.backends.gpu.driver import DirectLaunch, OrdinaryLaunch, launch_of
 from tilewise.backends.gpu.symbols import ALIGNMENT, KernelCall, materialised
 from tilewise.device import DeviceSpec
 
-__all__ = ["Allocation", "Launches", "RawView", "View", "interpreted", "on_device", "raw_views"]
+__all__ = ["MAX_PASSES", "Allocation", "Launches", "RawView", "View", "interpreted", "on_device", "raw_views"]
 
+# Passes that a backend keeps ready, one for each combination of problem, strides and alignment: about 20 KiB each.
+MAX_PASSES = 512
 # Strides, dtype, and whether the address is a multiple of 16 bytes: what launches are prepared for.
 RawView = tuple[tuple[int, ...], torch.dtype, bool]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import Allocation, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Launches, RawView, View, on_device, raw_views
 from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.hopper.configs import PANEL, ForwardConfig, forward_config
 from tilewise.backends.hopper.forward import forward_kernel
@@ -39,8 +39,6 @@ __all__ = ["ForwardPass", "clear_tail_call", "forward_calls", "forward_pass", "r
 L2_BYTES, MAX_WAVE_ITEMS = 48 << 20, 64
 # Programs that clear packed rows past the last sequence.
 TAIL_PROGRAMS = 132
-# Passes kept ready: one for each combination of problem, strides and alignment. A pass takes about 20 KiB.
-MAX_PASSES = 2048
 # In which order tensors are handed to the launches.
 TENSORS = (*Operands._fields, "out", "lse", "counter")
 

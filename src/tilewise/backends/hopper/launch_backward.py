@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import Allocation, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Launches, RawView, View, on_device, raw_views
 from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
 from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.backward_rows import (
@@ -45,8 +45,6 @@ L2_BYTES = 32 << 20
 STRIDE_UNIT = 8
 # Keys that a program of bound_keys_kernel reads at a time.
 BOUND_BLOCK_N = 64
-# Passes kept ready, as in the forward.
-MAX_PASSES = 2048
 # In which order tensors are handed to the launches.
 GIVEN = (*Operands._fields, "out", "lse", "dout", "dlse")
 TENSORS = (*GIVEN, "workspace", "dq", "dk", "dv", "counter")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import Allocation, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Launches, RawView, View, on_device, raw_views
 from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.triton import configs, passes
 from tilewise.backends.triton.arguments import rows_allocation, workspace_rows
@@ -37,8 +37,6 @@ __all__ = [
     "run_forward",
 ]
 
-# Passes kept ready: one for each combination of problem, strides and alignment. A pass takes about 20 KiB.
-MAX_PASSES = 2048
 # In which order tensors are handed to the launches of a pass.
 FORWARD_TENSORS = (*Operands._fields, "out", "lse", "workspace")
 BACKWARD_TENSORS = (
