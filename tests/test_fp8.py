@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import tilewise as tw
 from tilewise import InvalidProblem, Unsupported, fp8
 from tilewise.fp8.container import E4M3
 from tilewise.fp8.rotation import parts, signs
@@ -148,6 +150,72 @@ def test_the_container_moves_and_counts_its_bytes() -> None:
     assert made.nbytes == 2 * 3 * 300 * 8 + 4
     assert made.to("meta").scale.shape == (2, 3, 1)
     assert made.data.dtype == E4M3
+
+
+def small(**options: Any) -> tuple[fp8.Fp8Tensor, fp8.Fp8Tensor, fp8.Fp8Tensor]:
+    """q, k and v of a little problem."""
+    q, k, v = torch.randn(3, 1, 2, 20, 16, generator=torch.Generator().manual_seed(0))
+    return fp8.quantize(q, **options), fp8.quantize(k, **options), fp8.quantize(v)
+
+
+def test_results_come_back_in_the_dtype_that_q_was_made_from() -> None:
+    q, k, v = small()
+    half = fp8.quantize(q.dequantize().half())
+    assert tw.attention(q, k, v, backend="reference").dtype == torch.bfloat16
+    assert tw.attention(half, k, v, backend="reference").dtype == torch.float16
+    assert tw.attention(torch.randn(1, 2, 20, 16), k, v, backend="reference").dtype == torch.float32
+
+
+def test_mixed_up_operands_are_refused() -> None:
+    q, k, v = small()
+    plain = v.dequantize()
+    turned = fp8.quantize(k.dequantize(), rotation=True)
+    last = fp8.quantize(torch.randn(1, 20, 2, 16), layout="bshd")
+    mistakes: dict[tuple[Any, Any, Any], str] = {
+        (q, k, plain): "neither of them",
+        (q, plain, v): "neither of them",
+        (q, turned, v): "same rotation",
+        (plain, turned, v): "same rotation",
+        (turned, turned, turned): "no rotation",
+        (q, last, v): "layout",
+        (q.data, k.data, v.data): "comes with its scales",
+    }
+    for arguments, words in mistakes.items():
+        with pytest.raises(InvalidProblem, match=words):
+            tw.attention(*arguments)
+
+
+def test_gradients_through_fp8_are_refused_with_the_reason() -> None:
+    _, k, v = small()
+    q = torch.randn(1, 2, 20, 16, requires_grad=True)
+    with pytest.raises(Unsupported, match="gradients through FP8"):
+        tw.attention(q, k, v)
+    with torch.no_grad():
+        tw.attention(q, k, v, backend="reference")
+
+
+def test_nan_reaches_the_rows_that_see_it_and_no_others() -> None:
+    x = torch.randn(1, 1, 20, 16, generator=torch.Generator().manual_seed(0))
+    x[0, 0, 7, 3] = torch.inf
+    q = fp8.quantize(torch.randn(1, 1, 20, 16))
+    out = tw.attention(q, fp8.quantize(x), fp8.quantize(torch.ones_like(x)), causal=True, backend="reference")
+    assert torch.isnan(out).any(-1).flatten().tolist() == [row >= 7 for row in range(20)]
+
+
+def test_autocast_leaves_e4m3_alone() -> None:
+    q, k, v = small()
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(tw.attention(q, k, v, backend="reference"), tw.attention(*small(), backend="reference"))
+
+
+def test_explain_and_compile_know_fp8() -> None:
+    q, k, v = small(granularity="block", rotation=True)
+    plan = tw.explain(q, k, v, device="h200")
+    assert plan.problem.fp8 == ("q", "k", "v")
+    assert plan.problem.scale_blocks == (128, 128, None)
+    assert "fp8" in str(plan)
+    compiled = torch.compile(lambda *qkv: tw.attention(*qkv, backend="reference"), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(q, k, v), tw.attention(q, k, v, backend="reference"))
 
 
 def test_the_gpu_kernel_writes_the_same_bits() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewise import cascade, dispatch, ops, validation
 from tilewise.errors import InvalidProblem
+from tilewise.fp8.container import Fp8Tensor
 from tilewise.numerics import merge_partials
 from tilewise.operands import Operands
 from tilewise.validation.flags import Window, seed_tensor
@@ -58,22 +59,24 @@ if TYPE_CHECKING:
 __all__ = ["attention", "attention_paged", "attention_varlen", "backends", "merge"]
 
 Result = Tensor | tuple[Tensor, Tensor]
+# q, k and v: tensors, or e4m3 data with its scales.
+Attended = Tensor | Fp8Tensor
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **flags: Unpack[Dense]
+    q: Attended, k: Attended, v: Attended, *, return_lse: Literal[False] = ..., **flags: Unpack[Dense]
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **flags: Unpack[Dense]
+    q: Attended, k: Attended, v: Attended, *, return_lse: Literal[True], **flags: Unpack[Dense]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Attended,
+    k: Attended,
+    v: Attended,
     *,
     causal: bool = False,
     window: Window | None = None,
@@ -94,31 +97,32 @@ def attention(
 
     q (batch, num_heads, seqlen_q, head_dim), k (batch, num_kv_heads, seqlen_k, head_dim), v (..., head_dim_v); with
     `layout="bshd"` (batch, seqlen, heads, dim). Returns out like q with head_dim_v, and lse (batch, num_heads,
-    seqlen_q) if `return_lse`. Rejects with InvalidProblem what makes no sense and with Unsupported what no permitted
-    backend can do.
+    seqlen_q) if `return_lse`. q, k, v may be `tilewise.fp8.Fp8Tensor`, without gradients. Rejects with InvalidProblem
+    what makes no sense and with Unsupported what no permitted backend can do.
 
         >>> q = k = v = torch.ones(1, 2, 4, 8)
         >>> attention(q, k, v, causal=True).shape
         torch.Size([1, 2, 4, 8])
     """
-    validation.require_tensors(q=q, k=k, v=v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
-    q, k, v = validation.autocast(q, k, v)
+    (query, key, value), scales = validation.unwrapped(q, k, v, layout)
+    validation.require_tensors(q=query, k=key, v=value, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
+    query, key, value = validation.autocast(query, key, value)
     flags = validation.normalise(
         causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, layout=layout,
         deterministic=deterministic, backend=backend, return_lse=return_lse,
-        needs_grad=validation.needs_grad(q, k, v, bias, sinks),
+        needs_grad=validation.needs_grad(query, key, value, bias, sinks),
     )  # fmt: skip
     seed = seed_tensor(seed, dropout)
-    operands = Operands(q, k, v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks, seed=seed)
-    out, lse = ops.attention("dense", operands, flags)
+    operands = Operands(query, key, value, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks, seed=seed)
+    out, lse = ops.attention("dense", *validation.with_scales(operands, flags, scales))
     return (out, lse) if return_lse else out
 
 
 @overload
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Attended,
+    k: Attended,
+    v: Attended,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
@@ -127,9 +131,9 @@ def attention_varlen(
 ) -> Tensor: ...
 @overload
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Attended,
+    k: Attended,
+    v: Attended,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
@@ -137,9 +141,9 @@ def attention_varlen(
     **flags: Unpack[Varlen],
 ) -> tuple[Tensor, Tensor]: ...
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Attended,
+    k: Attended,
+    v: Attended,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
@@ -171,29 +175,30 @@ def attention_varlen(
         >>> attention_varlen(q, k, v, cu, cu, causal=True).shape
         torch.Size([5, 2, 8])
     """
+    (query, key, value), scales = validation.unwrapped(q, k, v, "packed")
     validation.require_tensors(
-        q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask,
+        q=query, k=key, v=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask,
         alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
-    q, k, v = validation.autocast(q, k, v)
+    query, key, value = validation.autocast(query, key, value)
     flags = validation.normalise(
         causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, deterministic=deterministic,
-        backend=backend, return_lse=return_lse, needs_grad=validation.needs_grad(q, k, v, bias, sinks),
+        backend=backend, return_lse=return_lse, needs_grad=validation.needs_grad(query, key, value, bias, sinks),
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
     operands = Operands(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask, alibi_slopes=alibi_slopes,
-        sinks=sinks, seed=seed_tensor(seed, dropout),
+        query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask,
+        alibi_slopes=alibi_slopes, sinks=sinks, seed=seed_tensor(seed, dropout),
     )  # fmt: skip
-    out, lse = ops.attention("varlen", operands, flags)
+    out, lse = ops.attention("varlen", *validation.with_scales(operands, flags, scales))
     return (out, lse) if return_lse else out
 
 
 @overload
 def attention_paged(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    q: Attended,
+    k_pages: Attended,
+    v_pages: Attended,
     block_table: Tensor,
     seqlens_k: Tensor,
     *,
@@ -202,9 +207,9 @@ def attention_paged(
 ) -> Tensor: ...
 @overload
 def attention_paged(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    q: Attended,
+    k_pages: Attended,
+    v_pages: Attended,
     block_table: Tensor,
     seqlens_k: Tensor,
     *,
@@ -212,9 +217,9 @@ def attention_paged(
     **flags: Unpack[Paged],
 ) -> tuple[Tensor, Tensor]: ...
 def attention_paged(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    q: Attended,
+    k_pages: Attended,
+    v_pages: Attended,
     block_table: Tensor,
     seqlens_k: Tensor,
     *,
@@ -247,21 +252,22 @@ def attention_paged(
         >>> attention_paged(torch.ones(1, 2, 8), pages, pages, table, torch.tensor([5], dtype=torch.int32)).shape
         torch.Size([1, 2, 8])
     """
+    (query, key, value), scales = validation.unwrapped(q, k_pages, v_pages, "packed", "paged")
     validation.require_tensors(
-        q=q, k_pages=k_pages, v_pages=v_pages, block_table=block_table, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q,
+        q=query, k_pages=key, v_pages=value, block_table=block_table, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q,
         bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
-    q, k_pages, v_pages = validation.autocast(q, k_pages, v_pages)
+    query, key, value = validation.autocast(query, key, value)
     flags = validation.normalise(
         causal=causal, window=window, softcap=softcap, scale=scale, dropout=0.0, deterministic=deterministic,
-        backend=backend, return_lse=return_lse, needs_grad=validation.needs_grad(q, k_pages, v_pages, bias, sinks),
+        backend=backend, return_lse=return_lse, needs_grad=validation.needs_grad(query, key, value, bias, sinks),
         max_seqlen_q=max_seqlen_q,
     )  # fmt: skip
     operands = Operands(
-        q, k_pages, v_pages, cu_seqlens_q=cu_seqlens_q, block_table=block_table, seqlens_k=seqlens_k, bias=bias,
+        query, key, value, cu_seqlens_q=cu_seqlens_q, block_table=block_table, seqlens_k=seqlens_k, bias=bias,
         mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
-    out, lse = cascade.attention(shared_prefix, operands, flags)
+    out, lse = cascade.attention(shared_prefix, *validation.with_scales(operands, flags, scales))
     return (out, lse) if return_lse else out
 
 

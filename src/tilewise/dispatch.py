@@ -67,6 +67,11 @@ def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, her
     if name != "auto" and name not in backends.NAMES:
         known = "auto or one of " + ", ".join(backends.NAMES)
         raise InvalidProblem("TILEWISE_BACKEND", known, repr(name), "Unset the variable or name a backend.")
+    if problem.fp8 and problem.needs_grad:
+        raise Unsupported(
+            "gradients through FP8 inputs are not computed: rounding to e4m3 has none. Call it under torch.no_grad(), "
+            "or pass bf16 or fp16 tensors"
+        )
     return _select(problem, device, name, here)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 __all__ = ["Flags", "Gradients", "Operands", "Wanted"]
@@ -29,6 +30,10 @@ class Operands(NamedTuple):
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     seed: Tensor | None = None
+    # Of e4m3 operands: fp32 (batch, heads, blocks), of pages (pages, heads, 1); see tilewise.fp8.
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class Flags(NamedTuple):
@@ -46,6 +51,11 @@ class Flags(NamedTuple):
     deterministic: bool = False
     needs_grad: bool = False
     backend: str = "auto"
+    # Rows that share a scale (None: all of a head's), and the dtype of a result whose q is e4m3.
+    q_block: int | None = None
+    k_block: int | None = None
+    v_block: int | None = None
+    out_dtype: torch.dtype | None = None
 
 
 class Wanted(NamedTuple):

@@ -24,15 +24,16 @@ __all__ = ["attention"]
 
 # The operands of each op; a question mark makes one optional.
 OPERANDS: dict[Kind, str] = {
-    "dense": "q k v bias? mask? alibi_slopes? sinks? seed?",
-    "varlen": "q k v cu_seqlens_q cu_seqlens_k bias? mask? alibi_slopes? sinks? seed?",
-    "paged": "q k v block_table seqlens_k cu_seqlens_q? bias? mask? alibi_slopes? sinks?",
+    "dense": "q k v bias? mask? alibi_slopes? sinks? seed? q_scale? k_scale? v_scale?",
+    "varlen": "q k v cu_seqlens_q cu_seqlens_k bias? mask? alibi_slopes? sinks? seed? q_scale? k_scale? v_scale?",
+    "paged": "q k v block_table seqlens_k cu_seqlens_q? bias? mask? alibi_slopes? sinks? q_scale? k_scale? v_scale?",
 }
 
 # The flags, in the order of `Flags`.
 FLAGS = (
     "bool causal, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, float dropout, str layout, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool needs_grad, str backend"
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool needs_grad, str backend, "
+    "int? q_block, int? k_block, int? v_block, ScalarType? out_dtype"
 )
 
 # The operands that have gradients, in the order of `Wanted` and `Gradients`.
@@ -218,7 +219,7 @@ def _forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
 def _forward_fake(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
     operands, flags = _unpack(kind, args)
     problem = validation.describe(kind, operands, flags)
-    out = operands.q.new_empty(problem.out_shape)
+    out = operands.q.new_empty(problem.out_shape, dtype=problem.dtype)
     return out, operands.q.new_empty(problem.lse_shape, dtype=problem.accumulate_dtype)
 
 

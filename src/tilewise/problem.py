@@ -24,7 +24,9 @@ class AttentionProblem:
     For packed and paged problems `seqlen_q` and `seqlen_k` are bounds on the longest sequence, and `total_q`,
     `total_k` count the rows actually stored (for paged keys: every slot of every page). `dropout_origin` says that the
     problem is a part of a larger one: the seed is followed by the batch entry, head, row and key (a multiple of 4) that
-    dropout counts from.
+    dropout counts from. `fp8` names the operands that are e4m3 with scales, ("k", "v") or ("q", "k", "v"), and
+    `scale_blocks` the rows of q, k, v that share one (None: all of a head's; of pages, a page's); `dtype` is then the
+    result's.
     """
 
     kind: Kind
@@ -54,6 +56,8 @@ class AttentionProblem:
     deterministic: bool = False
     needs_grad: bool = False
     dropout_origin: bool = False
+    fp8: tuple[str, ...] = ()
+    scale_blocks: tuple[int | None, int | None, int | None] = (None, None, None)
 
     def __hash__(self) -> int:
         # Of what differs between the calls of a program: every cache asks for it, and all 26 fields take 2 us.
@@ -106,5 +110,6 @@ class AttentionProblem:
             "mask": self.mask_shape is not None,
             "sinks": self.has_sinks,
             "dropout": self.dropout > 0.0,
+            "fp8": bool(self.fp8),
         }
         return tuple(name for name, on in used.items() if on)

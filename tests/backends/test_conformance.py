@@ -28,7 +28,7 @@ from tilewise.testing import (
 )
 from tilewise.testing.generation import pair_cases, single_cases, size_cases
 from tilewise.testing.results import dropout_seed
-from tilewise.testing.special import padded_cases, repeatable_cases, special_cases
+from tilewise.testing.special import fp8_cases, padded_cases, repeatable_cases, special_cases
 
 pytestmark = [
     pytest.mark.usefixtures("reference_is_single_threaded"),
@@ -107,6 +107,11 @@ def test_single_features(case: Case, backend: str, device: str) -> None:
 
 @over(special_cases)
 def test_special_cases(case: Case, backend: str, device: str) -> None:
+    check(*runnable(case, backend, device))
+
+
+@over(fp8_cases)
+def test_fp8(case: Case, backend: str, device: str) -> None:
     check(*runnable(case, backend, device))
 
 

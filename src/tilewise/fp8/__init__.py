@@ -6,7 +6,7 @@
 """
 
 from tilewise.fp8.container import BLOCK, E4M3_MAX, Fp8Tensor
-from tilewise.fp8.quantisation import quantize
+from tilewise.fp8.quantisation import quantize, quantize_pages
 from tilewise.fp8.rotation import rotate
 
-__all__ = ["BLOCK", "E4M3_MAX", "Fp8Tensor", "quantize", "rotate"]
+__all__ = ["BLOCK", "E4M3_MAX", "Fp8Tensor", "quantize", "quantize_pages", "rotate"]

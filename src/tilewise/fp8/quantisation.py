@@ -26,7 +26,7 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import BLOCK, E4M3, E4M3_MAX, Fp8Layout, Fp8Tensor, Granularity
 from tilewise.fp8.rotation import rotate
 
-__all__ = ["AMAX_FLOOR", "encode", "inverse_of", "quantize", "scale_of"]
+__all__ = ["AMAX_FLOOR", "encode", "inverse_of", "quantize", "quantize_pages", "scale_of"]
 
 # Groups of smaller numbers get this one's scale: 448 / amax stays finite, and so does the ratio of any two scales.
 AMAX_FLOOR = 2.0**-96
@@ -70,6 +70,22 @@ def quantize(
         )
     dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
     return Fp8Tensor(data, found, cast("Granularity", granularity), kind, rows, rotation, dtype)
+
+
+def quantize_pages(pages: Tensor) -> Fp8Tensor:
+    """Pages (num_pages, page_size, heads, dim) of keys or values in e4m3, with one scale per (page, head).
+
+    >>> quantize_pages(torch.randn(8, 16, 2, 64)).scale.shape
+    torch.Size([8, 2, 1])
+    """
+    if pages.dtype not in SOURCES or pages.dim() != 4:
+        got = f"{pages.dtype} of shape {tuple(pages.shape)}"
+        fix = "Pages are (num_pages, page_size, heads, dim)."
+        raise InvalidProblem("pages", "a tensor of float32, bfloat16 or float16 with 4 dimensions", got, fix)
+    values = pages.detach().float().transpose(1, 2)
+    data, scale = _dense(values, "head", None, None)
+    dtype = torch.float16 if pages.dtype == torch.float16 else torch.bfloat16
+    return Fp8Tensor(data.transpose(1, 2).contiguous(), scale, "page", "paged", dtype=dtype)
 
 
 def scale_of(amax: Tensor) -> Tensor:
@@ -138,7 +154,8 @@ def _amax(values: Tensor, granularity: str, block: int | None, blocks: int) -> T
         return per_row.amax(-1, keepdim=True) if per_row.shape[-1] else per_row.new_zeros(*per_row.shape[:2], 1)
     missing = blocks * block - per_row.shape[-1]
     padded: Tensor = torch.nn.functional.pad(per_row, (0, missing))
-    return padded.unflatten(-1, (blocks, block)).amax(-1)
+    grouped: Tensor = padded.unflatten(-1, (blocks, block))
+    return grouped.amax(-1)
 
 
 def _packed(

@@ -18,6 +18,7 @@ from tilewise.cascade import SharedPrefix
 from tilewise.device import DeviceSpec
 from tilewise.dispatch import Rejection
 from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.fp8.container import Fp8Tensor
 from tilewise.masks import Band, TileCounts, TileGrid
 from tilewise.operands import Flags, Operands
 from tilewise.plan import cost, report
@@ -75,9 +76,9 @@ class Plan:
 
 
 def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | Fp8Tensor,
+    k: Tensor | Fp8Tensor,
+    v: Tensor | Fp8Tensor,
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -111,17 +112,21 @@ def explain(
         >>> explain(q, k, v, causal=True, device="h200").tiled.flops
         34368126976
     """
-    tensors = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, mask, alibi_slopes, sinks)
+    paged, packed = block_table is not None, cu_seqlens_q is not None
+    layouts = ("packed", "paged") if paged else ("packed",) if packed else (layout,)
+    data, scales = validation.unwrapped(q, k, v, *layouts)
+    tensors = Operands(*data, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, mask, alibi_slopes, sinks)
     kind = _kind_of(tensors)
     _refuse_misplaced(kind, dropout, layout)
-    tensors = tensors._replace(**dict(zip("qkv", validation.autocast(q, k, v), strict=True)))
+    tensors = tensors._replace(**dict(zip("qkv", validation.autocast(*data), strict=True)))
     if seed is not None:
         tensors = tensors._replace(seed=seed_tensor(seed, dropout))
     flags = validation.normalise(
         causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, layout=layout,
         deterministic=deterministic, backend=backend, return_lse=return_lse,
-        needs_grad=validation.needs_grad(q, k, v, bias, sinks), max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        needs_grad=validation.needs_grad(*data, bias, sinks), max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
+    tensors, flags = validation.with_scales(tensors, flags, scales)
     plan = plan_of(kind, tensors, flags, device)
     if shared_prefix is None:
         return plan

@@ -15,6 +15,8 @@ __all__ = ["GRADIENTS", "Case"]
 
 Strides = Literal["contiguous", "transposed", "sliced", "expanded", "strided_last"]
 Values = Literal["normal", "large", "tiny"]
+# Which operands are e4m3: none, k and v alone, or q, k and v with scales of that granularity.
+Quantised = Literal["", "kv", "tensor", "head", "block"]
 Bounds = Literal["exact", "loose", "none"]
 
 # Every differentiable operand and the name of its gradient among the results.
@@ -71,6 +73,8 @@ class Case:
     cotangents: tuple[str, ...] = ("out", "lse")
     expanded_dout: bool = False
     deterministic: bool = False
+    fp8: Quantised = ""
+    rotation: bool = False
     seed: int = 0
     label: str = field(default="", compare=False)
 
@@ -101,6 +105,8 @@ class Case:
         """The operands that require a gradient."""
         there = {"bias": bool(self.bias), "sinks": self.sinks}
         every = tuple(name for name in GRADIENTS if there.get(name, True))
+        if self.fp8:
+            return ()  # rounding to e4m3 has no gradient
         return every if self.grad_of is None else self.grad_of
 
     @property
@@ -127,6 +133,10 @@ class Case:
         """The same problem without gradients."""
         return dataclasses.replace(self, grad_of=())
 
+    def unquantised(self) -> Case:
+        """The same problem without FP8."""
+        return dataclasses.replace(self, fp8="", rotation=False, grad_of=()) if self.fp8 else self
+
     def __repr__(self) -> str:
         """Code that makes the case again; defaults are left out."""
         names = tuple(f.name for f in dataclasses.fields(self) if f.compare)
@@ -145,7 +155,7 @@ class Case:
 _FEATURES = (
     "causal", "window", "alibi", "softcap", "bias", "bias_holes", "mask", "masked_rows", "sinks", "dropout", "scale",
     "layout", "strides", "page_size", "shared_pages", "decode", "padding", "bounds", "values", "grad_of", "cotangents",
-    "expanded_dout", "deterministic",
+    "expanded_dout", "deterministic", "fp8", "rotation",
 )  # fmt: skip
 
 

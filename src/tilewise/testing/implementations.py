@@ -13,6 +13,7 @@ from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import Inputs, make_inputs
+from tilewise.testing.quantised import attended
 from tilewise.testing.results import Results, differentiate, dropout_seed
 
 __all__ = ["BackendImplementation", "Implementation", "TorchSDPA", "call_api"]
@@ -47,6 +48,10 @@ class BackendImplementation:
         self.name = name
         self.device = torch.device(device)
 
+    def rounds_p(self, case: Case) -> bool:
+        """Whether probabilities are rounded to e4m3 on the way, as docs/contract.md allows FP8 tensor cores to."""
+        return self.name == "hopper" and case.fp8 not in ("", "kv")
+
     def supports(self, case: Case) -> str | None:
         """What the backend answers for the problem that the case poses."""
         backend = dispatch.load(self.name)
@@ -75,6 +80,7 @@ class TorchSDPA:
             "no ALiBi": bool(case.alibi),
             "no softcap": case.softcap is not None,
             "no sinks": case.sinks,
+            "no FP8": bool(case.fp8),
             "its dropout has another random number generator": case.dropout > 0.0,
             "no lse, so no gradient through it": case.cotangents != ("out",) and bool(case.wants_grad),
             "causal is top-left, which is another mask for unequal lengths": case.causal
@@ -106,6 +112,7 @@ class TorchSDPA:
 def call_api(case: Case, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     """(out, lse) of the case's public function."""
     max_seqlen_q, max_seqlen_k = _bounds(case)
+    q, k, v = attended(case, inputs)
     named: dict[str, Any] = {
         "causal": case.causal, "window": case.window, "bias": inputs.bias, "mask": inputs.mask,
         "alibi_slopes": inputs.alibi_slopes, "softcap": case.softcap, "sinks": inputs.sinks, "scale": case.scale,
@@ -114,13 +121,13 @@ def call_api(case: Case, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     if case.kind != "paged":
         named |= {"dropout": case.dropout, "seed": dropout_seed(case)}
     if case.kind == "dense":
-        return api.attention(inputs.q, inputs.k, inputs.v, layout=case.layout, return_lse=True, **named)
+        return api.attention(q, k, v, layout=case.layout, return_lse=True, **named)
     named |= {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
     if case.kind == "varlen":
         named |= {"cu_seqlens_k": inputs.cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
-        return api.attention_varlen(inputs.q, inputs.k, inputs.v, return_lse=True, **named)
+        return api.attention_varlen(q, k, v, return_lse=True, **named)
     named |= {"block_table": inputs.block_table, "seqlens_k": inputs.seqlens_k}
-    return api.attention_paged(inputs.q, inputs.k, inputs.v, return_lse=True, **named)
+    return api.attention_paged(q, k, v, return_lse=True, **named)
 
 
 def _bounds(case: Case) -> tuple[int | None, int | None]:
@@ -138,5 +145,9 @@ def _problem(case: Case, inputs: Inputs, backend: str) -> AttentionProblem:
         dropout=case.dropout, layout=case.layout, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         deterministic=case.deterministic, needs_grad=bool(case.wants_grad), backend=backend,
     )  # fmt: skip
-    operands = {name: getattr(inputs, name) for name in Operands._fields if hasattr(inputs, name)}
-    return validation.problem_of(case.kind, Operands(**operands), flags)
+    packed = "paged" if case.kind == "paged" else "packed"
+    layouts = (case.layout,) if case.kind == "dense" else ("packed", packed)
+    qkv, scales = validation.unwrapped(*attended(case, inputs), *layouts)
+    named = {name: getattr(inputs, name) for name in Operands._fields[3:] if hasattr(inputs, name)}
+    operands, flags = validation.with_scales(Operands(*qkv, **named), flags, scales)
+    return validation.problem_of(case.kind, operands, flags)

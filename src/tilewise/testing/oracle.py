@@ -13,6 +13,7 @@ from tilewise.testing.cases import GRADIENTS, Case
 from tilewise.testing.implementations import call_api
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.plain import SequenceView, dropout_factor, masked_scores, plain_attention, sequence_views
+from tilewise.testing.quantised import dequantised
 from tilewise.testing.results import Results, differentiate, dropout_seed
 from tilewise.testing.threads import one_thread
 from tilewise.testing.tolerances import Slack, slack_of
@@ -29,16 +30,22 @@ class Expectation(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def expect(case: Case) -> Expectation:
-    """What an implementation must compute for a case; remembered, because several are judged by the same cases."""
-    inputs = make_inputs(case)
+def expect(case: Case, coarse: bool = False) -> Expectation:
+    """What an implementation must compute for a case; remembered, because several are judged by the same cases.
+
+    FP8 cases are judged as attention of the dequantised tensors; `coarse` adds what FP8 tensor cores round.
+    """
+    inputs = dequantised(case, make_inputs(case))
+    case = case.unquantised()
     dtypes = _dtypes(case, inputs)
     with one_thread():
         reference = reference_results(case, inputs)
-        plain = plain_results(case, inputs)
+        plain = plain_results(case, inputs, coarse=coarse)
         terms = summed_terms(case, inputs)
         slack = {
-            name: slack_of(reference[name], plain[name], terms[name], dtypes[name], case.accumulate_dtype)
+            name: slack_of(
+                reference[name], plain[name], terms[name], dtypes[name], case.accumulate_dtype, coarse=coarse
+            )
             for name in case.results
         }
     return Expectation(reference, slack, dtypes)
@@ -49,10 +56,11 @@ def reference_results(case: Case, inputs: Inputs) -> Results:
     return differentiate(case, inputs.double(), lambda leaves: call_api(case, leaves, "reference"))
 
 
-def plain_results(case: Case, inputs: Inputs) -> Results:
+def plain_results(case: Case, inputs: Inputs, *, coarse: bool = False) -> Results:
     """Plain PyTorch in the case's dtype; lse, which is never rounded to a half precision, from fp32 scores."""
     seed = dropout_seed(case)
-    results = differentiate(case, inputs, lambda leaves: plain_attention(case, leaves, seed))
+    rounded = inputs.map(lambda name, t: t.to(case.dtype) if name in ("q", "k", "v") else t)
+    results = differentiate(case, rounded, lambda leaves: plain_attention(case, leaves, seed, coarse=coarse))
     if case.dtype in (torch.float16, torch.bfloat16):
         with torch.no_grad():
             results["lse"] = plain_attention(case, inputs.float(), seed)[1]

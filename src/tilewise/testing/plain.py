@@ -31,11 +31,11 @@ class SequenceView(NamedTuple):
     rows: slice
 
 
-def plain_attention(case: Case, inputs: Inputs, dropout_seed: int) -> tuple[Tensor, Tensor]:
-    """(out, lse) in the shapes of the public API, differentiable by autograd."""
+def plain_attention(case: Case, inputs: Inputs, dropout_seed: int, *, coarse: bool = False) -> tuple[Tensor, Tensor]:
+    """(out, lse) in the shapes of the public API, differentiable by autograd; `coarse` rounds probabilities to e4m3."""
     outs, lses = [], []
     for view in sequence_views(case, inputs):
-        out, lse = _attend(case, inputs, view, dropout_seed)
+        out, lse = _attend(case, inputs, view, dropout_seed, coarse=coarse)
         outs.append(out)
         lses.append(lse)
     if case.kind != "dense":
@@ -105,7 +105,9 @@ def _kept(seed: int, dropout: float, index: int, num_heads: int, seqlen_q: int, 
     return torch.from_numpy(np.stack(heads))
 
 
-def _attend(case: Case, inputs: Inputs, view: SequenceView, dropout_seed: int) -> tuple[Tensor, Tensor]:
+def _attend(
+    case: Case, inputs: Inputs, view: SequenceView, dropout_seed: int, *, coarse: bool
+) -> tuple[Tensor, Tensor]:
     s = masked_scores(case, inputs, view)
     if inputs.sinks is not None:
         sink = inputs.sinks.to(s.dtype)[:, None, None].expand(-1, s.shape[1], 1)
@@ -117,6 +119,10 @@ def _attend(case: Case, inputs: Inputs, view: SequenceView, dropout_seed: int) -
     lse = torch.logsumexp(s.to(case.accumulate_dtype), -1) if s.shape[-1] else s.sum(-1).to(case.accumulate_dtype)
     if case.dropout > 0.0:
         p = p * dropout_factor(case, view, dropout_seed).to(p.dtype)
+    if coarse and p.shape[-1]:
+        # As the contract says: relative to the row's largest one, times 2^8.
+        unit = p.float().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 2.0**8
+        p = (p.float() / unit).to(torch.float8_e4m3fn).float() * unit
     out = p.to(view.v.dtype) @ view.v
     return out, lse.masked_fill(empty.squeeze(-1), -math.inf)
 

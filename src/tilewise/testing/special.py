@@ -8,7 +8,7 @@ import torch
 
 from tilewise.testing.cases import Case, Values
 
-__all__ = ["padded_cases", "repeatable_cases", "special_cases"]
+__all__ = ["fp8_cases", "padded_cases", "repeatable_cases", "special_cases"]
 
 
 # Many tiles in a row for every plausible tile size: sums that lose digits at each of them show.
@@ -20,6 +20,46 @@ def special_cases() -> list[Case]:
     """All of them, labelled."""
     named = {**_empty(), **_masked_rows(), **_magnitudes(), **_packed(), **_paged(), **_gradients(), **_mixtures()}
     return [dataclasses.replace(case, label=label) for label, case in named.items()]
+
+
+def fp8_cases() -> list[Case]:
+    """Quantised operands: every granularity and kind of problem, rotated or not, with what scales could break."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    sizes = {"seqlens_q": (150,), "seqlens_k": (300,), "num_heads": 2, "head_dim": 64, "head_dim_v": 64}
+    dense = Case(dtype=bf16, fp8="block", **sizes)  # type: ignore[arg-type]
+    packed = dataclasses.replace(dense, kind="varlen", seqlens_q=(150, 0, 7), seqlens_k=(300, 3, 140), padding=3)
+    paged = dataclasses.replace(packed, kind="paged", padding=0, fp8="kv", num_heads=4, num_kv_heads=2)
+    decode = dataclasses.replace(paged, decode=True, seqlens_q=(1,) * 3)
+    named = {
+        "tensor": dataclasses.replace(dense, fp8="tensor"),
+        "head": dataclasses.replace(dense, fp8="head", dtype=fp16),
+        "block": dense,
+        "block_rotated": dataclasses.replace(dense, rotation=True, causal=True),
+        "tensor_rotated_96": dataclasses.replace(dense, fp8="tensor", rotation=True, head_dim=96, head_dim_v=96),
+        "head_dim_128": dataclasses.replace(dense, head_dim=128, head_dim_v=128, causal=True),
+        "head_dim_256": dataclasses.replace(dense, head_dim=256, head_dim_v=256, window=(70, 10)),
+        "bshd_window": dataclasses.replace(dense, layout="bshd", window=(100, 20)),
+        "unequal_v": dataclasses.replace(dense, head_dim_v=40, fp8="head"),
+        "features": dataclasses.replace(
+            dense, bias="1hqk", sinks=True, alibi="h", softcap=5.0, dropout=0.2, mask="b1qk", fp8="head"
+        ),
+        "sinks": dataclasses.replace(dense, sinks=True, causal=True),
+        "longer_q": dataclasses.replace(dense, seqlens_q=(300,), seqlens_k=(150,), causal=True),
+        "kv_only": dataclasses.replace(dense, fp8="kv", causal=True),
+        "kv_only_fp32": dataclasses.replace(dense, fp8="kv", dtype=torch.float32),
+        "strided": dataclasses.replace(dense, strides="transposed"),
+        "two_sequences": dataclasses.replace(dense, seqlens_q=(65,) * 2, seqlens_k=(130,) * 2, num_heads=4),
+        "no_keys": dataclasses.replace(dense, seqlens_k=(0,)),
+        "varlen_tensor": dataclasses.replace(packed, fp8="tensor"),
+        "varlen_block": dataclasses.replace(packed, causal=True, rotation=True),
+        "varlen_head_gqa": dataclasses.replace(packed, fp8="head", num_kv_heads=1, window=(90, 0)),
+        "paged_prefill": dataclasses.replace(paged, causal=True),
+        "paged_prefill_page_64": dataclasses.replace(paged, causal=True, page_size=64, fp8="block"),
+        "paged_decode": decode,
+        "paged_decode_fp16_page_1": dataclasses.replace(decode, dtype=fp16, page_size=1, sinks=True),
+        "paged_decode_shared": dataclasses.replace(decode, shared_pages=True, window=(200, 0)),
+    }
+    return [dataclasses.replace(case, label=f"fp8_{label}") for label, case in named.items()]
 
 
 def padded_cases() -> list[Case]:

@@ -24,6 +24,8 @@ __all__ = ["Measure", "Slack", "judge", "measure", "slack_of", "ulp"]
 PT_FACTOR = 2.0
 MAX_ULPS, RMS_ULPS = 4.0, 0.5
 MAX_EPS, RMS_EPS = 2.0, 1.0
+# Hopper's FP8 tensor cores keep about 14 bits of a sum.
+COARSE_EPS = 2.0**-13
 # In single precision rounding cannot explain more than this; a tolerance derived from it would excuse anything.
 IMPLAUSIBLE, IMPLAUSIBLE_EPS = 1e-3, 16.0
 
@@ -59,14 +61,22 @@ def ulp(magnitude: float, dtype: torch.dtype) -> float:
     return float(info.eps) * 2.0 ** math.floor(math.log2(max(magnitude, float(info.tiny))))
 
 
-def slack_of(ref: Tensor, pt: Tensor, terms: Tensor, dtype: torch.dtype, accumulate_dtype: torch.dtype) -> Slack:
-    """The tolerance of one result, see the module's docstring."""
+def slack_of(
+    ref: Tensor,
+    pt: Tensor,
+    terms: Tensor,
+    dtype: torch.dtype,
+    accumulate_dtype: torch.dtype,
+    *,
+    coarse: bool = False,
+) -> Slack:
+    """The tolerance of one result, see the module's docstring; `coarse` sums are those of FP8 tensor cores."""
     if not torch.equal(torch.isfinite(ref), torch.isfinite(pt)):
         raise ValueError("plain PyTorch is not finite where the reference is: no tolerance can be derived")
     finite = torch.isfinite(ref)
     error = measure((pt.double() - ref)[finite])
     size, summed = measure(ref), measure(terms)
-    eps = float(torch.finfo(accumulate_dtype).eps)
+    eps = COARSE_EPS if coarse else float(torch.finfo(accumulate_dtype).eps)
     if (
         dtype == accumulate_dtype
         and error.largest > IMPLAUSIBLE * size.largest + IMPLAUSIBLE_EPS * eps * summed.largest

@@ -16,10 +16,21 @@ from tilewise import settings
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.validation.flags import autocast, check_flag, needs_grad, normalise, require_tensors
+from tilewise.validation.quantised import unwrapped, with_scales
 from tilewise.validation.tensors import TensorSpec, describe
 from tilewise.validation.values import check_values, longest_sequences
 
-__all__ = ["autocast", "check_flag", "describe", "needs_grad", "normalise", "problem_of", "require_tensors"]
+__all__ = [
+    "autocast",
+    "check_flag",
+    "describe",
+    "needs_grad",
+    "normalise",
+    "problem_of",
+    "require_tensors",
+    "unwrapped",
+    "with_scales",
+]
 
 
 def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:

@@ -112,6 +112,8 @@ JUDGED = (
 )
 
 
+# fp64 is asked for on purpose; e4m3 data means nothing without its scales.
+KEPT_BY_AUTOCAST = (torch.float64, torch.float8_e4m3fn)
 OPTIONAL = frozenset(("bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q"))
 
 
@@ -211,7 +213,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype not in KEPT_BY_AUTOCAST else t for t in tensors)
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -22,19 +22,28 @@ __all__ = ["TensorSpec", "describe"]
 MAX_HEAD_DIM = 512
 # A seed followed by the batch entry, head, row and key that dropout counts from.
 SEED_WITH_ORIGIN = 5
+E4M3 = torch.float8_e4m3fn
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+# The scales of e4m3 operands.
+SCALES = {
+    "q_scale": "batch num_heads q_blocks",
+    "k_scale": "batch num_kv_heads k_blocks",
+    "v_scale": "batch num_kv_heads v_blocks",
+}
 # The dimensions of every tensor, by kind of problem and layout.
 SHAPES: dict[str, dict[str, str]] = {
     "dense bhsd": {
         "q": "batch num_heads seqlen_q head_dim",
         "k": "batch num_kv_heads seqlen_k head_dim",
         "v": "batch num_kv_heads seqlen_k head_dim_v",
+        **SCALES,
     },
     "dense bshd": {
         "q": "batch seqlen_q num_heads head_dim",
         "k": "batch seqlen_k num_kv_heads head_dim",
         "v": "batch seqlen_k num_kv_heads head_dim_v",
+        **SCALES,
     },
     "varlen": {
         "q": "total_q num_heads head_dim",
@@ -42,6 +51,7 @@ SHAPES: dict[str, dict[str, str]] = {
         "v": "total_k num_kv_heads head_dim_v",
         "cu_seqlens_q": "batch+1",
         "cu_seqlens_k": "batch+1",
+        **SCALES,
     },
     "paged": {
         "q": "total_q num_heads head_dim",
@@ -50,12 +60,17 @@ SHAPES: dict[str, dict[str, str]] = {
         "block_table": "batch max_pages",
         "seqlens_k": "batch",
         "cu_seqlens_q": "batch+1",
+        "q_scale": SCALES["q_scale"],
+        "k_scale": "num_pages num_kv_heads k_blocks",
+        "v_scale": "num_pages num_kv_heads v_blocks",
     },
 }
 
 # The dtypes each operand may have, and what to do about another one.
 DTYPES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
-    "q": (FLOATS, "Convert q, k and v to one of these."),
+    "q_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
+    "k_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
+    "v_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
     "cu_seqlens_q": ((torch.int32,), "Convert it with .to(torch.int32)."),
     "cu_seqlens_k": ((torch.int32,), "Convert it with .to(torch.int32)."),
     "block_table": ((torch.int32,), "Convert it with .to(torch.int32)."),
@@ -98,6 +113,8 @@ def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], f
     scores = (lengths["batch"], sizes["num_heads"], lengths["seqlen_q"], lengths["seqlen_k"])
     _check_broadcast(specs, scores, bounds_known=_bounds_known(kind, specs, flags))
     _check_per_head(specs, lengths["batch"], sizes["num_heads"])
+    if _bounds_known(kind, specs, flags) or specs["q"].device.type != "cpu":
+        _check_scales(kind, sizes, lengths, flags)
     return _problem(kind, sizes, lengths, specs, flags)
 
 
@@ -156,11 +173,25 @@ def _check_dtypes(specs: Specs, public: dict[str, str]) -> None:
         if operand in specs and specs[operand].dtype not in allowed:
             expected = "dtype " + " or ".join(str(d).removeprefix("torch.") for d in allowed)
             raise InvalidProblem(public.get(operand, operand), expected, specs[operand].dtype, fix)
-    for operand in ("k", "v"):
-        if specs[operand].dtype != specs["q"].dtype:
-            expected = f"dtype {specs['q'].dtype} as q has"
-            fix = "Convert q, k and v to one dtype (torch.autocast does it for you)."
-            raise InvalidProblem(public.get(operand, operand), expected, specs[operand].dtype, fix)
+    common: tuple[torch.dtype, ...] = FLOATS
+    for operand in ("q", "k", "v"):
+        given = specs[operand].dtype
+        if f"{operand}_scale" in specs:
+            if given != E4M3:
+                fix = "Make both with tilewise.fp8.quantize."
+                raise InvalidProblem(public.get(operand, operand), "float8_e4m3fn beside its scales", given, fix)
+            continue
+        if given not in common:
+            names = " or ".join(str(d).removeprefix("torch.") for d in common)
+            expected = f"dtype {names}" if operand == "q" else f"dtype {common[0]} as q has"
+            raise InvalidProblem(public.get(operand, operand), expected, given, _dtype_fix(given))
+        common = (given,)
+
+
+def _dtype_fix(given: torch.dtype) -> str:
+    if given == E4M3:
+        return "FP8 data comes with its scales, in a tilewise.fp8.Fp8Tensor."
+    return "Convert q, k and v to one dtype (torch.autocast does it for you)."
 
 
 def _check_devices(specs: Specs, public: dict[str, str]) -> None:
@@ -229,12 +260,26 @@ def _check_per_head(specs: Specs, batch: int, num_heads: int) -> None:
         raise InvalidProblem("seed", "one element", tuple(specs["seed"].shape), "Pass a single int64.")
 
 
+def _check_scales(kind: Kind, sizes: dict[str, int], lengths: dict[str, int], flags: Flags) -> None:
+    """As many blocks as the longest sequence has, or one; a page is one block."""
+    for side, block in (("q", flags.q_block), ("k", flags.k_block), ("v", flags.v_block)):
+        if f"{side}_blocks" not in sizes:
+            continue
+        paged = kind == "paged" and side != "q"
+        length = lengths["seqlen_q" if side == "q" else "seqlen_k"]
+        least = 1 if block is None or paged else -(-length // block)
+        got = sizes[f"{side}_blocks"]
+        if got < least or (got > 1 and block is None):
+            fix = "Quantise with the same cu_seqlens and max_seqlen as the call's."
+            raise InvalidProblem(f"{side}_scale", f"{least} blocks a head", got, fix)
+
+
 def _problem(
     kind: Kind, sizes: dict[str, int], lengths: dict[str, int], specs: Specs, flags: Flags
 ) -> AttentionProblem:
     return AttentionProblem(
         kind=kind,
-        dtype=specs["q"].dtype,
+        dtype=(flags.out_dtype or torch.bfloat16) if "q_scale" in specs else specs["q"].dtype,
         **lengths,
         num_heads=sizes["num_heads"],
         num_kv_heads=sizes["num_kv_heads"],
@@ -256,6 +301,8 @@ def _problem(
         deterministic=flags.deterministic,
         needs_grad=flags.needs_grad,
         dropout_origin="seed" in specs and specs["seed"].shape.numel() == SEED_WITH_ORIGIN,
+        fp8=tuple(name for name in ("q", "k", "v") if f"{name}_scale" in specs),
+        scale_blocks=(flags.q_block, flags.k_block, flags.v_block),
     )
 
 

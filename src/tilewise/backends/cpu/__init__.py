@@ -39,6 +39,8 @@ class CpuBackend:
         if problem.dtype not in DTYPES:
             given = str(problem.dtype).removeprefix("torch.")
             return f"computes in fp32, so takes float32, bfloat16 and float16, not {given}"
+        if problem.fp8:
+            return f"{', '.join(problem.fp8)} in e4m3 is not compiled into these kernels"
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             return f"head_dim and head_dim_v are at most {MAX_HEAD_DIM}"
         return None

@@ -99,7 +99,7 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield from _paged_refusals(problem, problem.page_size)
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k):
         yield "there is nothing to compute (no sequence, no query or no key)"
-    for name in ("alibi", "bias", "mask", "dropout"):
+    for name in ("alibi", "bias", "mask", "dropout", "fp8"):
         if name in problem.features:
             yield f"{name} is not compiled into these kernels"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Sequence", "accumulate", "empty_out", "heads_first", "sequences", "zero_gradient"]
+__all__ = ["Sequence", "accumulate", "empty_out", "heads_first", "row_scales", "sequences", "zero_gradient"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,17 @@ def heads_first(problem: AttentionProblem, tensor: Tensor, sequence: Sequence, r
         return tensor[sequence.index].double()
     flat = tensor.flatten(0, 1) if tensor.dim() == 4 else tensor
     return flat[rows].transpose(0, 1).double()
+
+
+def row_scales(
+    problem: AttentionProblem, scale: Tensor, block: int | None, sequence: Sequence, rows: Tensor, *, in_pages: bool
+) -> Tensor:
+    """The fp64 scales (heads, seqlen, 1) of one sequence's rows of an e4m3 operand."""
+    if in_pages:
+        assert problem.page_size is not None
+        return scale[rows // problem.page_size, :, 0].transpose(0, 1)[..., None].double()
+    position = torch.arange(len(rows), device=rows.device)
+    return scale[sequence.index][:, position // block if block else 0 * position, None].double()
 
 
 def accumulate(problem: AttentionProblem, total: Tensor, part: Tensor, sequence: Sequence, rows: Tensor) -> None:

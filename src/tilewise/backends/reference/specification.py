@@ -13,7 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.backends.reference.sequences import Sequence, accumulate, empty_out, heads_first, sequences, zero_gradient
+from tilewise.backends.reference.sequences import (
+    Sequence,
+    accumulate,
+    empty_out,
+    heads_first,
+    row_scales,
+    sequences,
+    zero_gradient,
+)
 from tilewise.numerics import dropout_keep
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
@@ -114,11 +122,19 @@ def _backward_one(
 
 
 def _load(problem: AttentionProblem, operands: Operands, sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of one sequence in fp64, each K/V head repeated for the query heads it serves."""
+    """q, k, v of one sequence in fp64, each K/V head repeated for the query heads it serves; e4m3 times its scale."""
     q = heads_first(problem, operands.q, sequence, sequence.q_rows)
-    k = heads_first(problem, operands.k, sequence, sequence.k_rows).repeat_interleave(problem.group_size, 0)
-    v = heads_first(problem, operands.v, sequence, sequence.k_rows).repeat_interleave(problem.group_size, 0)
-    return q, k, v
+    k = heads_first(problem, operands.k, sequence, sequence.k_rows)
+    v = heads_first(problem, operands.v, sequence, sequence.k_rows)
+    q_block, k_block, v_block = problem.scale_blocks
+    paged = problem.page_size is not None
+    if operands.q_scale is not None:
+        q = q * row_scales(problem, operands.q_scale, q_block, sequence, sequence.q_rows, in_pages=False)
+    if operands.k_scale is not None:
+        k = k * row_scales(problem, operands.k_scale, k_block, sequence, sequence.k_rows, in_pages=paged)
+    if operands.v_scale is not None:
+        v = v * row_scales(problem, operands.v_scale, v_block, sequence, sequence.k_rows, in_pages=paged)
+    return q, k.repeat_interleave(problem.group_size, 0), v.repeat_interleave(problem.group_size, 0)
 
 
 def _score(problem: AttentionProblem, operands: Operands, sequence: Sequence, q: Tensor, k: Tensor) -> Scores:

@@ -46,6 +46,8 @@ class TritonBackend:
         """Everything in the contract but fp64, on compute capability 8.0 or newer."""
         if problem.dtype not in DTYPES:
             return f"dtype {problem.dtype} is not one of float16, bfloat16, float32"
+        if problem.fp8:
+            return f"{', '.join(problem.fp8)} in e4m3 is not compiled into these kernels"
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             return f"head_dim {max(problem.head_dim, problem.head_dim_v)} is over {MAX_HEAD_DIM}"
         if problem.dropout_origin:

@@ -1,0 +1,75 @@
+"""Judges FP8 containers and takes them apart: data in the place of the tensor, scales and their meaning beside it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidProblem
+from tilewise.fp8.container import Fp8Tensor
+from tilewise.operands import Flags, Operands
+
+__all__ = ["Quantised", "unwrapped", "with_scales"]
+
+
+# q, k and v as tensors.
+Data = tuple[Tensor, Tensor, Tensor]
+
+
+class Quantised(NamedTuple):
+    """What a call with FP8 operands has beside the data."""
+
+    q_scale: Tensor | None
+    k_scale: Tensor
+    v_scale: Tensor
+    q_block: int | None
+    k_block: int | None
+    v_block: int | None
+    out_dtype: torch.dtype | None
+
+
+def unwrapped(q: Any, k: Any, v: Any, *layouts: str) -> tuple[Data, Quantised | None]:
+    """((q, k, v), scales): data where there were containers; `layouts` are those that the call reads of q, and of k, v.
+
+    Rejects what would mix scales or bases up: k without v, q without k, another layout, q and k not rotated alike.
+    """
+    if isinstance(k, Tensor) and isinstance(q, Tensor) and isinstance(v, Tensor):
+        return (q, k, v), None
+    containers = {name: t for name, t in (("q", q), ("k", k), ("v", v)) if isinstance(t, Fp8Tensor)}
+    if not containers:
+        return (q, k, v), None
+    for name, tensor in (("k", k), ("v", v)):
+        if not isinstance(tensor, Fp8Tensor):
+            expected = f"an Fp8Tensor as {next(iter(containers))} is"
+            raise InvalidProblem(name, expected, type(tensor).__name__, "Quantise k and v, or neither of them.")
+    for name, tensor in containers.items():
+        layout = layouts[0 if name == "q" else -1]
+        if tensor.layout != layout:
+            fix = "Quantise it in the layout that the call reads."
+            raise InvalidProblem(name, f"data in layout {layout!r}", repr(tensor.layout), fix)
+    _check_basis(q, k, v)
+    q_parts = (q.scale, q.block, q.dtype) if isinstance(q, Fp8Tensor) else (None, None, None)
+    scales = Quantised(q_parts[0], k.scale, v.scale, q_parts[1], k.block, v.block, q_parts[2])
+    return (q.data if isinstance(q, Fp8Tensor) else q, k.data, v.data), scales
+
+
+def with_scales(operands: Operands, flags: Flags, scales: Quantised | None) -> tuple[Operands, Flags]:
+    """The call with its scales in place."""
+    if scales is None:
+        return operands, flags
+    operands = operands._replace(q_scale=scales.q_scale, k_scale=scales.k_scale, v_scale=scales.v_scale)
+    return operands, flags._replace(
+        q_block=scales.q_block, k_block=scales.k_block, v_block=scales.v_block, out_dtype=scales.out_dtype
+    )
+
+
+def _check_basis(q: Any, k: Fp8Tensor, v: Fp8Tensor) -> None:
+    q_rotated = isinstance(q, Fp8Tensor) and q.rotated
+    if q_rotated != k.rotated:
+        got = "a rotated q and a k that is not" if q_rotated else "a rotated k and a q that is not"
+        fix = "Their products are q.k only in one basis: quantise both with rotation=True, or neither."
+        raise InvalidProblem("q, k", "the same rotation", got, fix)
+    if v.rotated:
+        raise InvalidProblem("v", "no rotation", "rotated values", "The rotation is for q and k; quantise v without.")
