@@ -219,7 +219,8 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(build_app(), ["explore", *arguments])
 
 
-def test_export_writes_a_page_and_says_so(tmp_path: Path) -> None:
+def test_export_writes_a_page_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilewise.cli.explore.exported_page", lambda: "<!doctype html> µ")
     target = tmp_path / "new" / "page.html"
     result = invoke("--export", str(target))
     assert result.exit_code == 0, result.output
