@@ -71,10 +71,12 @@ def attention_forward(
     if cache is not None:
         _require_no("continuous batching", dropout=dropout, position_bias=position_bias)
         _require_causal(causal, attention_mask)
-        limits = (kwargs.pop("max_seqlen_q", max_length_q), kwargs.pop("max_seqlen_k", max_length_k))
-        indices = [kwargs.pop(name, None) for name in ("read_index", "write_index", "block_table")]
+        step = Step(
+            cu_seq_lens_q, cu_seq_lens_k, kwargs.pop("max_seqlen_q", max_length_q),
+            kwargs.pop("max_seqlen_k", max_length_k), kwargs.pop("read_index", []), kwargs.pop("write_index", []),
+            kwargs.pop("block_table", None), sliding_window,
+        )  # fmt: skip
         _require_known(kwargs, ignore)
-        step = Step(cu_seq_lens_q, cu_seq_lens_k, *limits, *indices, sliding_window)
         return attend_to_cache(_layer_index(module), query, key, value, cache, step, shared), None
     _require_known(kwargs, ignore)
     flags = _flags(attention_mask, causal, sliding_window, is_packed=cu_seq_lens_q is not None)
