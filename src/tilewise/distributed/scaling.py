@@ -42,7 +42,7 @@ class Link(NamedTuple):
 
 
 # Nominal rates per device and direction are the vendors'. The share of 0.8 is an assumption for all of them: no such
-# link was measured. "loopback" is gloo between processes of one machine, measured (bench/results).
+# link was measured. "loopback" is gloo between two processes of one busy machine, measured (bench/results).
 LINKS: dict[str, Link] = {
     link.name: link
     for link in (
@@ -57,7 +57,7 @@ LINKS: dict[str, Link] = {
         Link("ethernet-25g", 3.125 * GB, 0.8, 30e-6),
         Link("ethernet-100g", 12.5 * GB, 0.8, 30e-6),
         Link("ethernet-400g", 50 * GB, 0.8, 20e-6),
-        Link("loopback", 1.5 * GB, 1.0, 100e-6),
+        Link("loopback", 0.5 * GB, 1.0, 200e-6),
     )
 }
 
