@@ -124,7 +124,14 @@ def expected(case: Case, operands: Operands) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-LOADS = [pytest.param(False, id="loads at once"), pytest.param(True, id="loads late", marks=pytest.mark.slow)]
+LOADS = [pytest.param(False, id="loads at once"), pytest.param(True, id="loads late", marks=pytest.mark.exhaustive)]
+# (deterministic, late loads): both of each in the ordinary run, all four combinations in the exhaustive one.
+BACKWARD_MODES = [
+    pytest.param(False, False, id="in any order, loads at once"),
+    pytest.param(True, True, id="deterministic, loads late"),
+    pytest.param(False, True, id="in any order, loads late", marks=pytest.mark.exhaustive),
+    pytest.param(True, False, id="deterministic, loads at once", marks=pytest.mark.exhaustive),
+]
 PACKED = ((130, 0, 1, 300, 64), (200, 33, 0, 300, 1))
 FORWARD = {
     "d64 three warpgroups": Case(),
@@ -355,8 +362,7 @@ def check_backward(case: Case, emulated: Callable[[str], Any]) -> None:
             assert error <= 0.015 * scale, f"{name}: error {error}, largest {scale}"
 
 
-@pytest.mark.parametrize("late_loads", LOADS)
-@pytest.mark.parametrize("deterministic", [False, True], ids=["in any order", "deterministic"])
+@pytest.mark.parametrize(("deterministic", "late_loads"), BACKWARD_MODES)
 @pytest.mark.parametrize("case", BACKWARD.values(), ids=BACKWARD.keys())
 def test_backward_protocol(case: Case, deterministic: bool, late_loads: bool, emulated: Callable[[str], Any]) -> None:
     MODE.late_loads = late_loads
