@@ -56,7 +56,7 @@ def ranks(world: int) -> pytest.MarkDecorator:
         pytest.param(1, 35, marks=ranks(1)),
         pytest.param(2, 60, marks=ranks(2)),
         pytest.param(3, 75, marks=ranks(3)),
-        pytest.param(4, 45, marks=ranks(4)),
+        pytest.param(4, 35, marks=ranks(4)),
     ],
 )
 def test_every_check_holds(world: int, least: int) -> None:
