@@ -12,11 +12,14 @@ __all__ = ["canonical", "contiguous_last", "heads_first", "restored"]
 
 def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
     """Heads-first q, k, v with a contiguous last dimension; bias, mask and slopes expanded without being copied."""
-    if not (problem.bias_shape or problem.mask_shape or problem.has_alibi or problem.layout == "bshd"):
-        q, k, v = contiguous_last(operands.q), contiguous_last(operands.k), contiguous_last(operands.v)
-        return operands if q is operands.q and k is operands.k and v is operands.v else operands._replace(q=q, k=k, v=v)
+    q, k, v, *rest = operands
+    if problem.layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q, k, v = contiguous_last(q), contiguous_last(k), contiguous_last(v)
+    if not (problem.bias_shape or problem.mask_shape or problem.has_alibi):
+        same = q is operands.q and k is operands.k and v is operands.v
+        return operands if same else Operands(q, k, v, *rest)
     scores = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    q, k, v = (contiguous_last(heads_first(problem, t)) for t in operands[:3])
     slopes = operands.alibi_slopes
     return operands._replace(
         q=q,
@@ -40,8 +43,10 @@ def contiguous_last(tensor: Tensor) -> Tensor:
 
 def restored(problem: AttentionProblem, operands: Operands, gradients: Gradients) -> Gradients:
     """Gradients in the caller's layout and shapes."""
-    dq, dk, dv = (None if g is None else heads_first(problem, g) for g in gradients[:3])
     dbias = gradients.dbias
+    if dbias is None and problem.layout != "bshd":
+        return gradients
+    dq, dk, dv = (None if g is None else heads_first(problem, g) for g in gradients[:3])
     if dbias is not None and operands.bias is not None:
         dbias = dbias.reshape(operands.bias.shape)
     return gradients._replace(dq=dq, dk=dk, dv=dv, dbias=dbias)
