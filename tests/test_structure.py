@@ -46,7 +46,8 @@ ARROWS: dict[str, set[str]] = {
     "bench": SPINE | {"api", "cascade", "__init__", "plan", "dispatch", "testing", "figures"},
     "distributed": SPINE | {"backends", "canonical", "dispatch", "ops", "validation"},
     "cli": SPINE
-    | {"fp8", "distributed", "api", "__init__", "plan", "dispatch", "backends", "bench", "validation", "figures", "explorer"},
+    | {"api", "__init__", "plan", "dispatch", "backends", "bench", "validation"}
+    | {"distributed", "explorer", "figures", "fp8"},
     "nn": {"api"},
     "integrations": {"fp8", "api", "operands", "nn", "kv"},
     "__main__": {"cli"},
