@@ -125,15 +125,18 @@ def pack_statistics(p: int, ws: int, out: int, at: int, num_rows: int, panel: in
 
 
 @driver
-def panel_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int) -> None:
-    """P and dS of one panel against keys [begin, end) of the tile at k0, left in the score buffers at `begin`."""
+def panel_gradient(
+    p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int, k: int, v: int
+) -> None:
+    """P and dS of one panel against keys [begin, end) of the tile at k0, whose rows are k and v from `begin` on, left
+    in the score buffers at `begin`.
+    """
     size, first_key = end - begin, k0 + begin
     width, width_v = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE)
     s = ws + field(p, f.WS_SCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
     ds = ws + field(p, f.WS_DSCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
     table, bounds = ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES, ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
     q, dout = ws + field(p, f.WS_Q) + 4 * panel * PANEL * width, ws + field(p, f.WS_DOUT) + 4 * panel * PANEL * width_v
-    k, v = ws + field(p, f.WS_K) + 4 * begin * width, ws + field(p, f.WS_V) + 4 * begin * width_v
     for j in range(0, size, SCORE_KEYS):
         scores(k + 4 * j * width, 4 * width, field(p, f.DIM_PADDED), q, s + 4 * j * PANEL, ws + field(p, f.WS_MAX))
     for j in range(0, size, SCORE_KEYS):
@@ -214,12 +217,12 @@ def accumulate_dq(p: int, ws: int, panel: int, num_rows: int, begin: int, end: i
 def tile_gradient(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, size: int, key_begin: int) -> None:
     """All panels of a block against the tile of `size` keys at k0."""
     width, width_v, work = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), field(p, f.WORK)
-    pack_tile(p, f.K, field(p, f.HEAD_DIM), width, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_K))
-    pack_tile(p, f.V, field(p, f.HEAD_DIM_V), width_v, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_V))
+    k = pack_tile(p, f.K, field(p, f.HEAD_DIM), width, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_K))
+    v = pack_tile(p, f.V, field(p, f.HEAD_DIM_V), width_v, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_V))
     if work & f.MAKES_DQ:
         padded, columns = (size + KEY_STEP - 1) // KEY_STEP * KEY_STEP, ws + field(p, f.WS_K_COLUMNS)
         column_bytes = 4 * BLOCK_N * VALUE_STEP
-        pack_values(ws + field(p, f.WS_K), 4 * width, padded, FP32_CODE, width, columns, column_bytes, width)
+        pack_values(k, 4 * width, padded, FP32_CODE, width, columns, column_bytes, width)
     panels = (count + PANEL - 1) // PANEL
     for panel in range(panels):
         bounds = ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
@@ -232,7 +235,8 @@ def tile_gradient(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int
         store_i64(bounds + TILE_END, end)
         if begin < end:
             num_rows = min(PANEL, count - panel * PANEL)
-            panel_gradient(p, ws, batch, panel, num_rows, k0, begin, end)
+            seen_k, seen_v = k + 4 * begin * width, v + 4 * begin * width_v
+            panel_gradient(p, ws, batch, panel, num_rows, k0, begin, end, seen_k, seen_v)
             if work & f.MAKES_DQ:
                 accumulate_dq(p, ws, panel, num_rows, begin, end)
     if work & f.MAKES_DKV:

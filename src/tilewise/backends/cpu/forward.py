@@ -113,14 +113,14 @@ def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, siz
 
 
 @driver
-def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int) -> None:
-    """One panel against keys [begin, end) of the tile at k0: scores, softmax, and values into the accumulator."""
+def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int, k: int) -> None:
+    """One panel against keys [begin, end) of the tile k at k0: scores, softmax, and values into the accumulator."""
     s, size, first_key = ws + field(p, f.WS_SCORES), end - begin, k0 + begin
     tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
     width_v, vectors = field(p, f.DIM_V_PADDED), (num_rows + LANES - 1) // LANES
     acc = ws + field(p, f.WS_ACC) + 4 * panel * PANEL * width_v
     running = acc_state(p, ws) + 4 * panel * PANEL
-    panel_scores(p, ws, panel, num_rows, first_key, size, ws + field(p, f.WS_K) + 4 * begin * field(p, f.DIM_PADDED))
+    panel_scores(p, ws, panel, num_rows, first_key, size, k + 4 * begin * field(p, f.DIM_PADDED))
     row_sum, to_log2 = running + 4 * field(p, f.BLOCK_M), scalar_bits(field(p, f.TO_LOG2))
     softmax(s, size, running, row_sum, tile_max, alpha, vectors, to_log2)
     if field(p, f.FEATURES) & f.HAS_DROPOUT:
@@ -144,7 +144,7 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
     k0 = max(0, first) // BLOCK_N * BLOCK_N
     while k0 <= last:
         size = min(BLOCK_N, last + 1 - k0)
-        pack_tile(
+        k = pack_tile(
             p, f.K, field(p, f.HEAD_DIM), field(p, f.DIM_PADDED), batch, kv_head, k0, k0 + size, ws + field(p, f.WS_K)
         )
         pack_values_tile(p, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_V))
@@ -153,7 +153,7 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
             high = min(size, load_i64(bounds + panel * PANEL_BYTES + MAX_LAST) + 1 - k0)
             if low < high:
                 begin, end = low // KEY_STEP * KEY_STEP, (high + KEY_STEP - 1) // KEY_STEP * KEY_STEP
-                panel_step(p, ws, batch, panel, min(PANEL, count - panel * PANEL), k0, begin, end)
+                panel_step(p, ws, batch, panel, min(PANEL, count - panel * PANEL), k0, begin, end, k)
         k0 += BLOCK_N
 
 

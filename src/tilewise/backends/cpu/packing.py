@@ -11,7 +11,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from tilewise.backends.cpu.compiler import kernel
-from tilewise.backends.cpu.emit import BF16, F32, FP16, FP32, ITEM_BYTES, Emitter, Value
+from tilewise.backends.cpu.emit import BF16, F32, FP16, FP32, ITEM_BYTES, Emitter, Value, void
 
 __all__ = [
     "add_row",
@@ -43,11 +43,22 @@ def by_dtype(e: Emitter, dtype: Value, dtypes: tuple[int, ...], body: Callable[[
     e.b.position_at_end(done)
 
 
+# Vectors that are moved in one round of a loop.
+MOVED_AT_ONCE = 4
+
+
 def _elements(e: Emitter, count: Value, body: Callable[[Value, int], None]) -> None:
-    """`body(index, lanes)` over count elements: whole vectors, then single elements."""
-    whole = e.b.and_(count, e.i64(-e.lanes))
-    e.positive(whole, e.lanes, lambda i: body(i, e.lanes))
-    e.positive(e.b.sub(count, whole), 1, lambda i: body(e.b.add(whole, i), 1))
+    """`body(index, lanes)` over count elements: several vectors a round, whole vectors, then single elements."""
+    b, several = e.b, MOVED_AT_ONCE * e.lanes
+
+    def round_of(i: Value) -> None:
+        for n in range(MOVED_AT_ONCE):
+            body(b.add(i, e.i64(n * e.lanes)), e.lanes)
+
+    many, whole = b.and_(count, e.i64(-several)), b.and_(count, e.i64(-e.lanes))
+    e.positive(many, several, round_of)
+    e.positive(b.sub(whole, many), e.lanes, lambda i: body(b.add(many, i), e.lanes))
+    e.positive(b.sub(count, whole), 1, lambda i: body(b.add(whole, i), 1))
 
 
 def _zero_up_to(e: Emitter, address: Value, count: Value, padded: Value) -> None:
@@ -114,7 +125,15 @@ def pack_values(
             def element(i: Value, lanes: int) -> None:
                 e.store(place(i), e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes))
 
-            _elements(e, dim, element)
+            def whole_column(i: Value, to: Value) -> list[Value]:
+                for j in range(e.isa.value_vectors):
+                    at = b.mul(b.add(i, e.i64(j * e.lanes)), e.i64(ITEM_BYTES[code]))
+                    e.store(e.at(to, j * e.lanes), e.load_as_f32(b.add(read, at), code))
+                return [b.add(to, column_bytes)]
+
+            columns = b.mul(b.udiv(dim, e.i64(width)), e.i64(width))
+            e.when(b.icmp_signed(">", columns, e.i64(0)), lambda: void(e.loop(columns, width, [write], whole_column)))
+            _elements(e, b.sub(dim, columns), lambda i, lanes: element(b.add(columns, i), lanes))
             zero = ir.Constant(F32, 0.0)
             e.positive(b.sub(padded, dim), 1, lambda i: e.store(place(b.add(dim, i)), zero))
 

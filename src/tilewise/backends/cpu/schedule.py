@@ -23,8 +23,6 @@ __all__ = ["Lengths", "Schedule", "dense_lengths", "forward_schedule", "kept_sch
 
 Lengths = NDArray[np.int64]
 
-# Query rows that share a packed tile of K and V: 128 costs 4 to 10 %, 512 gains nothing.
-BLOCK_ROWS = 256
 # Below this many query rows a GQA group's heads share panels: they read the same keys.
 GROUP_ROWS = 128
 # Rows of few queries are split over keys in chunks of this many; a function of the problem only, so that threads do
@@ -77,7 +75,7 @@ def block_rows(problem: AttentionProblem, threads: int) -> int:
     panel = host().panel
     if decodes(problem):
         return round_up(max(1, rows_per_unit(problem)), host().lanes)
-    rows = min(BLOCK_ROWS, round_up(max(1, rows_per_unit(problem)), panel))
+    rows = min(host().block_m, round_up(max(1, rows_per_unit(problem)), panel))
     sequences = max(1, problem.batch) * problem.num_heads
     while rows > panel and not shares_panels(problem) and sequences * -(-problem.seqlen_q // rows) < 4 * threads:
         rows = round_up(rows // 2, panel)

@@ -56,7 +56,7 @@ LANES = host().lanes
 KEY_STEP = host().key_step
 BLOCK_N = host().block_n
 VALUE_STEP = host().value_step
-BOOL_CODE = 3
+FP32_CODE, BOOL_CODE = 0, 3
 # Schedule entries: (batch, first row, number of rows, chunk of keys, number of chunks), int64 each.
 ENTRY_BYTES = 40
 
@@ -125,8 +125,13 @@ def run_length(p: int, row: int, end: int) -> int:
 @driver
 def pack_tile(
     p: int, tensor: int, dim: int, width: int, batch: int, kv_head: int, begin: int, end: int, target: int
-) -> None:
-    """Rows [begin, end) of K or V as fp32 rows of `width`, zero beyond dim, and zero rows up to a whole key step."""
+) -> int:
+    """Where rows [begin, end) of K or V are fp32 rows of `width`, zero beyond dim, with zero rows up to a whole key
+    step: the tensor itself if it is just so, else `target`, into which they are packed.
+    """
+    fits = field(p, f.DTYPE) == FP32_CODE and dim == width and field(p, tensor + 3) == 4 * width
+    if fits and (end - begin) % KEY_STEP == 0 and run_length(p, begin, end) == end - begin:
+        return kv_address(p, tensor, batch, kv_head, begin)
     row = begin
     while row < end:
         count = run_length(p, row, end)
@@ -145,6 +150,7 @@ def pack_tile(
     for pad in range(end - begin, (end - begin + KEY_STEP - 1) // KEY_STEP * KEY_STEP):
         for d in range(width):
             store_f32(target + 4 * (pad * width + d), 0.0)
+    return target
 
 
 @driver
