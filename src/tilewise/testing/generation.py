@@ -83,7 +83,7 @@ def pair_cases() -> list[Case]:
 
 
 def size_cases() -> list[Case]:
-    """Every pair of lengths, causal; every head_dim with itself and with another head_dim_v."""
+    """Every pair of lengths, causal; every head_dim with itself and with another head_dim_v, 64 with 24 among them."""
     lengths = [
         Case(seqlens_q=(m,), seqlens_k=(n,), causal=True, head_dim=24, head_dim_v=24, dtype=DTYPES[index % 3])
         for index, (m, n) in enumerate(itertools.product(SEQLENS, SEQLENS))
@@ -91,8 +91,7 @@ def size_cases() -> list[Case]:
     others = HEAD_DIMS[3:] + HEAD_DIMS[:3]
     dims = [
         Case(seqlens_q=(65,), seqlens_k=(111,), num_heads=2, num_kv_heads=1, head_dim=d, head_dim_v=dv, dtype=dtype)
-        for d, other in zip(HEAD_DIMS, others, strict=True)
-        for dv in (d, other)
+        for d, dv in (*zip(HEAD_DIMS, HEAD_DIMS, strict=True), *zip(HEAD_DIMS, others, strict=True), (64, 24), (24, 64))
         for dtype in DTYPES
     ]
     return lengths + dims

@@ -73,7 +73,7 @@ class TritonBackend:
         """The forward tile."""
         from tilewise.backends.triton import configs, traits
 
-        width = traits.padded(max(problem.head_dim, problem.head_dim_v))
+        width = max(traits.tile_widths(problem.head_dim, problem.head_dim_v))
         config = configs.choose("forward", device, problem.dtype.itemsize, width, traits.is_rich(problem))
         return TileShape(config.block_m, config.block_n)
 

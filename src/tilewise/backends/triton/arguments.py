@@ -15,7 +15,7 @@ from tilewise.backends.gpu.launching import Allocation, View
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, Fixed, Multiple, Tile
 from tilewise.backends.triton.configs import Config
 from tilewise.backends.triton.planning import Plan
-from tilewise.backends.triton.traits import Box, Grid4, Lengths, Rows, padded
+from tilewise.backends.triton.traits import Box, Grid4, Lengths, Rows
 from tilewise.problem import AttentionProblem
 
 __all__ = [
@@ -130,7 +130,7 @@ def key_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> di
     problem = plan.problem
     on = config.descriptors and problem.kind != "paged"
     rows = problem.seqlen_k if problem.kind == "dense" else problem.total_k
-    dims = {"k": problem.head_dim, "v": problem.head_dim_v}
+    dims = {"k": (problem.head_dim, plan.traits.BLOCK_D), "v": (problem.head_dim_v, plan.traits.BLOCK_DV)}
     return _descriptors(plan, arguments, dims, problem.num_kv_heads, rows, config.block_n, on)
 
 
@@ -139,15 +139,22 @@ def query_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> 
     problem = plan.problem
     on = config.descriptors and (problem.kind == "dense" or plan.traits.PACKED_Q)
     rows = problem.seqlen_q if problem.kind == "dense" else problem.total_q
-    dims = {"q": problem.head_dim, "dout": problem.head_dim_v}
+    dims = {"q": (problem.head_dim, plan.traits.BLOCK_D), "dout": (problem.head_dim_v, plan.traits.BLOCK_DV)}
     return _descriptors(plan, arguments, dims, problem.num_heads, rows, config.block_m, on)
 
 
 def _descriptors(
-    plan: Plan, arguments: dict[str, Any], dims: dict[str, int], heads: int, num_rows: int, block: int, on: bool
+    plan: Plan,
+    arguments: dict[str, Any],
+    dims: dict[str, tuple[int, int]],
+    heads: int,
+    num_rows: int,
+    block: int,
+    on: bool,
 ) -> dict[str, Any]:
-    """Both or neither: one compiled kernel less."""
-    found = {n: _described(plan, arguments[n], heads, num_rows, block, dim) for n, dim in dims.items()} if on else {}
+    """Both or neither: one compiled kernel less. `dims` are the head dim and the tile's width."""
+    on = on and all(dim == width for dim, width in dims.values())
+    found = {n: _described(plan, arguments[n], heads, num_rows, block, d) for n, (d, _) in dims.items()} if on else {}
     result: dict[str, Any] = {}
     for name in dims:
         pair = found.get(name) if None not in found.values() else None
@@ -156,8 +163,8 @@ def _descriptors(
 
 
 def _described(plan: Plan, rows: Rows, heads: int, num_rows: int, block: int, dim: int) -> tuple[Tile, Box] | None:
-    """A view of the rows as one matrix, if they have one row stride, TMA's alignment and no padding of head_dim."""
-    if not rows.ptr.aligned or padded(dim) != dim:
+    """A view of the rows as one matrix, if they have one row stride and TMA's alignment."""
+    if not rows.ptr.aligned:
         return None
     per_batch, per_head, row = (stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row))
     if row < dim or per_batch % row:
