@@ -65,6 +65,7 @@ def tilewise_and_torch(device: str) -> list[Implementation]:
         return [
             Implementation("tilewise", functools.partial(_tilewise, "auto", None)),
             Implementation("tilewise-cascade", _tilewise_cascade),
+            Implementation("tilewise-dense", _tilewise_dense),
             Implementation("sdpa", _sdpa),
             Implementation("sdpa-fp32", _sdpa_fp32),
             Implementation("sdpa-padded", _sdpa_padded),
@@ -139,6 +140,14 @@ def _tilewise_cascade(case: Case, inputs: Inputs) -> Prepared:
         (inputs.q, inputs.k, inputs.v),
         inputs.dout,
     )
+
+
+def _tilewise_dense(case: Case, inputs: Inputs) -> Prepared:
+    """The keys of a paged case as dense tensors: what pages cost, with the caches in the same state."""
+    if case.kind != "paged":
+        raise NotApplicable("for paged keys")
+    q, k, v = inputs.q, inputs.k, inputs.v
+    return Prepared(lambda: api.attention(q, k, v), (q, k, v), inputs.dout, lambda out: out[:, :, 0])
 
 
 def _leaves(case: Case, inputs: Inputs) -> Leaves:
