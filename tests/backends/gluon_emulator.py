@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 import math
 import random
 import re
@@ -81,12 +82,12 @@ class Device:
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Device]:
         def launch(*args: Any, num_warps: int = 4) -> Device:
             del num_warps
-            for y in range(grid[1]):
+            for z, y in itertools.product(range(grid[2]), range(grid[1])):
                 state = Grid(grid[0], MODE.late_loads)
-                arguments = [Pointer(a) if isinstance(a, Tensor) else a for a in args]
+                arguments = [pointed(a) for a in args]
 
-                def program(x: int, y: int = y, state: Grid = state, arguments: list[Any] = arguments) -> None:
-                    vars(HERE).update(grid=state, program=(x, y, 0), programs=grid, named=NamedBarriers())
+                def program(x: int, yz: Any = (y, z), state: Grid = state, arguments: list[Any] = arguments) -> None:
+                    vars(HERE).update(grid=state, program=(x, *yz), programs=grid, named=NamedBarriers())
                     self.function(*arguments)
 
                 HERE.__dict__.clear()
@@ -134,6 +135,13 @@ class Pointer:
 
     def __add__(self, steps: Any) -> Pointer:
         return Pointer(self.tensor, self.offset + steps)
+
+
+def pointed(argument: Any) -> Any:
+    """An argument as kernels see it: pointers in the place of tensors, also inside a plain tuple."""
+    if type(argument) is tuple:
+        return tuple(pointed(element) for element in argument)
+    return Pointer(argument) if isinstance(argument, Tensor) else argument
 
 
 class Memory:
@@ -434,6 +442,8 @@ LANGUAGE: dict[str, Any] = {
     "reshape": lambda x, shape: x.reshape(shape),
     "permute": lambda x, order: x.permute(*order),
     "convert_layout": lambda x, _: x,
+    "trans": lambda x: x.T,
+    "float8e4nv": torch.float8_e4m3fn,
     "cast": cast,
     "abs": torch.abs,
     "sqrt": torch.sqrt,

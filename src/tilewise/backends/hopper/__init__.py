@@ -34,12 +34,14 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 40, 256
 FEW_ROWS = 64
 # Rows of a box that TMA fetches from one page.
 PAGE_STEP = 64
+# Rows of 8-bit numbers, the widths they are padded to, and the rows that share a scale: a tile of keys.
+FP8_HEAD_DIM_STEP, FP8_WIDTHS, FP8_BLOCK = 16, (64, 128, 256), 128
 # Gluon is experimental: its names move between Triton releases.
 TRITON_RELEASES = ("3.6",)
 
 
 class HopperBackend:
-    """Dense, packed and (forward) paged attention in fp16 and bf16."""
+    """Dense, packed and (forward) paged attention in fp16 and bf16; dense and packed forward in FP8."""
 
     name = "hopper"
 
@@ -61,8 +63,10 @@ class HopperBackend:
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
         """The forward tile."""
         del device
-        configs = importlib.import_module("tilewise.backends.hopper.configs")
-        config = configs.forward_config(problem)
+        if problem.fp8:
+            config = importlib.import_module("tilewise.backends.hopper.fp8_configs").fp8_config(problem)
+        else:
+            config = importlib.import_module("tilewise.backends.hopper.configs").forward_config(problem)
         return TileShape(64 * config.NUM_WARPGROUPS, config.BLOCK_N)
 
     def launch_path(self) -> str:
@@ -71,7 +75,10 @@ class HopperBackend:
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse); see Backend."""
-        out, lse = _module("launch").run_forward(problem, operands)
+        if problem.fp8:
+            out, lse = _module("fp8_launch").run_fp8_forward(problem, operands)
+        else:
+            out, lse = _module("launch").run_forward(problem, operands)
         return out, lse
 
     def backward(
@@ -99,7 +106,9 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield from _paged_refusals(problem, problem.page_size)
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k):
         yield "there is nothing to compute (no sequence, no query or no key)"
-    for name in ("alibi", "bias", "mask", "dropout", "fp8"):
+    if problem.fp8:
+        yield from _fp8_refusals(problem)
+    for name in ("alibi", "bias", "mask", "dropout"):
         if name in problem.features:
             yield f"{name} is not compiled into these kernels"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
@@ -109,6 +118,22 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield f"{problem.seqlen_q} query rows a K/V head fill no warpgroup: split-KV decoding is up to ten times faster"
     if problem.scale <= 0:
         yield f"scale {problem.scale} is not positive (the running maximum is taken before scaling)"
+
+
+def _fp8_refusals(problem: AttentionProblem) -> Iterator[str]:
+    if problem.fp8 != ("q", "k", "v"):
+        yield f"{', '.join(problem.fp8)} in e4m3 beside q in {problem.dtype}: FP8 products take both sides in e4m3"
+    if problem.page_size is not None:
+        yield "e4m3 pages: values are transposed by a pass over contiguous rows"
+    if problem.softcap is not None:
+        yield "softcap is not compiled into the FP8 kernel"
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size % FP8_HEAD_DIM_STEP:
+            yield f"{name} {size} of 8-bit numbers is not a multiple of {FP8_HEAD_DIM_STEP}"
+    if len({next((w for w in FP8_WIDTHS if size <= w), 0) for size in (problem.head_dim, problem.head_dim_v)}) > 1:
+        yield f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} are padded to different widths"
+    if any(block not in (None, FP8_BLOCK) for block in problem.scale_blocks):
+        yield f"scales per {problem.scale_blocks} rows of q, k, v: tiles of keys have {FP8_BLOCK} rows"
 
 
 def _paged_refusals(problem: AttentionProblem, page_size: int) -> Iterator[str]:

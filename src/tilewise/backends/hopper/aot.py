@@ -75,7 +75,7 @@ def resources(compiled: Any) -> Resources:
         registers=_number(r"Used (\d+) registers", log),
         spill_bytes=_number(r"(\d+) bytes spill stores", log),
         smem_bytes=compiled.metadata.shared,
-        hgmma=len(re.findall(r"\bHGMMA", sass)),
+        hgmma=len(re.findall(r"\b[HQ]GMMA", sass)),
         serialised="serializ" in log,
         instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/", sass, re.MULTILINE)),
         spills_in_hot_loops=_spills_in_hot_loops(sass),
@@ -115,4 +115,4 @@ def _spills_in_hot_loops(sass: str) -> int:
             loops.append((labels[jump.group(1)], i))
     innermost = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
     bodies = ["\n".join(lines[begin:end]) for begin, end in innermost]
-    return sum(len(re.findall(r"\b(?:LDL|STL)", body)) for body in bodies if "HGMMA" in body)
+    return sum(len(re.findall(r"\b(?:LDL|STL)", body)) for body in bodies if "GMMA" in body)

@@ -17,6 +17,7 @@ from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Launches, Ra
 from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.hopper.configs import PANEL, ForwardConfig, forward_config
 from tilewise.backends.hopper.forward import forward_kernel
+from tilewise.backends.hopper.fp8_configs import Fp8Config
 from tilewise.backends.hopper.launching import (
     addressable,
     contiguous,
@@ -33,7 +34,17 @@ from tilewise.numerics import LOG2E
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["ForwardPass", "clear_tail_call", "forward_calls", "forward_pass", "run_forward", "shapes_of"]
+__all__ = [
+    "ForwardPass",
+    "clear_tail_call",
+    "forward_calls",
+    "forward_pass",
+    "index_address",
+    "result_allocations",
+    "run_forward",
+    "shapes_of",
+    "sizes_of",
+]
 
 # Heads walked together under a causal mask: their K and V in this much of the 50 MiB of L2, and at most so many.
 L2_BYTES, MAX_WAVE_ITEMS = 48 << 20, 64
@@ -107,7 +118,7 @@ def shapes_of(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
 def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
     """The forward kernel, after the one that clears packed rows past the last sequence."""
     config = forward_config(problem)
-    sizes = _sizes(problem, config)
+    sizes = sizes_of(problem, config, problem.dtype.itemsize)
     arguments = _descriptors(problem, config, views) | {
         "lse_ptr": Address("lse", torch.float32),
         "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
@@ -130,10 +141,11 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
     return [clear_tail_call("out", shape, problem, "cu_seqlens_q", with_lse=True), call]
 
 
-def _sizes(problem: AttentionProblem, config: ForwardConfig) -> Sizes:
+def sizes_of(problem: AttentionProblem, config: ForwardConfig | Fp8Config, itemsize: int) -> Sizes:
+    """The numbers of a forward launch; K and V have elements of `itemsize` bytes."""
     num_blocks = -(-problem.seqlen_q // (64 * config.NUM_WARPGROUPS))
     num_items = problem.batch * problem.num_heads
-    head_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * 2
+    head_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * itemsize
     banded = config.HAS_RIGHT or config.HAS_LEFT
     left, right = problem.band
     return Sizes(

@@ -31,10 +31,10 @@ GLUON_DTYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float32: gl.float32,
     torch.int32: gl.int32,
+    torch.float8_e4m3fn: gl.float8e4nv,
 }
 # TMA takes addresses and strides that are multiples of this.
 TMA_BYTES = 16
-TMA_ELEMENTS = TMA_BYTES // 2
 # The extra dimensions of a packed descriptor, see layouts.tile_at: any coordinate is inside, and 2^30 steps of 2^34
 # elements are a multiple of 2^64 bytes.
 PACKED_EXTENT, PACKED_ROWS, PACKED_STRIDE = 0x7FFF0000, 1 << 30, 1 << 34
@@ -42,9 +42,10 @@ COUNTERS_PER_DEVICE = 4096
 
 
 def addressable(view: View, shape: tuple[int, ...]) -> bool:
-    """Whether TMA can address a 16-bit tensor (else it is copied): base and strides multiples of 16 bytes, none 0."""
+    """Whether TMA can address a tensor (else it is copied): base and strides multiples of 16 bytes, none 0."""
+    step = TMA_BYTES // view.dtype.itemsize
     sides = zip(shape[:-1], view.strides, strict=False)
-    return view.aligned and all(size == 1 or (stride > 0 and stride % TMA_ELEMENTS == 0) for size, stride in sides)
+    return view.aligned and all(size == 1 or (stride > 0 and stride % step == 0) for size, stride in sides)
 
 
 def packed_rows(problem: AttentionProblem, name: str, view: View) -> View:

@@ -1,0 +1,87 @@
+"""Which tile an FP8 problem gets, and what its kernel is compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.backends.hopper.configs import CONSUMER_REGS, has_left, has_right
+from tilewise.problem import AttentionProblem
+
+__all__ = ["FP8_BLOCK_N", "Fp8Config", "Fp8Tile", "fp8_config"]
+
+# Keys in a tile: those that share a scale, and the row of a tile of transposed values (one 128-byte swizzle atom).
+FP8_BLOCK_N = 128
+
+
+@dataclass(frozen=True)
+class Fp8Tile:
+    """One row of the table.
+
+    NUM_WARPGROUPS of 64 query rows; NUM_STAGES slots in the K and V rings and Q_STAGES in Q's; OVERLAP: Q K^T of a tile
+    is issued together with P V of the last one; PING_PONG: warpgroups take turns in issuing products, so that one's
+    softmax runs under the other's products; PIN_EXP as in ForwardTile.
+    """
+
+    NUM_WARPGROUPS: int = 2
+    NUM_STAGES: int = 3
+    Q_STAGES: int = 2
+    OVERLAP: bool = True
+    PING_PONG: bool = True
+    PIN_EXP: bool = False
+
+
+# Of an experiment that summed in place: 633 full, 615 causal TFLOP/s at 16k. The hot loop has 421 instructions.
+D64_FULL = Fp8Tile(NUM_WARPGROUPS=3, NUM_STAGES=4)
+# Beside a second loop three warpgroups keep everything in their 160 registers only without overlap (82 spills with).
+D64_CAUSAL = Fp8Tile(NUM_WARPGROUPS=3, NUM_STAGES=4, OVERLAP=False)
+# A third loop and a left edge do not fit at all (671 spills).
+D64_WINDOW = Fp8Tile(NUM_STAGES=4)
+# The same: 871 to 919 full, 814 to 867 causal. Overlapped, 13 values are spilled and fetched each tile (482
+# instructions); in turns nothing is (454).
+D128 = Fp8Tile(OVERLAP=False)
+# O takes 128 registers of a thread, so the parts of P V (64 more) wait until S is free: without overlap, in turns.
+D256 = Fp8Tile(NUM_STAGES=2, Q_STAGES=1, OVERLAP=False)
+
+
+@dataclass(frozen=True)
+class Fp8Config(Fp8Tile):
+    """Everything the FP8 forward kernel is compiled for; D covers head_dim and head_dim_v, PART the columns of O that
+    a product of its own accumulates.
+    """
+
+    D: int = 128
+    PART: int = 128
+    BLOCK_N: int = FP8_BLOCK_N
+    CONSUMER_REGS: int = 240
+    SPLIT_SUM: bool = True
+    HAS_RIGHT: bool = False
+    IS_CAUSAL: bool = False
+    HAS_LEFT: bool = False
+    HAS_SINKS: bool = False
+    HAS_V_BLOCKS: bool = False
+    IS_VARLEN: bool = False
+    IS_PAGED: bool = False
+
+
+def _narrow_tile(problem: AttentionProblem) -> Fp8Tile:
+    if has_left(problem):
+        return D64_WINDOW
+    return D64_CAUSAL if has_right(problem) else D64_FULL
+
+
+def fp8_config(problem: AttentionProblem, tile: Fp8Tile | None = None) -> Fp8Config:
+    """The table's row for a problem (or `tile` in its place), with what its features add."""
+    width = next(width for width in (64, 128, 256) if max(problem.head_dim, problem.head_dim_v) <= width)
+    tile = tile or {64: _narrow_tile(problem), 128: D128, 256: D256}[width]
+    return Fp8Config(
+        **vars(tile),
+        D=width,
+        PART=min(width, 128),
+        CONSUMER_REGS=CONSUMER_REGS[tile.NUM_WARPGROUPS],
+        HAS_RIGHT=has_right(problem),
+        IS_CAUSAL=has_right(problem) and problem.band[1] == 0,
+        HAS_LEFT=has_left(problem),
+        HAS_SINKS=problem.has_sinks,
+        HAS_V_BLOCKS=problem.scale_blocks[2] is not None,
+        IS_VARLEN=problem.kind == "varlen",
+    )

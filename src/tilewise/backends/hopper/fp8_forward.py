@@ -1,0 +1,436 @@
+"""The FP8 forward kernel: both products by e4m3 wgmma, for sm_90. forward.py explains grid, roles and order of tiles.
+
+What differs from 16 bits:
+  scales   S = (q k) * q_scale * k_scale, so the running maximum is kept of scaled scores, and a tile's scale is a
+           number like any other; v's scale joins the final factor, or each tile's product where blocks have their own
+  P        is rounded to e4m3 after exp2(s - max + 8): from 2^8 down to 2^-9 instead of from 1, and row sums of the
+           unrounded ones carry the same 2^8, which cancels
+  V        comes transposed, with keys in operand order (fp8_values.py)
+  sums     tensor cores keep some 14 bits of an FP8 sum and cut off the rest: summed in place, a flat softmax over 32k
+           keys of V = 0.5 is 23 % too small. Each tile's P V has an accumulator of its own, of 128 keys, and is added
+           to O in fp32: o = o * alpha + pv, one FFMA where rescaling o would have been one FMUL
+"""
+
+# Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# ruff: noqa: N803, N806, RET505
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import _aggregate as aggregate
+
+from tilewise.backends.hopper.channels import Mailbox, Ring, make_mailbox, make_ring, start
+from tilewise.backends.hopper.layouts import accumulator_layout, slots_shape, tile_at
+from tilewise.backends.hopper.primitives import NEG_INF, barrier_arrive, barrier_sync, exp2, pin
+from tilewise.backends.hopper.schedule import (
+    key_span,
+    key_tiles,
+    lengths_of,
+    next_tile,
+    place_of,
+    query_span,
+    skip_empty,
+    whole_tiles,
+)
+from tilewise.backends.hopper.scores import finish_rows, mask_scores, sum_rows
+
+__all__ = ["fp8_forward_kernel"]
+
+# P is rounded as 2^8 P: e4m3 reaches from 448 down to 2^-9.
+P_SHIFT = gl.constexpr(8.0)
+# Rows of q that share a scale.
+Q_BLOCK = gl.constexpr(128)
+# The first of the named barriers by which warpgroups take turns, and the threads of two of them.
+TURN, TURN_THREADS = gl.constexpr(8), gl.constexpr(256)
+
+
+@gluon.constexpr_function
+def fp8_accumulator_layout(columns):
+    """accumulator_layout for 8-bit operands: the same registers, but wgmma sums 32 products at a time."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
+
+
+@gluon.constexpr_function
+def fp8_operand_layout(columns):
+    """Registers of an e4m3 left operand of a product with that many columns."""
+    return gl.DotOperandLayout(operand_index=0, parent=fp8_accumulator_layout(columns), k_width=4)
+
+
+@aggregate
+class Fp8Pipeline:
+    """The shared memory of a CTA: tiles and the channels that guard them."""
+
+    q_smem: gl.shared_memory_descriptor
+    k_smem: gl.shared_memory_descriptor
+    v_smem: gl.shared_memory_descriptor
+    out_smem: gl.shared_memory_descriptor
+    q_ring: Ring
+    k_ring: Ring
+    v_ring: Ring
+    tiles: Mailbox
+
+    @gluon.constexpr_function
+    def __init__(self, q_smem, k_smem, v_smem, out_smem, q_ring, k_ring, v_ring, tiles):
+        self.q_smem = q_smem
+        self.k_smem = k_smem
+        self.v_smem = v_smem
+        self.out_smem = out_smem
+        self.q_ring = q_ring
+        self.k_ring = k_ring
+        self.v_ring = v_ring
+        self.tiles = tiles
+
+
+@gluon.jit
+def value_slot(span, kv_head, tiles_per_head, sizes, C: gl.constexpr):
+    """Where a sequence's first tile of transposed values lies.
+
+    Packed sequence b has the tiles from cu_seqlens[b] // BLOCK_N + b on: at least as many as it needs.
+    """
+    batch_idx, first, _ = span
+    if C.IS_VARLEN:
+        return kv_head * tiles_per_head + first // C.BLOCK_N + batch_idx
+    else:
+        return (batch_idx * (sizes.num_heads // sizes.group_size) + kv_head) * tiles_per_head
+
+
+@gluon.jit
+def scale_at(scale, batch_idx, head):
+    """The scales of a head's blocks; a scale is (pointer, strides of batch entry, head, block)."""
+    return scale[0] + batch_idx * scale[1] + head * scale[2]
+
+
+# ---- producer
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, tiles_per_head, sizes, pipe, C: gl.constexpr):
+    """Feed the rings."""
+    NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
+    BLOCK_M: gl.constexpr = 64 * C.NUM_WARPGROUPS
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    Q_BYTES: gl.constexpr = 64 * C.D
+    KV_BYTES: gl.constexpr = C.BLOCK_N * C.D
+    kv_at = start(C.NUM_STAGES)
+    q_at = start(C.Q_STAGES)
+    tile_turn = start(1)
+    tile = gl.program_id(0)
+    if C.IS_VARLEN:
+        tile = skip_empty(tile, counter_ptr, cu_seqlens[0], sizes, BLOCK_M, C.HAS_RIGHT, C)
+        pipe.tiles.send(tile_turn, tile)
+        tile_turn = tile_turn.next()
+    while tile < sizes.num_tiles:
+        block, item = place_of(tile, sizes, C.HAS_RIGHT)
+        batch_idx = item // sizes.num_heads
+        head = item - batch_idx * sizes.num_heads
+        kv_head = head // sizes.group_size
+        q_span = query_span(cu_seqlens, batch_idx, sizes, C)
+        kv_span = key_span(cu_seqlens, batch_idx, sizes, C)
+        last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
+        v_slot = value_slot(kv_span, kv_head, tiles_per_head, sizes, C)
+        for w in gl.static_range(NUM_WARPGROUPS):
+            at = q_at.lane(w, NUM_WARPGROUPS)
+            ready = pipe.q_ring.acquire(at, Q_BYTES)
+            place = tile_at(q_span, head, block * BLOCK_M + w * 64, 0, C.IS_VARLEN)
+            tma.async_copy_global_to_shared(q_desc, place, ready, pipe.q_smem.index(at.slot))
+        q_at = q_at.next()
+        # Early, so that the atomic's latency hides behind this tile.
+        tile = next_tile(counter_ptr, sizes)
+        tile = skip_empty(tile, counter_ptr, cu_seqlens[0], sizes, BLOCK_M, C.HAS_RIGHT, C)
+        pipe.tiles.send(tile_turn, tile)
+        tile_turn = tile_turn.next()
+        for i in range(count):
+            ready = pipe.k_ring.acquire(kv_at, KV_BYTES)
+            place = tile_at(kv_span, kv_head, (last - i) * BLOCK_N, 0, C.IS_VARLEN)
+            tma.async_copy_global_to_shared(k_desc, place, ready, pipe.k_smem.index(kv_at.slot))
+            ready = pipe.v_ring.acquire(kv_at, KV_BYTES)
+            tma.async_copy_global_to_shared(v_desc, [v_slot + last - i, 0, 0], ready, pipe.v_smem.index(kv_at.slot))
+            kv_at = kv_at.next()
+
+
+# ---- consumer: the two products and what surrounds them
+
+
+@gluon.jit
+def issue_scores(q_slot, k_slot, pipe, C: gl.constexpr):
+    """Start S = Q K^T."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    D: gl.constexpr = C.D
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, fp8_accumulator_layout(BLOCK_N))
+    q = pipe.q_smem.index(q_slot).reshape([64, D])
+    k = pipe.k_smem.index(k_slot).reshape([BLOCK_N, D])
+    return warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_values(p, slot, pipe, INDEX: gl.constexpr, C: gl.constexpr):
+    """Start P V for columns INDEX * PART and on, in an accumulator of its own."""
+    PART: gl.constexpr = C.PART
+    zeros = gl.zeros([64, PART], gl.float32, fp8_accumulator_layout(PART))
+    v = pipe.v_smem.index(slot).reshape([C.D, C.BLOCK_N])
+    if C.D > PART:
+        v = v.slice(INDEX * PART, PART, dim=0)
+    return warpgroup_mma(p, v.permute([1, 0]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def left_operand(p, C: gl.constexpr):
+    """P in e4m3 as the left operand of P V; each thread's elements stay with it (see fp8_values.py)."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    grouped = gl.reshape(p.to(gl.float8e4nv), [64, BLOCK_N // 16, 2, 4, 2])
+    ordered = gl.reshape(gl.permute(grouped, [0, 1, 3, 2, 4]), [64, BLOCK_N])
+    return gl.convert_layout(ordered, fp8_operand_layout(C.PART))
+
+
+@gluon.jit
+def add_values(acc, product, alpha, v_scale, C: gl.constexpr):
+    """O * alpha + product, in fp32; with scales of blocks the product gets its own first."""
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, fp8_accumulator_layout(C.PART)))[:, None]
+    if C.HAS_V_BLOCKS:
+        return acc * factor + product * v_scale
+    else:
+        return acc * factor + product
+
+
+@gluon.jit
+def add_tile(acc, acc_rest, p, alpha, v_scale, at, pipe, C: gl.constexpr):
+    """O of one more tile, whose V is in slot `at`: part after part, each waited for."""
+    pipe.v_ring.wait(at)
+    operand = left_operand(p, C)
+    product = warpgroup_mma_wait(0, deps=[issue_values(operand, at.slot, pipe, 0, C)])
+    acc = add_values(acc, product, alpha, v_scale, C)
+    if C.D > C.PART:
+        product = warpgroup_mma_wait(0, deps=[issue_values(operand, at.slot, pipe, 1, C)])
+        acc_rest = add_values(acc_rest, product, alpha, v_scale, C)
+    pipe.v_ring.release(at)
+    return acc, acc_rest
+
+
+@gluon.jit
+def soften(scores, row_max, row_sum, score_scale, row, n_block, seqlen_q, seqlen_k, sizes,
+           MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """(P, alpha, row_max, row_sum) after one more tile of scores."""
+    scores = gl.convert_layout(scores, accumulator_layout(C.BLOCK_N))
+    if MASKED:
+        scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
+    new_max = gl.maximum(row_max, gl.max(scores, axis=1) * score_scale)
+    # Only a masked tile can leave a row without any key so far.
+    shift = gl.where(new_max == NEG_INF, 0.0, new_max) if MASKED else new_max
+    alpha = exp2(row_max - shift)
+    p = exp2(scores * score_scale - (shift - P_SHIFT)[:, None])
+    row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None] + sum_rows(p, C)
+    return p, alpha, new_max, row_sum
+
+
+@gluon.jit
+def attend(
+    n_block, row, q_slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales, v_scales, strides,
+    seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """One key tile: O takes the last tile's P V, S = Q K_i^T becomes the new P.
+
+    `p` and `alpha` are the last tile's probabilities and rescaling, `at` the slot of its V.
+    """
+    NEXT: gl.constexpr = (WARPGROUP + 1) % C.NUM_WARPGROUPS
+    v_at = at
+    at = at.next()
+    score_scale = row_scale * gl.load(k_scales + n_block * strides[0])
+    v_scale = 1.0
+    if C.HAS_V_BLOCKS:
+        v_scale = gl.load(v_scales + (n_block + 1) * strides[1])
+    if C.OVERLAP:
+        operand = left_operand(p, C)
+        if C.PING_PONG:
+            barrier_sync(TURN + WARPGROUP, TURN_THREADS)
+        pipe.k_ring.wait(at)
+        issued = issue_scores(q_slot, at.slot, pipe, C)
+        pipe.v_ring.wait(v_at)
+        product = issue_values(operand, v_at.slot, pipe, 0, C)
+        if C.PING_PONG:
+            barrier_arrive(TURN + NEXT, TURN_THREADS)
+        if MASKED:  # few tiles: without overlap they need fewer registers
+            scores, product = warpgroup_mma_wait(0, deps=[issued, product])
+        else:
+            scores = warpgroup_mma_wait(1, deps=[issued])
+        pipe.k_ring.release(at)
+        p, new_alpha, row_max, row_sum = soften(
+            scores, row_max, row_sum, score_scale, row, n_block, seqlen_q, seqlen_k, sizes, MASKED, C)  # fmt: skip
+        if not MASKED:
+            if C.PIN_EXP:
+                row_sum = pin(row_sum)
+            product = warpgroup_mma_wait(0, deps=[product])
+        pipe.v_ring.release(v_at)
+        acc = add_values(acc, product, alpha, v_scale, C)
+        alpha = new_alpha
+    else:
+        if C.PING_PONG:
+            barrier_sync(TURN + WARPGROUP, TURN_THREADS)
+        acc, acc_rest = add_tile(acc, acc_rest, p, alpha, v_scale, v_at, pipe, C)
+        pipe.k_ring.wait(at)
+        issued = issue_scores(q_slot, at.slot, pipe, C)
+        if C.PING_PONG:
+            barrier_arrive(TURN + NEXT, TURN_THREADS)
+        scores = warpgroup_mma_wait(0, deps=[issued])
+        pipe.k_ring.release(at)
+        p, alpha, row_max, row_sum = soften(
+            scores, row_max, row_sum, score_scale, row, n_block, seqlen_q, seqlen_k, sizes, MASKED, C)  # fmt: skip
+    return acc, acc_rest, p, alpha, row_max, row_sum, at
+
+
+@gluon.jit
+def store_rows(acc, acc_rest, lse, out_desc, lse_ptr, item, row, seqlen_q, cu_seqlens, sizes, pipe,
+               WARPGROUP: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Write one warpgroup's lse and, through shared memory, its rows of O; TMA drops rows past the end."""
+    PART: gl.constexpr = C.PART
+    batch_idx = item // sizes.num_heads
+    head = item - batch_idx * sizes.num_heads
+    span = query_span(cu_seqlens, batch_idx, sizes, C)
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
+    first = item.to(gl.int64) * seqlen_q
+    if C.IS_VARLEN:
+        first = head.to(gl.int64) * sizes.total_q + span[1]
+    gl.store(lse_ptr + first + rows, lse, mask=rows < seqlen_q)
+    tma.store_wait(0)  # the last tile's store has read this buffer
+    out = pipe.out_smem.index(WARPGROUP)
+    whole = out.reshape([64, C.D])
+    if C.D > PART:
+        whole.slice(0, PART, dim=1).store(acc.to(pipe.out_smem.dtype))
+        whole.slice(PART, PART, dim=1).store(acc_rest.to(pipe.out_smem.dtype))
+    else:
+        whole.store(acc.to(pipe.out_smem.dtype))
+    fence_async_shared()  # orders the stores above before TMA's reads below
+    tma.async_copy_shared_to_global(out_desc, tile_at(span, head, row, 0, C.IS_VARLEN), out)
+
+
+@gluon.jit
+def consumer(
+    out_desc, lse_ptr, sinks_ptr, scales, cu_seqlens, scale_log2, sizes, pipe,
+    WARPGROUP: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
+    NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
+    BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    PART: gl.constexpr = C.PART
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
+    OUT_ROWS: gl.constexpr = gl.SliceLayout(1, fp8_accumulator_layout(C.PART))
+    q_scale, k_scale, v_scale = scales
+    strides = (k_scale[3], v_scale[3])
+    at = start(C.NUM_STAGES)
+    q_at = start(C.Q_STAGES)
+    tile_turn = start(1)
+    tile = gl.program_id(0)
+    if C.IS_VARLEN:
+        tile = pipe.tiles.receive(tile_turn)
+        tile_turn = tile_turn.next()
+    if C.PING_PONG and WARPGROUP == NUM_WARPGROUPS - 1:
+        barrier_arrive(TURN, TURN_THREADS)  # the first warpgroup has the first turn
+    while tile < sizes.num_tiles:
+        block, item = place_of(tile, sizes, C.HAS_RIGHT)
+        row = block * BLOCK_M + WARPGROUP * 64
+        seqlen_q, seqlen_k = lengths_of(cu_seqlens, item, sizes, C)
+        last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
+        batch_idx = item // sizes.num_heads
+        head = item - batch_idx * sizes.num_heads
+        # Rows past the end have no block of their own.
+        q_block = min(row, max(seqlen_q - 1, 0)) // Q_BLOCK
+        row_scale = scale_log2 * gl.load(scale_at(q_scale, batch_idx, head) + q_block * q_scale[3])
+        k_scales = scale_at(k_scale, batch_idx, head // sizes.group_size)
+        v_scales = scale_at(v_scale, batch_idx, head // sizes.group_size)
+        q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
+
+        # The rightmost tile, always masked; the rest of the right edge, whole tiles, the left edge.
+        pipe.q_ring.wait(q_lane)
+        pipe.k_ring.wait(at)
+        scores = warpgroup_mma_wait(0, deps=[issue_scores(q_lane.slot, at.slot, pipe, C)])
+        pipe.k_ring.release(at)
+        acc = gl.zeros([64, PART], gl.float32, fp8_accumulator_layout(PART))
+        acc_rest = acc
+        row_max = gl.full([64], NEG_INF, gl.float32, ROW_LAYOUT)
+        row_sum = sum_rows(gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N)), C)
+        p, alpha, row_max, row_sum = soften(
+            scores, row_max, row_sum, row_scale * gl.load(k_scales + last * strides[0]), row, last, seqlen_q, seqlen_k,
+            sizes, True, C)  # fmt: skip
+        begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
+        if C.HAS_RIGHT:
+            for i in range(1, begin):
+                acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
+                    last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales,
+                    v_scales, strides, seqlen_q, seqlen_k, sizes, pipe, True, WARPGROUP, C)  # fmt: skip
+        for i in range(begin, end):
+            acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
+                last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales,
+                v_scales, strides, seqlen_q, seqlen_k, sizes, pipe, False, WARPGROUP, C)  # fmt: skip
+        if C.HAS_LEFT:
+            for i in range(end, count):
+                acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
+                    last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales,
+                    v_scales, strides, seqlen_q, seqlen_k, sizes, pipe, True, WARPGROUP, C)  # fmt: skip
+
+        # The last P V, and the end of the rows.
+        tile = pipe.tiles.receive(tile_turn)
+        tile_turn = tile_turn.next()
+        pipe.q_ring.release(q_lane)
+        q_at = q_at.next()
+        tile_v_scale = gl.load(v_scales + (last + 1 - count) * strides[1])
+        acc, acc_rest = add_tile(acc, acc_rest, p, alpha, tile_v_scale, at, pipe, C)
+        at = at.next()
+        row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROW_LAYOUT)
+        factor, lse = finish_rows(row_max - P_SHIFT, row_sum, sinks_ptr, item, 1.0, sizes, C)
+        if not C.HAS_V_BLOCKS:
+            factor = factor * tile_v_scale
+        factor = gl.convert_layout(factor, OUT_ROWS)[:, None]
+        store_rows(acc * factor, acc_rest * factor, lse, out_desc, lse_ptr, item, row, seqlen_q, cu_seqlens, sizes,
+                   pipe, WARPGROUP, C)  # fmt: skip
+    tma.store_wait(0)
+    if C.PING_PONG and WARPGROUP == 0:
+        barrier_sync(TURN, TURN_THREADS)  # takes the turn that is left over
+
+
+# ---- kernel
+
+
+@gluon.jit
+def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
+    """Allocate everything the roles share."""
+    NUM_Q: gl.constexpr = C.Q_STAGES * C.NUM_WARPGROUPS
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, slots_shape(NUM_Q, 64, C.D, C.IS_VARLEN), q_desc.layout)
+    k_smem = gl.allocate_shared_memory(
+        k_desc.dtype, slots_shape(C.NUM_STAGES, C.BLOCK_N, C.D, C.IS_VARLEN), k_desc.layout
+    )
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [C.NUM_STAGES, 1, C.D, C.BLOCK_N], v_desc.layout)
+    out_smem = gl.allocate_shared_memory(
+        out_desc.dtype, slots_shape(C.NUM_WARPGROUPS, 64, C.D, C.IS_VARLEN), out_desc.layout
+    )
+    tiles = make_mailbox(C.NUM_WARPGROUPS)
+    q_ring = make_ring(NUM_Q, 1)
+    k_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
+    v_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
+    fence_async_shared()  # the barriers are initialised before TMA reports to them
+    return Fp8Pipeline(q_smem, k_smem, v_smem, out_smem, q_ring, k_ring, v_ring, tiles)
+
+
+@gluon.jit
+def fp8_forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, q_scale, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k,
+    counter_ptr, tiles_per_head, scale_log2, sizes, C: gl.constexpr,
+):  # fmt: skip
+    """A scale is (pointer, strides of batch entry, head and block); v_desc is of the tiles of fp8_values.py."""
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    scales = (q_scale, k_scale, v_scale)
+    pipe = make_pipeline(q_desc, k_desc, v_desc, out_desc, C)
+    # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
+    if C.NUM_WARPGROUPS == 2:
+        gl.warp_specialize([
+            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, cu_seqlens, scale_log2, sizes, pipe, 0, C)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, cu_seqlens, scale_log2, sizes, pipe, 1, C)),
+            (producer, (q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, tiles_per_head, sizes, pipe, C)),
+        ], [4, 1], [C.CONSUMER_REGS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, cu_seqlens, scale_log2, sizes, pipe, 0, C)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, cu_seqlens, scale_log2, sizes, pipe, 1, C)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, cu_seqlens, scale_log2, sizes, pipe, 2, C)),
+            (producer, (q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, tiles_per_head, sizes, pipe, C)),
+        ], [4, 4, 1], [C.CONSUMER_REGS, C.CONSUMER_REGS, 24])  # fmt: skip

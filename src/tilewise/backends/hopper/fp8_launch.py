@@ -1,0 +1,161 @@
+"""From canonical FP8 operands to the kernels: V is transposed into scratch memory, then the forward runs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import device as devices
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Launches, View, on_device, raw_views
+from tilewise.backends.gpu.symbols import Address, KernelCall
+from tilewise.backends.hopper.fp8_configs import Fp8Config, Fp8Tile, fp8_config
+from tilewise.backends.hopper.fp8_forward import fp8_forward_kernel
+from tilewise.backends.hopper.fp8_values import transpose_values_kernel
+from tilewise.backends.hopper.launch import (
+    RawViews,
+    clear_tail_call,
+    index_address,
+    result_allocations,
+    shapes_of,
+    sizes_of,
+)
+from tilewise.backends.hopper.launching import addressable, contiguous, counter_for, describe, describe_flat
+from tilewise.device import DeviceSpec
+from tilewise.numerics import LOG2E
+from tilewise.operands import Operands
+from tilewise.problem import AttentionProblem
+
+__all__ = ["Fp8Pass", "fp8_allocations", "fp8_calls", "fp8_pass", "run_fp8_forward"]
+
+E4M3 = torch.float8_e4m3fn
+# In which order tensors are handed to the launches.
+TENSORS = (*Operands._fields, "out", "lse", "values", "counter")
+
+
+class Fp8Pass(NamedTuple):
+    """A forward call with everything but addresses; `copies` are the operands that TMA cannot address as they are."""
+
+    copies: tuple[str, ...]
+    out: Allocation
+    lse: Allocation
+    values: Allocation
+    launches: Launches
+
+
+def run_fp8_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of canonical operands."""
+    if operands.sinks is not None:
+        operands = operands._replace(sinks=operands.sinks.contiguous())
+    result: tuple[Tensor, Tensor] = on_device(operands.q.get_device(), _forward, problem, operands)
+    return result
+
+
+def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    q = operands.q
+    device, index = devices.of(q.device), q.get_device()
+    ready = fp8_pass(problem, device, index, raw_views(operands))
+    if ready.copies:
+        operands = operands._replace(**{name: contiguous(getattr(operands, name)) for name in ready.copies})
+        ready = fp8_pass(problem, device, index, raw_views(operands))
+    out, lse, values = ready.out.new(q), ready.lse.new(q), ready.values.new(q)
+    ready.launches.run((*operands, out, lse, values, counter_for(q)))
+    return out, lse
+
+
+@functools.lru_cache(maxsize=MAX_PASSES)
+def fp8_pass(
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, tile: Fp8Tile | None = None
+) -> Fp8Pass:
+    """The pass, prepared by the first call that needs it; `tile` to try another one."""
+    views = {name: View(*view) for name, view in zip(Operands._fields, raw, strict=True) if view is not None}
+    made = fp8_allocations(problem)
+    shapes = shapes_of(problem)
+    copies = tuple(name for name in ("q", "k") if not addressable(views[name], shapes[name]))
+    views |= {name: allocation.view for name, allocation in made.items()}
+    calls = [] if copies else fp8_calls(problem, device, views, tile)
+    return Fp8Pass(copies, **made, launches=Launches(calls, TENSORS, device, index))
+
+
+def fp8_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
+    """What a call makes: out, lse, and room for the tiles of V^T."""
+    config = fp8_config(problem)
+    slots = problem.num_kv_heads * _tiles_per_head(problem, config)
+    slots *= 1 if config.IS_VARLEN else problem.batch
+    values = Allocation.contiguous((slots, config.D, config.BLOCK_N), E4M3)
+    return result_allocations(problem) | {"values": values}
+
+
+def fp8_calls(
+    problem: AttentionProblem, device: DeviceSpec, views: dict[str, View], tile: Fp8Tile | None = None
+) -> list[KernelCall]:
+    """Clearing of packed rows past the last sequence, V's transposition, the forward."""
+    config = fp8_config(problem, tile)
+    sizes = sizes_of(problem, config, itemsize=1)
+    tiles_per_head = _tiles_per_head(problem, config)
+    values_shape = fp8_allocations(problem)["values"].shape
+    arguments = _descriptors(problem, config, views) | {
+        "v_desc": describe_flat(Address("values", E4M3), values_shape, [1, config.D, config.BLOCK_N]),
+        "lse_ptr": Address("lse", torch.float32),
+        "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
+        **_scales(problem, views),
+        "cu_seqlens_q": index_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": index_address(views, "cu_seqlens_k"),
+        "counter_ptr": Address("counter", torch.int32, aligned=False),
+        "tiles_per_head": tiles_per_head,
+        "scale_log2": problem.scale * LOG2E,
+        "sizes": sizes,
+        "C": config,
+    }
+    forward = KernelCall(fp8_forward_kernel, (min(device.num_sms, sizes.num_tiles), 1, 1), arguments)
+    calls = [_transposition(problem, config, views, tiles_per_head), forward]
+    if not config.IS_VARLEN:
+        return calls
+    shape = (problem.total_q, problem.num_heads, problem.head_dim_v)
+    return [clear_tail_call("out", shape, problem, "cu_seqlens_q", with_lse=True), *calls]
+
+
+def _tiles_per_head(problem: AttentionProblem, config: Fp8Config) -> int:
+    """Tiles of V^T that a head has room for; packed sequences start on a tile of their own."""
+    if config.IS_VARLEN:
+        return problem.total_k // config.BLOCK_N + problem.batch
+    return -(-problem.seqlen_k // config.BLOCK_N)
+
+
+def _descriptors(problem: AttentionProblem, config: Fp8Config, views: dict[str, View]) -> dict[str, Any]:
+    shapes = shapes_of(problem)
+    shapes["out"] = (*shapes["q"][:-1], problem.head_dim_v)
+    rows = {"q": 64, "k": config.BLOCK_N, "out": 64}
+    return {f"{name}_desc": describe(name, views[name], shapes[name], n, config.D) for name, n in rows.items()}
+
+
+def _scales(problem: AttentionProblem, views: dict[str, View]) -> dict[str, tuple[Any, ...]]:
+    """Pointers and the strides of (batch entry, head, block); 0 along what shares a scale."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, block in zip(("q_scale", "k_scale", "v_scale"), problem.scale_blocks, strict=True):
+        batch, head, step = views[name].strides
+        found[name] = (Address(name, torch.float32, aligned=False), batch, head, step if block else 0)
+    return found
+
+
+def _transposition(
+    problem: AttentionProblem, config: Fp8Config, views: dict[str, View], tiles_per_head: int
+) -> KernelCall:
+    strides = views["v"].strides
+    packed = config.IS_VARLEN
+    arguments = {
+        "v_ptr": Address("v", torch.uint8, aligned=False),
+        "out_ptr": Address("values", torch.uint8),
+        "cu_seqlens": index_address(views, "cu_seqlens_k"),
+        "seqlen": problem.seqlen_k,
+        "num_heads": problem.num_kv_heads,
+        "tiles_per_head": tiles_per_head,
+        "v_strides": (0, strides[1], strides[0]) if packed else strides[:3],
+        "HEAD_DIM": problem.head_dim_v,
+        "D": config.D,
+        "BLOCK_N": config.BLOCK_N,
+    }
+    grid = (-(-problem.seqlen_k // config.BLOCK_N), problem.num_kv_heads, problem.batch)
+    return KernelCall(transpose_values_kernel, grid, arguments)
