@@ -65,6 +65,16 @@ def test_bits_do_not_depend_on_threads(flags: dict[str, Any], thread_count: int)
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), count
 
 
+def test_bf16_bits_depend_neither_on_threads_nor_on_torch_s_use_of_tiles(thread_count: int) -> None:
+    q, k, v = (x.detach() for x in inputs(dtype=torch.bfloat16))
+    weights = torch.randn(512, 512).bfloat16()
+    expected, product = tw.attention(q, k, v, causal=True, backend="cpu"), weights @ weights
+    for count in (1, 2, 3, 16):
+        torch.set_num_threads(count)
+        assert torch.equal(tw.attention(q, k, v, causal=True, backend="cpu"), expected)
+        assert torch.equal(weights @ weights, product)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 8])
 def test_decode_bits_do_not_depend_on_threads(kv_heads: int, thread_count: int) -> None:
     q, k, v = torch.randn(2, 8, 1, 64), torch.randn(2, kv_heads, 5000, 64), torch.randn(2, kv_heads, 5000, 64)
