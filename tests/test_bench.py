@@ -30,6 +30,7 @@ from tilewise.bench.results import CaseResult, Measured, Results
 from tilewise.bench.timing import Clock, Entrant, race, summarise
 from tilewise.cli import build_app
 from tilewise.errors import InvalidProblem, TilewiseError
+from tilewise.figures import INK
 
 REGISTRIES = (cpu_cases("aarch64"), cpu_cases("x86_64"), gpu_cases())
 LIMITS = runner.Limits(seconds_per_case=0.02, max_seconds=60.0, threads=1)
@@ -397,7 +398,7 @@ def test_plots_follow_the_page_and_are_repeatable(tmp_path: Path) -> None:
     text = files[0].read_text()
     assert "prefers-color-scheme:dark" in text
     assert "currentColor" in text
-    assert plots.INK not in text
+    assert INK not in text
     assert "sdpa" in text
     assert plots.write_plots(series(), tmp_path)[0].read_text() == text
 

@@ -27,7 +27,7 @@ from tilewise.operands import Flags, Operands
 __all__ = ["Group", "SharedPrefix", "attention", "describe", "price_seconds", "refusal", "saved_seconds"]
 
 # The rule's rates. A GPU saves reads at the speed of its memory and pays for three more launches.
-# A CPU thread (AVX-512, fp32 and bf16, 8 and 32 heads on 8, dim 128; bench/serving.py) gains a second for every
+# A CPU thread (AVX-512, fp32 and bf16, 8 and 32 heads on 8, dim 128; bench/serving_cost.py) gains a second for every
 # 18 to 38 GB it need not read again, where 8 or 64 sequences share 512 keys or more; taken as 60, since short prefixes
 # stay in its caches. It pays 0.3 ms, and 6 ns for every element of the rows it merges.
 LAUNCH_SECONDS = {"cpu": 3e-4, "cuda": 30e-6}

@@ -99,7 +99,7 @@ def _barrier_at_asm(operation, threads):
 
 @gluon.jit
 def barrier_at(OPERATION: gl.constexpr, index, THREADS: gl.constexpr):
-    """ "sync" or "arrive" at a named barrier whose number is known at run time."""
+    """At a named barrier whose number is known at run time: "sync" or "arrive"."""
     ASM: gl.constexpr = _barrier_at_asm(OPERATION, THREADS)
     gl.inline_asm_elementwise(ASM, "=r,r", [index], dtype=gl.int32, is_pure=False, pack=1)
 

@@ -1,6 +1,6 @@
 """What serving costs on this machine: appending rows to pages, the host's part of a step, and the cascade's break-even.
 
-    python bench/serving.py [--device cpu|cuda] [--threads N] [--only append,step,cascade] [--output FILE]
+    python bench/serving_cost.py [--device cpu|cuda] [--threads N] [--only append,step,cascade] [--output FILE]
 
     append    one layer's K and V of a step into their pages, against torch's indexed assignment
     step      host time of PagedKVCache.step and of finding shared prefixes, for a decoding batch
