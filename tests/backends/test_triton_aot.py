@@ -86,8 +86,8 @@ def calls_of(device: str, head_dim: int, dtype: torch.dtype, seqlen_q: int = 300
     q = torch.zeros(1, 4, seqlen_q, head_dim, dtype=dtype)
     k = torch.zeros(1, 2, 300, head_dim, dtype=dtype)
     spec = devices.named(device)
-    operands = Operands(q, k, k, bias=flags.pop("bias", None), sinks=flags.pop("sinks", None), seed=torch.tensor(7))
-    operands = operands if flags.get("dropout") else operands._replace(seed=None)
+    seed = flags.pop("seed", torch.tensor(7)) if flags.get("dropout") else None
+    operands = Operands(q, k, k, bias=flags.pop("bias", None), sinks=flags.pop("sinks", None), seed=seed)
     problem = validation.problem_of("dense", operands, Flags(**flags, needs_grad=True, backend="triton"))
     refusal = BACKEND.supports(problem, spec)
     if refusal is not None:
@@ -136,6 +136,17 @@ def test_decode_kernels() -> None:
 def test_every_configuration(device: str, head_dim: int, dtype: torch.dtype) -> None:
     for call in calls_of(device, head_dim, dtype, causal=True):
         assert_fits(build(call, device), device)
+
+
+def test_dropout_within_a_larger_problem() -> None:
+    """Counting from an origin costs registers, not spills; a plain seed compiles without it."""
+    plain, within = (calls_of("h200", 64, BF16, dropout=0.1, seed=torch.zeros(n, dtype=torch.int64)) for n in (1, 5))
+    for call, other in zip(plain, within, strict=True):
+        assert call.kernel is other.kernel
+        assert not call.arguments["T"].DROPOUT_ORIGIN
+    built = build(within[0], "h200")
+    assert_fits(built, "h200")
+    assert built.spilled == 0
 
 
 @pytest.mark.exhaustive

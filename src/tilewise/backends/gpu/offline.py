@@ -30,7 +30,7 @@ def operand_views(problem: AttentionProblem, *, packed_queries: bool) -> dict[st
     if problem.has_sinks:
         views["sinks"] = _contiguous((problem.num_heads,), torch.float32)
     if problem.dropout > 0.0:
-        views["seed"] = _contiguous((), torch.int64)
+        views["seed"] = _contiguous((5,) if problem.dropout_origin else (), torch.int64)
     return views
 
 

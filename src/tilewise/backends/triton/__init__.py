@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import TileShape
+from tilewise.dequantising import dequantised
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
@@ -46,12 +47,8 @@ class TritonBackend:
         """Everything in the contract but fp64, on compute capability 8.0 or newer."""
         if problem.dtype not in DTYPES:
             return f"dtype {problem.dtype} is not one of float16, bfloat16, float32"
-        if problem.fp8:
-            return f"{', '.join(problem.fp8)} in e4m3 is not compiled into these kernels"
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             return f"head_dim {max(problem.head_dim, problem.head_dim_v)} is over {MAX_HEAD_DIM}"
-        if problem.dropout_origin:
-            return "dropout is counted from the first batch entry, head, row and key, not from within a larger problem"
         if device.type == "cpu":
             return (
                 None
@@ -83,6 +80,12 @@ class TritonBackend:
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse); see Backend."""
+        if problem.fp8:
+            # fp16 might not hold what e4m3 and its scale do.
+            dtype = torch.float32 if problem.dtype == torch.float16 else problem.dtype
+            plain, operands = dequantised(problem, operands, dtype)
+            out, lse = _launch().run_forward(plain, operands)
+            return out.to(problem.dtype), lse
         out, lse = _launch().run_forward(problem, operands)
         return out, lse
 

@@ -207,7 +207,7 @@ def key_gradient_loop(
             keep = True
             kept = p
             if T.HAS_DROPOUT:
-                keep = tl.trans(dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N))
+                keep = tl.trans(dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T))
                 kept = tl.where(keep, p * scalars.keep_scale, 0.0)
             dv = dot_add(kept.to(dout_tile.dtype), dout_tile, dv, T)
             if not EARLY_DP:
@@ -316,7 +316,7 @@ def query_gradient_loop(
             )
             keep = True
             if T.HAS_DROPOUT:
-                keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N)
+                keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
             _, ds = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
             dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, T)
     return dq

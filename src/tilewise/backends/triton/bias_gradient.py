@@ -76,7 +76,7 @@ def tile_score_gradient(
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
     keep = True
     if T.HAS_DROPOUT:
-        keep = dropout_keep(terms[5], m_idx, n_first, head, batch_idx, scalars.drop_below, BLOCK_N)
+        keep = dropout_keep(terms[5], m_idx, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
     dots = dot(q_tile, tl.trans(k_tile), T)
     dp = dot(dout_tile, tl.trans(v_tile), T)
     p, capped = probabilities(

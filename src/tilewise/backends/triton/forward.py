@@ -78,7 +78,8 @@ def attend(
             else:
                 p, row_max, row_sum, alpha = softmax_step_scaled(dots, row_max, row_sum, scale_log2)
             if T.HAS_DROPOUT:
-                p = tl.where(dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N), p, 0.0)
+                kept = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+                p = tl.where(kept, p, 0.0)
             acc = acc * alpha[:, None]
             v_tile = load_keys(v_source, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
             acc = dot_add(p.to(v_tile.dtype), v_tile, acc, T)

@@ -92,10 +92,19 @@ def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Ten
 def _ready(operands: Operands) -> Operands:
     """Sinks side by side, and the seed on the device."""
     sinks, seed = operands.sinks, operands.seed
-    if seed is not None and seed.device != operands.q.device:
-        # A fill, not a copy: it needs no pinned memory and can be captured in a graph.
-        seed = torch.full((), int(seed), dtype=torch.int64, device=operands.q.device)
+    if seed is not None:
+        seed = seed.contiguous() if seed.device == operands.q.device else _filled(seed, operands.q.device)
     return operands._replace(sinks=None if sinks is None else sinks.contiguous(), seed=seed)
+
+
+def _filled(seed: Tensor, where: torch.device) -> Tensor:
+    """A seed from the host, with or without its origin. Fills, not a copy: they need no pinned memory, wait for
+    nothing, and can be captured in a graph.
+    """
+    there = torch.empty(seed.shape, dtype=torch.int64, device=where)
+    for slot, value in zip(there.view(-1), seed.reshape(-1).tolist(), strict=True):
+        slot.fill_(value)
+    return there
 
 
 def forward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews) -> ForwardPass:

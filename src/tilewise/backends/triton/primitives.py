@@ -311,7 +311,7 @@ def row_pointers(grid4, batch_idx, head, m_idx, seqlen_q):
 @triton.jit
 def score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx, seqlen_q, T: tl.constexpr):
     """What the scores of these rows need: (slope, bias_rows, bias_stride, mask_rows, mask_stride, seed); 0 where
-    unused.
+    unused. With DROPOUT_ORIGIN, `seed` is (seed, batch, head, row, draw): where the random numbers are counted from.
     """
     slope = 0.0
     bias_rows = 0
@@ -329,6 +329,13 @@ def score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx, seql
         mask_stride = mask.stride_col
     if T.HAS_DROPOUT:
         seed = tl.load(seed_ptr)
+    if T.DROPOUT_ORIGIN:
+        # The counter's words have 32 bits; four keys share a draw, and the first of them is a multiple of four.
+        batch_origin = tl.load(seed_ptr + 1).to(tl.int32)
+        head_origin = tl.load(seed_ptr + 2).to(tl.int32)
+        row_origin = tl.load(seed_ptr + 3).to(tl.int32)
+        draw_origin = (tl.load(seed_ptr + 4) // 4).to(tl.int32)
+        seed = (seed, batch_origin, head_origin, row_origin, draw_origin)
     return slope, bias_rows, bias_stride, mask_rows, mask_stride, seed
 
 
@@ -394,7 +401,7 @@ def softmax_step_scaled(dots, row_max, row_sum, scale_log2):
 
 
 @triton.jit
-def dropout_keep(seed, m_idx, first, head, batch_idx, drop_below, BLOCK_N: tl.constexpr):
+def dropout_keep(seed, m_idx, first, head, batch_idx, drop_below, BLOCK_N: tl.constexpr, T: tl.constexpr):
     """The contract's bits for keys first..first+BLOCK_N as (rows, BLOCK_N); m_idx is (rows,), `head` a scalar or
     (rows,).
 
@@ -403,7 +410,14 @@ def dropout_keep(seed, m_idx, first, head, batch_idx, drop_below, BLOCK_N: tl.co
     """
     BLOCK_M: tl.constexpr = m_idx.shape[0]
     zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
-    draw = zero + (first // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
+    first_draw = first // 4
+    if T.DROPOUT_ORIGIN:
+        seed, batch_origin, head_origin, row_origin, draw_origin = seed
+        batch_idx += batch_origin
+        head += head_origin
+        m_idx += row_origin
+        first_draw += draw_origin
+    draw = zero + (first_draw + tl.arange(0, BLOCK_N // 4))[None, :]
     rows = zero + m_idx[:, None]
     heads = zero + (head + tl.zeros([BLOCK_M], tl.int32))[:, None]
     w0, w1, w2, w3 = tl.philox(seed, draw, rows, heads, zero + batch_idx)

@@ -128,6 +128,7 @@ class Traits:
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
     HAS_DROPOUT: bool
+    DROPOUT_ORIGIN: bool
     PRECISION: str
     INTERPRETED: bool
 
@@ -171,6 +172,7 @@ def traits_of(problem: AttentionProblem, *, packed_q: bool, precision: str, inte
         HAS_SOFTCAP=problem.softcap is not None,
         HAS_SINKS=problem.has_sinks,
         HAS_DROPOUT=problem.dropout > 0.0,
+        DROPOUT_ORIGIN=problem.dropout_origin and problem.dropout > 0.0,
         PRECISION=precision if problem.dtype == torch.float32 else "ieee",
         INTERPRETED=interpreted,
     )
@@ -194,6 +196,7 @@ def of_rows(traits: Traits) -> Traits:
         HAS_SOFTCAP=False,
         HAS_SINKS=False,
         HAS_DROPOUT=False,
+        DROPOUT_ORIGIN=False,
     )
 
 
