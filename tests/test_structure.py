@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 # What each part may import from tilewise: data flows one way. The leaves anyone may use.
 LEAVES = {"errors", "outputs", "process", "settings", "version", "units"}
-SPINE = {"problem", "operands", "masks", "numerics", "device"}
+SPINE = {"problem", "operands", "masks", "numerics", "device", "dequantising"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "process": set(),
@@ -31,6 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "device": set(),
     "fp8": {"numerics"},
     "canonical": {"operands", "problem"},
+    "dequantising": {"operands", "problem"},
     "validation": {"fp8", "problem", "operands", "masks", "backends.__init__"},
     "dispatch": {"backends", "problem", "device"},
     "batching": {"operands"},

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import TileShape
+from tilewise.dequantising import dequantised
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
@@ -39,8 +40,6 @@ class CpuBackend:
         if problem.dtype not in DTYPES:
             given = str(problem.dtype).removeprefix("torch.")
             return f"computes in fp32, so takes float32, bfloat16 and float16, not {given}"
-        if problem.fp8:
-            return f"{', '.join(problem.fp8)} in e4m3 is not compiled into these kernels"
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             return f"head_dim and head_dim_v are at most {MAX_HEAD_DIM}"
         return None
@@ -56,6 +55,10 @@ class CpuBackend:
         """(out, lse) of canonical operands."""
         from tilewise.backends.cpu import launch
 
+        if problem.fp8:
+            plain, operands = dequantised(problem, operands, torch.float32)
+            out, lse = launch.forward(plain, operands)
+            return out.to(problem.dtype), lse
         return launch.forward(problem, operands)
 
     def backward(
