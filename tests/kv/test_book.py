@@ -278,9 +278,42 @@ def test_prefixes_are_shared_but_never_the_last_token() -> None:
     third = book.add([*range(12), 99])
     assert book.length(third) == 12
     assert book.stats().hit_rate == 20 / 37
-    # The second one computed the page that the first has: both keep theirs.
-    advance(book, [second])
-    assert book.pages_of(second)[2] != book.pages_of(first)[2]
+    # The second one computed a page that the first has, and gives its own back.
+    step = advance(book, [second])
+    assert step.slots.tolist() != list(range(8, 12))
+    assert book.pages_of(second) == book.pages_of(first)
+    assert book.stats().pages_held == 3
+
+
+def test_equal_prompts_of_one_step_end_up_on_the_same_pages() -> None:
+    book = PageBook(64, 4)
+    requests = [book.add([*range(20), n]) for n in range(4)]
+    advance(book, requests)
+    stats = book.stats()
+    assert (stats.pages_held, stats.pages_shared) == (5 + 4, 5)
+    step = advance(book, requests)
+    # The table of the next step tells the device about the pages that were swapped.
+    swapped = {row for row, _, _ in step.changed}
+    assert len(swapped) == 3
+    assert step.copies == []
+    for request in requests:
+        book.free(request)
+    assert book.pages.available == 64
+
+
+def test_what_follows_a_page_that_was_given_back_is_found_again() -> None:
+    """The first of two equal prompts ends, and its pages are needed: the second one's answer stays reachable."""
+    book = PageBook(8, 2)
+    first, second = book.add([1, 2, 3]), book.add([1, 2, 3])
+    advance(book, [first, second])
+    advance(book, [second], tokens=[4])
+    book.free(first)
+    for token, length in ((9, 10), (8, 12)):
+        other = book.add([token] * length)
+        advance(book, [other])
+        book.free(other)
+    assert book.stats().evictions > 0
+    assert book.length(book.add([1, 2, 3, 4, 5])) == 4
 
 
 def test_pages_of_a_step_are_shared_only_once_they_are_written() -> None:
@@ -353,6 +386,20 @@ def test_groups_are_cut_where_most_is_saved() -> None:
     assert find_groups(table, np.array([0, 1]), np.array([0, 0])) == []
 
 
+def test_requests_that_leave_a_stem_one_by_one_are_grouped() -> None:
+    count = 700
+    table = np.tile(np.arange(count + 1, dtype=np.int32), (count, 1))
+    for row in range(count):
+        table[row, row + 1 :] = 10_000 + row
+    groups = find_groups(table, np.arange(count), np.full(count, count + 1))
+    places = np.concatenate([group.places for group in groups])
+    assert len(set(places.tolist())) == len(places)
+    for group in groups:
+        stems = table[group.places, : group.num_pages]
+        assert (stems == stems[0]).all()
+    assert sum(group.pages_saved for group in groups) > count
+
+
 BAD: dict[str, tuple[Callable[[PageBook, int], object], str]] = {
     "unknown request": (lambda book, a: book.step([a, 77]), "request: expected a request that was added"),
     "finished request": (lambda book, _: book.step([0]), "0, which is finished"),
@@ -365,6 +412,9 @@ BAD: dict[str, tuple[Callable[[PageBook, int], object], str]] = {
     "no count": (lambda book, a: book.step([a], [0]), "at least 1 for request"),
     "counts too few": (lambda book, a: book.step([a], []), "counts: expected 1 entries"),
     "ids too many": (lambda book, a: book.step([a], None, [1, 2]), "tokens: expected 1 entries"),
+    "no id": (lambda book, a: book.step([a], None, ["7"]), "tokens: expected integer ids"),  # type: ignore[list-item]
+    "half an id": (lambda book, _: book.add([1.5]), "tokens: expected integer ids"),  # type: ignore[list-item]
+    "half a token": (lambda book, a: book.step([a], [1.5]), "counts: expected integers"),  # type: ignore[list-item]
     "id of many": (lambda book, a: book.step([a], [2], [1]), "tokens: expected None for request"),
     "more than the prompt": (lambda book, _: book.step([1], [6]), "at most 5, the rest of its prompt"),
     "truncated upwards": (lambda book, a: book.truncate(a, 5), "between 0 and 4, the tokens it has"),
@@ -387,7 +437,7 @@ def test_bad_input_is_named_and_changes_nothing(name: str) -> None:
     model.check()
 
 
-@pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
-def test_sizes_are_checked(sizes: tuple[int, int]) -> None:
-    with pytest.raises(InvalidProblem, match="at least 1"):
-        PageBook(*sizes)
+@pytest.mark.parametrize("sizes", [(0, 4, None), (4, 0, None), (4, 4, 0), (4.5, 4, None)])
+def test_sizes_are_checked(sizes: tuple[int, int, int | None]) -> None:
+    with pytest.raises(InvalidProblem, match="an integer of at least 1"):
+        PageBook(*sizes[:2], max_seqlen=sizes[2])

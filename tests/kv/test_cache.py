@@ -281,6 +281,7 @@ BAD: dict[str, tuple[Callable[[tw.PagedKVCache], object], str]] = {
     "layer": (lambda c: c.append(rows_of(4), rows_of(4, DIM_V), layer=2), "layer: expected between 0 and 1"),
     "step before append": (lambda c: c.step([0]), r"every layer of the step before appended, got 2 missing"),
     "truncate before append": (lambda c: c.truncate(0, 1), "every layer of the step before appended"),
+    "fork before append": (lambda c: c.fork(0), "every layer of the step before appended"),
     "float tokens": (lambda c: c.add(torch.ones(3)), "tokens: expected a 1-D tensor of ids"),
     "finished": (lambda c: c.fork(1), "1, which is finished"),
     "table elsewhere": (
@@ -321,7 +322,7 @@ def test_tensors_of_a_step_need_a_step() -> None:
     for call in (cache.block_table, cache.seqlens, cache.cu_seqlens_q, cache.slots, cache.shared_prefix):
         with pytest.raises(tw.InvalidProblem, match="before its tensors are asked for"):
             call()
-    with pytest.raises(tw.InvalidProblem, match="num_layers: expected at least 1"):
+    with pytest.raises(tw.InvalidProblem, match="num_layers: expected an integer of at least 1"):
         tw.PagedKVCache(4, 4, 0, 1, 8, dtype=torch.float32, device="cpu")
 
 
@@ -331,6 +332,41 @@ def test_a_failed_step_is_left_by_freeing_its_requests() -> None:
     shadow.cache.step([doomed])
     shadow.cache.free(doomed)
     shadow.check([other], shadow.step([other]))
+
+
+def test_nothing_is_appended_to_a_step_whose_requests_are_finished() -> None:
+    shadow = Shadow(4, torch.float32)
+    one, other = shadow.add([1, 2]), shadow.add([3, 4, 5])
+    assert shadow.cache.step([one, other]) == 5
+    shadow.cache.append(rows_of(5), rows_of(5, DIM_V), layer=0)
+    shadow.cache.free(one)
+    # The forward pass of the others goes on.
+    shadow.cache.append(rows_of(5), rows_of(5, DIM_V), layer=1)
+    shadow.cache.free(other)
+    with pytest.raises(tw.InvalidProblem, match="step: expected a step with a request that goes on"):
+        shadow.cache.append(rows_of(5), rows_of(5, DIM_V), layer=0)
+
+
+def test_a_device_that_fails_in_a_step_leaves_no_unwritten_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables could not be sent: the step's requests can only be freed, and the mirror catches up."""
+    shadow = Shadow(4, torch.float32)
+    cache = shadow.cache
+    mirror = StagedTables(cache.book, cache.device)
+    monkeypatch.setattr(cache, "_tables", mirror)
+    steady, doomed = shadow.add(list(range(6))), shadow.add(list(range(50, 55)))
+    shadow.step([steady, doomed])
+    with monkeypatch.context() as broken:
+        broken.setattr(mirror, "_send", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            cache.step([doomed], [8])
+    for call in (lambda: cache.step([steady]), cache.block_table, lambda: cache.fork(doomed)):
+        with pytest.raises(tw.InvalidProblem, match="step: expected"):
+            call()
+    child = shadow.fork(steady)
+    cache.free(doomed)
+    for _ in range(3):
+        shadow.check([steady, child], shadow.step([steady, child], {steady: 1, child: 2}), exact=False)
+        assert cache.block_table()[:, :2].tolist() == [cache.book.pages_of(r)[:2] for r in (steady, child)]
 
 
 def test_out_of_pages_leaves_everything_as_it_was() -> None:

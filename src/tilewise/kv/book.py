@@ -7,6 +7,7 @@ batch is done by NumPy on arrays indexed by a request's *row*; Python loops only
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,21 @@ FIRST_ROWS, FIRST_COLUMNS = 16, 16
 def consecutive(first: Ints, counts: Ints) -> Ints:
     """`counts[i]` numbers from `first[i]` on, one run after another."""
     return np.arange(int(counts.sum())) + np.repeat(first - np.cumsum(counts) + counts, counts)
+
+
+def require_sizes(**sizes: object) -> None:
+    """Rejects what is no positive integer."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise InvalidProblem(name, "an integer of at least 1", size, "A cache has pages, and pages have slots.")
+
+
+def known_ids(tokens: Tokens) -> list[int]:
+    """Ids as plain integers; 1.5 and "1" are none."""
+    try:
+        return list(map(operator.index, tokens))
+    except TypeError as problem:
+        raise InvalidProblem("tokens", "integer ids", problem, "Give what a tokenizer gives, as a list.") from None
 
 
 class CacheStats(NamedTuple):
@@ -115,11 +131,9 @@ class PageBook:
         prefix_sharing: bool = True,
         key: Key = hash_page,
     ) -> None:
-        for name, size in (("num_pages", num_pages), ("page_size", page_size), ("max_seqlen", max_seqlen or 1)):
-            if size < 1:
-                raise InvalidProblem(name, "at least 1", size, "A cache has pages, and pages have slots.")
         self.page_size = page_size
         self.max_seqlen = num_pages * page_size if max_seqlen is None else max_seqlen
+        require_sizes(num_pages=num_pages, page_size=page_size, max_seqlen=self.max_seqlen)
         self.prefix_sharing = prefix_sharing
         self.index = PrefixIndex(page_size, key)
         self.pages = PageAllocator(num_pages, self.index.forget)
@@ -138,7 +152,7 @@ class PageBook:
 
     def add(self, tokens: Tokens) -> int:
         """A new request with its prompt. Known pages of the prompt are shared at once, all but its last token."""
-        prompt = [int(token) for token in tokens]
+        prompt = known_ids(tokens)
         if not 1 <= len(prompt) <= self.max_seqlen:
             expected = f"between 1 and max_seqlen = {self.max_seqlen} tokens"
             raise InvalidProblem("tokens", expected, len(prompt), "Cut the prompt, or make the cache for longer ones.")
@@ -225,24 +239,29 @@ class PageBook:
         rows = np.fromiter((state.row for state in states), np.int64, len(states))
         before = self.lengths[rows]
         new = self._counted(requests, states, before, counts)
-        self._check_tokens(requests, states, before, new, tokens)
+        ids = self._checked_tokens(requests, states, before, new, tokens)
         after = before + new
         owned, needed = -(-before // self.page_size), -(-after // self.page_size)
         copied = self._tails_to_copy(rows, before)
         self._check_room(requests, after, int((needed - owned).sum()) + len(copied))
         copies = self._take(rows, owned, needed, copied)
         self.lengths[rows] = after
-        for state, token, length in zip(states, tokens or (), before.tolist(), strict=False):
+        for state, token, length in zip(states, ids, before.tolist(), strict=False):
             # An id after unknown ones says nothing about the page.
             if token is not None and len(state.tokens) == length:
-                state.tokens.append(int(token))
+                state.tokens.append(token)
         changed, self._changed = self._changed, []
         crossing = np.nonzero(after // self.page_size > before // self.page_size)[0].tolist()
         self._filled = [(requests[n], int(before[n]), int(after[n])) for n in crossing]
         return Step(tuple(requests), rows, new, before, self._slots(rows, before, new), changed, copies)
 
     def commit(self) -> None:
-        """The K and V of the last step are written: its full pages may be shared from now on."""
+        """The K and V of the last step are written: its full pages may be shared from now on.
+
+        A page that another request filled with the same tokens first, in this step or before, is given back for it:
+        equal prompts that come together end up on the same pages. The pages given back stay as they are until the
+        next step.
+        """
         if self.prefix_sharing:
             for request, before, after in self._filled:
                 state = self._requests.get(request)
@@ -275,7 +294,7 @@ class PageBook:
 
     def pages_for(self, tokens: Tokens) -> int:
         """How many available pages a prompt would take: its new pages, and the idle ones it would share."""
-        prompt = [int(token) for token in tokens]
+        prompt = known_ids(tokens)
         known = list(self.index.follow(prompt[:-1])) if self.prefix_sharing else []
         return -(-len(prompt) // self.page_size) - sum(not self.pages.is_idle(entry.page) for entry in known)
 
@@ -338,16 +357,16 @@ class PageBook:
         self.table[row, column:end] = pages
         self._changed.append((row, column, end))
 
-    def _check_tokens(
+    def _checked_tokens(
         self,
         requests: Sequence[int],
         states: list[_Request],
         before: Ints,
         new: Ints,
         tokens: Sequence[int | None] | None,
-    ) -> None:
+    ) -> list[int | None]:
         if tokens is None:
-            return
+            return []
         if len(tokens) != len(states):
             fix = "One id a request, None where the prompt goes on."
             raise InvalidProblem("tokens", f"{len(states)} entries, one a request", len(tokens), fix)
@@ -358,6 +377,8 @@ class PageBook:
             place = int(bad[0])
             fix = "An id names one token behind the prompt; the prompt's own ids are known."
             raise InvalidProblem("tokens", f"None for request {requests[place]}", tokens[place], fix)
+        known = iter(known_ids([token for token in tokens if token is not None]))
+        return [next(known) if is_given else None for is_given in given.tolist()]
 
     def _counted(
         self, requests: Sequence[int], states: list[_Request], before: Ints, counts: Sequence[int] | None
@@ -367,7 +388,10 @@ class PageBook:
         left = prompts - before
         if counts is None:
             return left.clip(min=1)
-        new = np.asarray(counts, np.int64)
+        new = np.asarray(counts)
+        if new.size and new.dtype.kind not in "iu":
+            raise InvalidProblem("counts", "integers", new.dtype, "Count tokens.")
+        new = new.astype(np.int64)
         if new.shape != left.shape:
             raise InvalidProblem("counts", f"{len(states)} entries, one a request", new.shape, "Count every request.")
         bad = np.nonzero((new < 1) | ((left > 0) & (new > left)))[0]
@@ -437,7 +461,13 @@ class PageBook:
             if not state.traceable or known != number or len(state.tokens) < stop:
                 state.traceable = False
                 return
-            content = tuple(state.tokens[stop - self.page_size : stop])
-            entry = self.index.insert(state.entry, content, int(self.table[state.row, number]))
-            state.traceable = entry is not None
-            state.entry = entry if entry is not None else state.entry
+            content, page = tuple(state.tokens[stop - self.page_size : stop]), int(self.table[state.row, number])
+            entry = self.index.insert(state.entry, content, page)
+            if entry is None:
+                state.traceable = False
+                return
+            state.entry = entry
+            if entry.page != page:
+                self.pages.hold(entry.page)
+                self._write(state.row, number, [entry.page])
+                self.pages.drop(page)

@@ -25,7 +25,7 @@ from torch import Tensor
 from tilewise.api import attention_paged
 from tilewise.cascade import SharedPrefix
 from tilewise.errors import InvalidProblem
-from tilewise.kv.book import CacheStats, PageBook, Step
+from tilewise.kv.book import CacheStats, PageBook, Step, require_sizes
 from tilewise.kv.groups import find_groups
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
 from tilewise.kv.writing import copy_pages, write_rows
@@ -69,14 +69,12 @@ class PagedKVCache:
         max_seqlen: int | None = None,
         prefix_sharing: bool = True,
     ) -> None:
-        sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        for name, size in sizes.items():
-            if size < 1:
-                raise InvalidProblem(name, "at least 1", size, "Give the sizes of the model.")
+        width_v = head_dim if head_dim_v is None else head_dim_v
+        require_sizes(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=width_v)
         self.book = PageBook(num_pages, page_size, max_seqlen=max_seqlen, prefix_sharing=prefix_sharing)
         shape = (num_layers, num_pages, page_size, num_kv_heads)
         self.k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
-        self.v = torch.empty((*shape, head_dim if head_dim_v is None else head_dim_v), dtype=dtype, device=device)
+        self.v = torch.empty((*shape, width_v), dtype=dtype, device=device)
         self._tables: Tables = (HostTables if self.device.type == "cpu" else StagedTables)(self.book, self.device)
         self._step: Step | None = None
         self._batch: BatchTables | None = None
@@ -100,6 +98,7 @@ class PagedKVCache:
 
     def fork(self, request: int) -> int:
         """Another request with the same tokens over the same pages, for beams and parallel samples."""
+        self._refuse_unwritten(request)
         return self.book.fork(request)
 
     def truncate(self, request: int, length: int) -> None:
@@ -137,15 +136,21 @@ class PagedKVCache:
         """
         self._refuse_unwritten(None)
         step = self.book.step(requests, counts, tokens)
+        # If a device fails from here on, the step is one that was not written: its requests can only be freed.
+        self._step, self._batch = step, None
+        self._shared, self._looked, self._written = None, False, set()
         if step.copies:
             self._copy(step.copies)
-        self._step, self._batch = step, self._tables.batch(step)
-        self._shared, self._looked, self._written = None, False, set()
+        self._batch = self._tables.batch(step)
         return len(step.slots)
 
     def append(self, k: Tensor, v: Tensor, *, layer: int = 0) -> None:
-        """Write one layer's K and V of the step: (rows, num_kv_heads, dim), packed in the order of its requests."""
+        """Write one layer's K and V of the step: (rows, num_kv_heads, dim), packed in the order of its requests.
+
+        Rows of a request that was freed meanwhile are still expected; a step of which none is left is refused.
+        """
         batch = self._running()
+        self._refuse_finished()
         k_pages, v_pages = self.pages(layer)
         for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
             self._check_rows(name, new, pages, len(batch.slots))
@@ -253,6 +258,12 @@ class PagedKVCache:
             missing = sorted(set(range(len(self.k))) - self._written)
             fix = f"Append layers {missing}, or free request {waiting[0]}."
             raise InvalidProblem("step", "every layer of the step before appended", f"{len(missing)} missing", fix)
+
+    def _refuse_finished(self) -> None:
+        assert self._step is not None
+        requests = self._step.requests
+        if requests and not any(request in self.book for request in requests):
+            raise InvalidProblem("step", "a step with a request that goes on", "all finished", "Call step(requests).")
 
     def _check_rows(self, name: str, new: Tensor, pages: Tensor, rows: int) -> None:
         expected = (rows, *pages.shape[2:])

@@ -85,9 +85,3 @@ class PageAllocator:
                 self._idle[page] = None
             else:
                 self._free.append(page)
-
-    def forget(self, page: int) -> None:
-        """An idle page that is no longer remembered becomes free."""
-        if page in self._idle:
-            del self._idle[page]
-            self._free.append(page)

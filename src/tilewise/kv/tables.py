@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.cascade import Group, SharedPrefix
-from tilewise.kv.book import PageBook, Step, consecutive
+from tilewise.kv.book import PageBook, Span, Step, consecutive
 from tilewise.kv.groups import PrefixGroup
 
 __all__ = ["BatchTables", "HostTables", "StagedTables", "Tables", "round_columns"]
@@ -138,18 +138,22 @@ class StagedTables(Tables):
         super().__init__(book, device)
         self._mirror = torch.from_numpy(book.table).to(device, copy=True)
         self._rows = torch.empty(0, dtype=torch.int64, device=device)
+        # What the mirror does not have yet; more than one step's worth only where a device failed in between.
+        self._unsent: list[Span] = []
 
     def batch(self, step: Step) -> BatchTables:
         """The step's tables."""
         after = step.before + step.counts
         packed = len(step.slots) != len(step.counts)
         total = running_totals(step.counts) if packed else np.empty(0, np.int64)
-        places, pages = self._changes(step)
+        self._unsent += step.changed
+        places, pages = self._changes()
         (rows, slots, flat), (lengths, starts, entries) = self._send(
             (step.rows, step.slots, places), (after, total, pages)
         )
         if flat.numel():
             self._mirror.view(-1).index_put_((flat,), entries)
+        self._unsent = []
         self._rows = rows
         table = self._mirror[:, : self.columns(after)].index_select(0, rows)
         return BatchTables(table, lengths, starts if packed else None, slots)
@@ -176,14 +180,14 @@ class StagedTables(Tables):
             own_lengths,
         )
 
-    def _changes(self, step: Step) -> tuple[Ints, Ints]:
+    def _changes(self) -> tuple[Ints, Ints]:
         """Flat places of the mirror that changed, and what they are now; a table that grew is sent whole."""
         table = self.book.table
         if tuple(self._mirror.shape) != table.shape:
             (), (whole,) = self._send((), (table.ravel(),))
             self._mirror = whole.view(table.shape).clone()
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        spans = [np.arange(first, end) + row * table.shape[1] for row, first, end in step.changed]
+        spans = [np.arange(first, end) + row * table.shape[1] for row, first, end in self._unsent]
         places = np.concatenate(spans) if spans else np.empty(0, np.int64)
         return places, table.ravel()[places].astype(np.int64)
 
