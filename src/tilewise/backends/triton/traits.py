@@ -141,8 +141,8 @@ def padded(head_dim: int) -> int:
 def tile_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """(columns of a Q or K tile, of a V or O tile): padded, and where they differ at least 64.
 
-    Triton 3.6 multiplies wrongly on sm_90 where one is 64 and the other 32 (seen in 16 bits with bias, mask, softcap or
-    dropout: out off by 1 and more, lse right); 16, and all pairs from 64 on, pass the suite.
+    Triton 3.6 multiplies wrongly on sm_90 where Q is 64 wide and V 32 or 16 (in 16 bits with bias, mask, softcap or
+    dropout: out off by 1 and more, lse right); the pairs from 64 on pass the suite.
     """
     width, width_v = padded(head_dim), padded(head_dim_v)
     return (width, width) if width == width_v else (max(64, width), max(64, width_v))
