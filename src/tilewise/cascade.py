@@ -95,6 +95,8 @@ def refusal(shared: SharedPrefix, operands: Operands, flags: Flags, spec: Device
     for name in ("alibi_slopes", "bias", "mask"):
         if getattr(operands, name) is not None:
             return f"{name} is another one for every sequence of a group"
+    if operands.q_scale is not None:
+        return "q in e4m3 has scales of its sequences, not of the groups"
     if flags.needs_grad:
         return "gradients go to every sequence's pages in one pass"
     if not shared.groups:
@@ -136,7 +138,7 @@ def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tens
     # A sink counts once, with each sequence's own keys.
     prefix = Operands(
         q, operands.k, operands.v, cu_seqlens_q=shared.cu_seqlens_q, block_table=shared.block_table,
-        seqlens_k=shared.seqlens_k,
+        seqlens_k=shared.seqlens_k, k_scale=operands.k_scale, v_scale=operands.v_scale,
     )  # fmt: skip
     longest = max(group.rows for group in shared.groups)
     everything = flags._replace(causal=False, window_left=None, window_right=None, max_seqlen_q=longest)

@@ -122,7 +122,7 @@ def test_qv_adds_to_the_scores() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_fp8_is_widened_with_its_descales(packed: bool) -> None:
+def test_fp8_comes_with_its_descales(packed: bool) -> None:
     q, k, v = (randn(2, 6, h, 16, seed=h).to(torch.float8_e4m3fn) for h in (4, 2, 2))
     descales = {f"{n}_descale": randn(2, 2, seed=i).abs() + 0.5 for i, n in enumerate("qkv")}
     if packed:

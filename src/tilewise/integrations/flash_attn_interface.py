@@ -1,23 +1,24 @@
 """flash-attn 3 by its own names (the module users import as `flash_attn_interface`).
 
 Tensors as in FA2. `num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata` tune FA3's own kernels: they are
-accepted and change nothing, results do not depend on them. FP8 (e4m3) inputs are widened to bf16 with their descales
-and give bf16 out, as in FA3; descales of other dtypes are ignored, as in FA3. `qv` adds qv.v to the scores by
-lengthening the keys, so head_dim + head_dim_v may be at most 512. `attention_chunk` and `seqused_*` are exact and
-have gradients.
+accepted and change nothing, results do not depend on them. FP8 (e4m3) inputs with their descales run as tilewise's own
+FP8, widened to bf16 only beside `attention_chunk` or `seqused_*`, and give bf16 out, as in FA3; descales of other dtypes
+are ignored, as in FA3. `qv` adds qv.v to the scores by lengthening the keys, so head_dim + head_dim_v may be at most
+512. `attention_chunk` and `seqused_*` are exact and have gradients.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tilewise.api import attention, attention_varlen, merge
 from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.fp8.container import Fp8Tensor
 from tilewise.integrations import aliases, cache, pieces
 from tilewise.integrations.translation import length, places, softcap_of, window_of
 
@@ -71,6 +72,10 @@ def flash_attn_func(
     del num_splits, pack_gqa, sm_margin
     flags = _flags(softmax_scale, causal, window_size, softcap, deterministic)
     fp8 = q.dtype == torch.float8_e4m3fn
+    if fp8 and qv is None and not attention_chunk:
+        made = _containers(q, k, v, q_descale, k_descale, v_descale, len(q), "bshd")
+        out, lse = attention(*made, layout="bshd", return_lse=True, **flags)
+        return (out, lse) if return_attn_probs else out
     q, k, v, out_scale = _widened(q, k, v, q_descale, k_descale, v_descale)
     q, k = _lengthened(q, k, v, qv, fp8)
     if attention_chunk:
@@ -142,9 +147,14 @@ def flash_attn_varlen_func(
     del num_splits, pack_gqa, sm_margin
     flags = _flags(softmax_scale, causal, window_size, softcap, deterministic)
     fp8 = q.dtype == torch.float8_e4m3fn
+    max_seqlen_q, max_seqlen_k = length(max_seqlen_q), length(max_seqlen_k)
+    if fp8 and qv is None and not attention_chunk and seqused_q is None and seqused_k is None:
+        made = _containers(q, k, v, q_descale, k_descale, v_descale, len(cu_seqlens_q) - 1, "packed")
+        flags |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        out, lse = attention_varlen(*made, cu_seqlens_q, cu_seqlens_k, return_lse=True, **flags)
+        return (out, lse) if return_attn_probs else out
     q, k, v, out_scale = _widened(q, k, v, q_descale, k_descale, v_descale, cu_seqlens_q)
     q, k = _lengthened(q, k, v, qv, fp8)
-    max_seqlen_q, max_seqlen_k = length(max_seqlen_q), length(max_seqlen_k)
     if attention_chunk or seqused_q is not None or seqused_k is not None:
         cu_seqlens_q, cu_seqlens_k = pieces.cut(
             cu_seqlens_q, cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, chunk=attention_chunk,
@@ -267,6 +277,29 @@ def _flags(
         "scale": softmax_scale,
         "deterministic": True if deterministic else None,
     }
+
+
+def _containers(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Descale,
+    k_descale: Descale,
+    v_descale: Descale,
+    batch: int,
+    layout: Literal["bshd", "packed"],
+) -> tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]:
+    """FP8 operands with their descales (batch, kv_heads), 1 where there is none; q's serve a group of heads."""
+
+    def made(data: Tensor, descale: Descale) -> Fp8Tensor:
+        heads = data.shape[-2]
+        if descale is None:
+            scale = torch.ones(1, 1, 1, device=data.device).expand(batch, heads, 1)
+        else:
+            scale = descale.float().repeat_interleave(heads // descale.shape[1], 1)[..., None]
+        return Fp8Tensor(data, scale, "head", layout)
+
+    return made(q, q_descale), made(k, k_descale), made(v, v_descale)
 
 
 def _widened(

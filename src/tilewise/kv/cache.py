@@ -25,8 +25,10 @@ from torch import Tensor
 from tilewise.api import attention_paged
 from tilewise.cascade import SharedPrefix
 from tilewise.errors import InvalidProblem
+from tilewise.fp8.container import Fp8Tensor
 from tilewise.kv.book import CacheStats, PageBook, Step, require_sizes
 from tilewise.kv.groups import find_groups
+from tilewise.kv.quantised import SOURCES, as_container, copy_quantised, new_scales, write_quantised
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
 from tilewise.kv.writing import copy_pages, write_rows
 
@@ -44,7 +46,8 @@ class PagedKVCache:
     A request is a number that `add` returns. Pages are taken when tokens come and go back when the request is freed;
     full pages of equal prefixes are stored once; `fork` shares all pages and copies one when it is written to. Every
     method either does all it is asked or raises (`InvalidProblem`, `OutOfPages`) and leaves the cache as it was.
-    `max_seqlen` bounds a request (default: the whole pool), `head_dim_v` is `head_dim` unless given.
+    `max_seqlen` bounds a request (default: the whole pool), `head_dim_v` is `head_dim` unless given. With
+    `dtype=torch.float8_e4m3fn` rows are quantised as they are appended, one scale for each (page, head).
 
         >>> cache = PagedKVCache(8, 4, 1, 2, 16, dtype=torch.float32, device="cpu")
         >>> request = cache.add([1, 2, 3, 4, 5])
@@ -75,6 +78,11 @@ class PagedKVCache:
         shape = (num_layers, num_pages, page_size, num_kv_heads)
         self.k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
         self.v = torch.empty((*shape, width_v), dtype=dtype, device=device)
+        # Of e4m3 pages: one for each (layer, page, head).
+        self._scales: tuple[Tensor, Tensor] | None = None
+        if dtype == torch.float8_e4m3fn:
+            k_scale, v_scale = (new_scales(num_layers, num_pages, num_kv_heads, self.device) for _ in range(2))
+            self._scales = k_scale, v_scale
         self._tables: Tables = (HostTables if self.device.type == "cpu" else StagedTables)(self.book, self.device)
         self._step: Step | None = None
         self._batch: BatchTables | None = None
@@ -154,7 +162,11 @@ class PagedKVCache:
         k_pages, v_pages = self.pages(layer)
         for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
             self._check_rows(name, new, pages, len(batch.slots))
-        write_rows(k, v, k_pages, v_pages, batch.slots)
+        if self._scales is None:
+            write_rows(k, v, k_pages, v_pages, batch.slots)
+        else:
+            for rows, pages, scale in zip((k, v), (k_pages, v_pages), self._scales, strict=True):
+                write_quantised(rows, pages, scale[layer], batch.slots)
         self._written.add(layer)
         if len(self._written) == len(self.k):
             self.book.commit()
@@ -165,7 +177,7 @@ class PagedKVCache:
         Takes its flags and returns what it returns. A prefix that several requests share is attended once where that
         pays: `explain` says so.
         """
-        k_pages, v_pages = self.pages(layer)
+        k_pages, v_pages = self.attended(layer)
         return attention_paged(
             q, k_pages, v_pages, self.block_table(), self.seqlens(), causal=causal, **self._batch_flags(), **flags
         )
@@ -174,7 +186,7 @@ class PagedKVCache:
         """What `attention` would do with the step."""
         from tilewise.plan import explain
 
-        k_pages, v_pages = self.pages(layer)
+        k_pages, v_pages = self.attended(layer)
         batch = {"block_table": self.block_table(), "seqlens_k": self.seqlens()} | self._batch_flags()
         return explain(q, k_pages, v_pages, causal=causal, **batch, **flags)
 
@@ -195,6 +207,14 @@ class PagedKVCache:
         if not 0 <= layer < len(self.k):
             raise InvalidProblem("layer", f"between 0 and {len(self.k) - 1}", layer, "Layers are counted from 0.")
         return self.k[layer], self.v[layer]
+
+    def attended(self, layer: int = 0) -> tuple[Tensor | Fp8Tensor, Tensor | Fp8Tensor]:
+        """K and V of a layer as `attention_paged` takes them: e4m3 pages with their scales."""
+        k_pages, v_pages = self.pages(layer)
+        if self._scales is None:
+            return k_pages, v_pages
+        k_scale, v_scale = self._scales
+        return as_container(k_pages, k_scale[layer]), as_container(v_pages, v_scale[layer])
 
     def block_table(self) -> Tensor:
         """int32 (batch, columns) on the device: the pages of the step's requests."""
@@ -270,15 +290,22 @@ class PagedKVCache:
         if tuple(new.shape) != expected:
             fix = "Pack the rows of the step's requests in their order."
             raise InvalidProblem(name, f"shape {expected}", tuple(new.shape), fix)
-        for what, mine, theirs in (("dtype", pages.dtype, new.dtype), ("device", pages.device, new.device)):
+        if self._scales is not None and new.dtype not in SOURCES:
+            raise InvalidProblem(name, "float32, bfloat16 or float16, to be quantised", new.dtype, "Convert it first.")
+        dtype = pages.dtype if self._scales is None else new.dtype
+        for what, mine, theirs in (("dtype", dtype, new.dtype), ("device", pages.device, new.device)):
             if mine != theirs:
                 raise InvalidProblem(name, f"{what} {mine} as the cache has", theirs, f"Convert it with .to({mine}).")
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         there = torch.tensor(copies, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         source, target = there.to(self.device, non_blocking=True).unbind(1)
-        for pages in (self.k, self.v):
-            copy_pages(pages, source, target)
+        if self._scales is None:
+            for pages in (self.k, self.v):
+                copy_pages(pages, source, target)
+            return
+        for pages, scale in zip((self.k, self.v), self._scales, strict=True):
+            copy_quantised(pages, scale, source, target)
 
 
 def _listed(tokens: Tokens) -> Sequence[int]:

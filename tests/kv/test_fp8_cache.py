@@ -1,0 +1,98 @@
+"""A paged cache in e4m3: what is appended comes back to within e4m3's rounding, whatever order it came in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import InvalidProblem
+from tilewise.kv.quantised import new_scales, write_quantised
+
+HEADS, DIM = 2, 16
+
+
+def make(dtype: torch.dtype = torch.float8_e4m3fn, num_pages: int = 16) -> tw.PagedKVCache:
+    return tw.PagedKVCache(num_pages, 4, 1, HEADS, DIM, dtype=dtype, device="cpu")
+
+
+def rows(count: int, seed: int, size: float = 1.0) -> torch.Tensor:
+    return size * torch.randn(count, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def decoded(pages: torch.Tensor, scale: torch.Tensor, count: int) -> torch.Tensor:
+    return (pages.float() * scale[:, None, :, None]).flatten(0, 1)[:count]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 14])
+def test_rows_come_back_however_they_were_appended(chunk: int) -> None:
+    k = rows(14, 0)
+    k[9] *= 100.0
+    pages, scale = (
+        torch.empty(4, 4, HEADS, DIM, dtype=torch.float8_e4m3fn),
+        new_scales(1, 4, HEADS, torch.device("cpu"))[0],
+    )
+    for begin in range(0, 14, chunk):
+        write_quantised(k[begin : begin + chunk], pages, scale, torch.arange(begin, min(begin + chunk, 14)))
+    exact = k[:14]
+    # Half a step of 1/8 of the value, or of the smallest normal number of the page's scale.
+    least = scale.repeat_interleave(4, 0)[:14, :, None] * 2.0**-6
+    error = (decoded(pages, scale, 14) - exact).abs()
+    assert bool((error <= torch.maximum(exact.abs(), least) / 16 + least / 8).all())
+    assert bool((torch.frexp(scale)[0] == 0.5).all())
+
+
+def test_a_page_that_is_taken_again_starts_its_scale_anew() -> None:
+    pages, scale = (
+        torch.empty(1, 4, HEADS, DIM, dtype=torch.float8_e4m3fn),
+        new_scales(1, 1, HEADS, torch.device("cpu"))[0],
+    )
+    write_quantised(rows(4, 0, 1e4), pages, scale, torch.arange(4))
+    large = scale.clone()
+    write_quantised(rows(2, 1), pages, scale, torch.arange(2))
+    assert bool((scale < large / 1000).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_that_of_the_cached_values(dtype: torch.dtype) -> None:
+    cache, plain = make(), make(dtype)
+    shared = list(range(8))
+    for step_cache in (cache, plain):
+        step_cache.requests = [step_cache.add([*shared, 50, 51]), step_cache.add([*shared, 60])]  # type: ignore[attr-defined]
+    for count in (None, [[70], [71]]):
+        for c in (cache, plain):
+            ids = None if count is None else [70, 71]
+            total = c.step(c.requests, tokens=ids)  # type: ignore[attr-defined]
+            c.append(rows(total, 1).to(dtype), rows(total, 2).to(dtype))
+        q = torch.randn(total, 4, DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
+        got, expected = cache.attention(q), plain.attention(q)
+        assert got.dtype == dtype
+        assert float((got.float() - expected.float()).abs().max()) < 0.2
+        k_pages, v_pages = cache.attended()
+        exact = tw.attention_paged(
+            q.double(), k_pages.dequantize().double(), v_pages.dequantize().double(), cache.block_table(),
+            cache.seqlens(), cu_seqlens_q=cache.cu_seqlens_q(), causal=True, backend="reference",
+        )  # fmt: skip
+        assert float((got.double() - exact).abs().max()) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_forks_copy_scales_with_their_pages() -> None:
+    cache = make()
+    first = cache.add([1, 2, 3, 4, 5])
+    cache.append(rows(cache.step([first]), 0), rows(5, 1))
+    second = cache.fork(first)
+    total = cache.step([first, second], tokens=[6, 7])
+    new = torch.stack([rows(1, 5)[0], 1000 * rows(1, 6)[0]])
+    cache.append(new, new)
+    out = cache.attention(torch.zeros(total, HEADS, DIM))
+    mean = (rows(5, 1).sum(0) + rows(1, 5)[0]) / 6
+    assert float((out[0] - mean).abs().max()) < 0.1
+
+
+def test_half_the_memory_and_refusals() -> None:
+    small, large = make(), make(torch.bfloat16)
+    assert 2 * small.k.nbytes == large.k.nbytes
+    request = small.add([1])
+    small.step([request])
+    with pytest.raises(InvalidProblem, match="to be quantised"):
+        small.append(rows(1, 0).to(torch.float8_e4m3fn), rows(1, 0))
