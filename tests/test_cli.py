@@ -76,6 +76,9 @@ def test_the_bare_command_lists_every_command() -> None:
         (("--dropout", "1.5"), "error: dropout: expected a probability"),
         (("--backend", "magic"), "error: backend: expected 'auto' or one of"),
         (("--head-dim", "1000"), "error: head_dim: expected at most 512"),
+        (("--batch", "1000000000000"), "error: sizes: expected a tensor of less than 2^63 bytes"),
+        (("--batch", "9" * 30), "error: sizes: expected a tensor of less than 2^63 bytes"),
+        (("--plot", "plan.png"), "error: plot: expected a name that ends in .svg, got plan.png"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_and_status_2(arguments: tuple[str, ...], message: str) -> None:
@@ -84,6 +87,19 @@ def test_bad_input_is_one_line_on_stderr_and_status_2(arguments: tuple[str, ...]
     assert result.stdout == ""
     assert result.stderr.startswith(message)
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["-5", "1e6", "", "17M", "9" * 30, "k", "²", "nan"])
+@pytest.mark.parametrize("option", ["--seqlen", "--seqlen-q", "--seqlen-k"])
+def test_lengths_that_are_none_are_refused_at_once(option: str, text: str) -> None:
+    result = invoke("explain", f"{option}={text}")
+    assert result.exit_code == 2
+    assert "up to 16M" in " ".join(result.stderr.split())
+
+
+def test_lengths_have_units() -> None:
+    found = json.loads(invoke("explain", "--seqlen-q", "1", "--seqlen-k", "16M", "--device", "h200", "--json").stdout)
+    assert (found["problem"]["seqlen_q"], found["problem"]["seqlen_k"]) == (1, 1 << 24)
 
 
 def test_nonsense_is_refused_by_the_parser() -> None:

@@ -125,7 +125,7 @@ def test_explain_draws_into_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--plot", "plan.png"), "error: plot: expected a file name that ends in .svg, got plan.png"),
+        (("--plot", "plan.png"), "error: plot: expected a name that ends in .svg, got plan.png"),
         (("--plot", "/dev/null/plan.svg"), "error: plot: expected a file that can be written"),
         (("--plot", "plan.svg", "--seqlen", "0"), "error: plot: expected a problem with work to do"),
     ],

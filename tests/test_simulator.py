@@ -199,7 +199,9 @@ def test_simulated_work_is_the_closed_form(work: Workload) -> None:
         assert counts.flops == cost.forward_flops(scores, *dims)
     backward = count(schedule("backward", work))
     assert (backward.scores, backward.flops) == (scores, cost.backward_flops(scores, *dims))
-    assert count(schedule("naive", work)).flops == cost.forward_flops(work.seqlen_q * work.seqlen_k, *dims)
+    pairs = work.seqlen_q * work.seqlen_k
+    assert count(schedule("naive", work)).flops == cost.forward_flops(pairs, *dims)
+    assert count(schedule("naive_backward", work)).flops == cost.naive_backward_flops(pairs, *dims)
 
 
 @FEW

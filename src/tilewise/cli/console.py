@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["JsonOption", "Step", "print_error", "print_json", "progress"]
+from tilewise import figures, outputs
+from tilewise.errors import InvalidProblem
+
+__all__ = ["JsonOption", "Step", "check_plot", "print_error", "print_json", "progress"]
 
 JSON_KEY = "tilewise.json"
 
@@ -39,6 +43,14 @@ def print_error(context: Any, error: Exception) -> None:
         print_json({"error": str(error)})
     else:
         typer.echo(f"error: {error}", err=True)
+
+
+def check_plot(path: Path) -> None:
+    """Before the work, not after it: refuses what is no SVG, cannot be written, or cannot be drawn here."""
+    if path.suffix.lower() != ".svg":
+        raise InvalidProblem("plot", "a name that ends in .svg", str(path), "The picture is an SVG.")
+    outputs.ensure_writable(path, "plot")
+    figures.require()
 
 
 @contextlib.contextmanager

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import enum
+import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from torch import Tensor
 
-from tilewise.cli.console import JsonOption, print_json
+from tilewise.cli.console import JsonOption, check_plot, print_json
 from tilewise.device import DEVICES
 from tilewise.errors import InvalidProblem
 from tilewise.plan import explain
@@ -18,6 +19,9 @@ from tilewise.plan.plots import write_plot
 from tilewise.validation.flags import Window
 
 __all__ = ["EXAMPLE", "command"]
+
+# Every tile of queries is counted: 16M tokens take four seconds.
+LONGEST = 1 << 24
 
 EXAMPLE = "tilewise explain --seqlen 8192 --heads 32 --kv-heads 8 --causal --backward --device h200"
 
@@ -46,8 +50,8 @@ def command(
     *,
     batch: Annotated[int, typer.Option(min=0, help="Sequences.")] = 1,
     seqlen: Annotated[int, typer.Option(parser=length, metavar="N", help="Queries and keys; 128k, 1M.")] = 4096,
-    seqlen_q: Annotated[int | None, typer.Option(min=0, help="Queries, where not --seqlen.")] = None,
-    seqlen_k: Annotated[int | None, typer.Option(min=0, help="Keys, where not --seqlen.")] = None,
+    seqlen_q: Annotated[int | None, typer.Option(parser=length, metavar="N", help="Queries alone.")] = None,
+    seqlen_k: Annotated[int | None, typer.Option(parser=length, metavar="N", help="Keys alone.")] = None,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="K/V heads; fewer share (GQA).")] = None,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 128,
@@ -74,6 +78,8 @@ def command(
 
     The exit status is 1 where no backend takes the problem.
     """
+    if plot is not None:
+        check_plot(plot)
     queries, keys = (seqlen if n is None else n for n in (seqlen_q, seqlen_k))
     shared = kv_heads or heads
     like = dtype.torch_dtype
@@ -118,17 +124,21 @@ def command(
 
 
 def length(text: str | int) -> int:
-    """A number of tokens: 4096, 128k or 1M, in units of 1024."""
+    """A number of tokens: 4096, 128k or 1M, in units of 1024; at most 16M."""
     digits, unit = (
         (text, "") if isinstance(text, int) else (text[:-1], text[-1:]) if text[-1:].isalpha() else (text, "")
     )
     scale = {"": 1, "k": 1 << 10, "m": 1 << 20}.get(unit.lower())
-    if scale is None or not str(digits).isdecimal():
-        raise InvalidProblem("--seqlen", "a number of tokens such as 4096, 128k or 1M", repr(text), "k is 1024.")
+    # Nine digits and 1024^2 stay far below what a machine integer holds.
+    if scale is None or not str(digits).isdecimal() or len(str(digits)) > 9 or int(digits) * scale > LONGEST:
+        raise typer.BadParameter(f"expected a number of tokens such as 4096, 128k or 1M, up to 16M, got {text!r}.")
     return int(digits) * scale
 
 
-def _meta(*shape: int, dtype: Any) -> Tensor:
+def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    if math.prod(shape) * dtype.itemsize >= 1 << 63:
+        fix = "Choose a smaller batch or fewer heads."
+        raise InvalidProblem("sizes", "a tensor of less than 2^63 bytes", " x ".join(map(str, shape)), fix)
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

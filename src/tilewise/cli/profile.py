@@ -15,7 +15,7 @@ from rich.table import Table
 
 from tilewise import figures, outputs
 from tilewise.cli import profiling
-from tilewise.cli.console import JsonOption, print_json, progress
+from tilewise.cli.console import JsonOption, check_plot, print_json, progress
 from tilewise.cli.explain import DType
 from tilewise.cli.profiling import CATEGORIES, Profile, Side, Sizes
 from tilewise.errors import InvalidProblem
@@ -89,10 +89,7 @@ def _check_outputs(trace: Path, plot: Path | None) -> None:
         raise InvalidProblem("trace", "a name that ends in .json or .json.gz", str(trace), "Name it so.")
     outputs.ensure_writable(trace, "trace")
     if plot is not None:
-        if plot.suffix.lower() != ".svg":
-            raise InvalidProblem("plot", "a name that ends in .svg", str(plot), "The picture is an SVG.")
-        outputs.ensure_writable(plot, "plot")
-        figures.require()
+        check_plot(plot)
 
 
 def _as_dict(found: Profile, sizes: Sizes, trace: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ __all__ = [
     "fast_memory_bytes",
     "forward_flops",
     "naive_backward",
+    "naive_backward_flops",
     "naive_forward",
     "naive_matmul",
     "score_matrix_bytes",
@@ -100,6 +101,11 @@ def forward_flops(pairs: int, head_dim: int, head_dim_v: int) -> int:
 def backward_flops(pairs: int, head_dim: int, head_dim_v: int) -> int:
     """S again, dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q: 2.5 times the forward where V is as wide as K."""
     return 2 * pairs * (3 * head_dim + 2 * head_dim_v)
+
+
+def naive_backward_flops(pairs: int, head_dim: int, head_dim_v: int) -> int:
+    """dV, dP, dQ, dK on a stored P, which saves the product that the tiled backward repeats."""
+    return 2 * pairs * (2 * head_dim + 2 * head_dim_v)
 
 
 def naive_forward(band: Band, head_dim: int, head_dim_v: int) -> Traffic:

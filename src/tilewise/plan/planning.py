@@ -142,8 +142,7 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -
     materialises = backend in (None, "reference")
     shape = TEXTBOOK_TILE if backend is None or materialises else dispatch.load(backend).tile_shape(problem, spec)
     grid = TileGrid(*shape)
-    lengths = _lengths(problem, operands if readable else None)
-    bands = Counter(Band(*pair, *problem.band) for pair in lengths)
+    bands = _bands(problem, operands if readable else None)
     rated = devices.measured_cpu() if spec == devices.this_cpu() else spec
     pairs = sum(band.count_pairs() * times for band, times in bands.items()) * problem.num_heads
     dims = problem.head_dim, problem.head_dim_v
@@ -223,10 +222,15 @@ def _choose(
     return selection.backend.name, selection.rejected
 
 
-def _lengths(problem: AttentionProblem, operands: Operands | None) -> list[tuple[int, int]]:
-    """(seqlen_q, seqlen_k) of every sequence; unread, the fewest and longest that the bounds allow."""
+def _bands(problem: AttentionProblem, operands: Operands | None) -> Counter[Band]:
+    """The score matrices, and how many sequences have each."""
     if problem.kind == "dense":
-        return [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
+        return Counter({Band(problem.seqlen_q, problem.seqlen_k, *problem.band): problem.batch})
+    return Counter(Band(*pair, *problem.band) for pair in _lengths(problem, operands))
+
+
+def _lengths(problem: AttentionProblem, operands: Operands | None) -> list[tuple[int, int]]:
+    """(seqlen_q, seqlen_k) of every packed sequence; unread, the fewest and longest that the bounds allow."""
     if operands is None:
         queries = _longest_split(problem.total_q, problem.seqlen_q, problem.batch)
         if problem.kind == "paged":

@@ -87,7 +87,8 @@ def naive_work(problem: AttentionProblem, bands: Bands, memory: Memory, spec: De
     # Scores and probabilities side by side in the forward; P, dP and dS in the backward.
     matrices = 3 if problem.needs_grad else 2
     extra = memory.outputs + memory.gradients + matrices * scores * problem.dtype.itemsize
-    return _work(problem, spec, scores, traffic, moved, moved, extra)
+    flops = _flops(problem, scores, cost.naive_backward_flops)
+    return _work(problem, spec, flops, traffic, moved, moved, extra)
 
 
 def tiled_work(problem: AttentionProblem, bands: Bands, grid: TileGrid, memory: Memory, spec: DeviceSpec) -> Work:
@@ -104,14 +105,18 @@ def tiled_work(problem: AttentionProblem, bands: Bands, grid: TileGrid, memory: 
     from_memory = min(moved, _behind_cache(problem, bands, grid, spec))
     delta = problem.total_q * problem.num_heads * problem.accumulate_dtype.itemsize if problem.needs_grad else 0
     extra = memory.outputs + memory.gradients + delta
-    return _work(problem, spec, pairs, traffic, moved, from_memory, extra)
+    flops = _flops(problem, pairs, cost.backward_flops)
+    return _work(problem, spec, flops, traffic, moved, from_memory, extra)
+
+
+def _flops(problem: AttentionProblem, pairs: int, backward: Callable[[int, int, int], int]) -> int:
+    dims = problem.head_dim, problem.head_dim_v
+    return cost.forward_flops(pairs, *dims) + (backward(pairs, *dims) if problem.needs_grad else 0)
 
 
 def _work(
-    problem: AttentionProblem, spec: DeviceSpec, pairs: int, traffic: Traffic, moved: int, from_memory: int, extra: int
+    problem: AttentionProblem, spec: DeviceSpec, flops: int, traffic: Traffic, moved: int, from_memory: int, extra: int
 ) -> Work:
-    dims = problem.head_dim, problem.head_dim_v
-    flops = cost.forward_flops(pairs, *dims) + (cost.backward_flops(pairs, *dims) if problem.needs_grad else 0)
     rate = spec.flops.get(problem.dtype)
     if rate is None or spec.bandwidth <= 0:
         return Work(flops, traffic, moved, from_memory, extra, None, None)

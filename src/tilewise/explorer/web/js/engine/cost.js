@@ -103,6 +103,11 @@ export function backwardFlops(pairs, d, dv) {
   return 2 * pairs * (3 * d + 2 * dv);
 }
 
+/** P is stored: one product less. @param {number} pairs @param {number} d @param {number} dv */
+export function naiveBackwardFlops(pairs, d, dv) {
+  return 2 * pairs * (2 * d + 2 * dv);
+}
+
 /** Bytes of one materialised score matrix. @param {number} n @param {number} itemsize */
 export function scoreMatrixBytes(n, itemsize) {
   return n * n * itemsize;
@@ -163,7 +168,7 @@ function naiveWork(problem, band, memory, device) {
   const moved = bytes(problem, traffic);
   const matrices = problem.needsGrad ? 3 : 2;
   const extra = memory.outputs + memory.gradients + matrices * scores * ITEMSIZE[problem.dtype];
-  return work(problem, device, scores, traffic, moved, moved, extra);
+  return work(problem, device, flopsOf(problem, scores, naiveBackwardFlops), traffic, moved, moved, extra);
 }
 
 /**
@@ -178,16 +183,24 @@ function tiledWork(problem, band, grid, memory, device) {
   const fromMemory = Math.min(moved, behindCache(problem, band, grid, device));
   const delta = problem.needsGrad ? heads * problem.seqlenQ * WIDE : 0;
   const extra = memory.outputs + memory.gradients + delta;
-  return work(problem, device, band.countPairs() * heads, traffic, moved, fromMemory, extra);
+  const flops = flopsOf(problem, band.countPairs() * heads, backwardFlops);
+  return work(problem, device, flops, traffic, moved, fromMemory, extra);
 }
 
 /**
- * @param {Problem} problem @param {Device} device @param {number} pairs @param {Traffic} traffic
+ * @param {Problem} problem @param {number} pairs
+ * @param {(pairs: number, d: number, dv: number) => number} backward
+ */
+function flopsOf(problem, pairs, backward) {
+  const { headDim: d, headDimV: dv } = problem;
+  return forwardFlops(pairs, d, dv) + (problem.needsGrad ? backward(pairs, d, dv) : 0);
+}
+
+/**
+ * @param {Problem} problem @param {Device} device @param {number} flops @param {Traffic} traffic
  * @param {number} moved @param {number} fromMemory @param {number} extra @returns {Work}
  */
-function work(problem, device, pairs, traffic, moved, fromMemory, extra) {
-  const { headDim: d, headDimV: dv } = problem;
-  const flops = forwardFlops(pairs, d, dv) + (problem.needsGrad ? backwardFlops(pairs, d, dv) : 0);
+function work(problem, device, flops, traffic, moved, fromMemory, extra) {
   const rate = device.flops[problem.dtype];
   const known = rate !== undefined && device.bandwidth > 0;
   const [compute, memory] = [flops / rate, fromMemory / device.bandwidth];
