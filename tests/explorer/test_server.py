@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,27 @@ def test_both_names_of_this_machine_are_answered(server: ExplorerServer) -> None
 def test_other_pages_cannot_ask(server: ExplorerServer) -> None:
     assert plan(server, QUESTION, origin="http://evil.example").status == 403
     assert plan(server, QUESTION, origin=server.url.rstrip("/")).status == 200
+
+
+@pytest.mark.parametrize("leave_early", [False, True])
+def test_the_terminal_stays_silent(
+    server: ExplorerServer, capfd: pytest.CaptureFixture[str], leave_early: bool
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        host = f"Host: 127.0.0.1:{server.port}\r\n"
+        if leave_early:
+            # Closed with an answer unread, a socket is reset.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall((f"GET / HTTP/1.1\r\n{host}\r\n" * 200).encode())
+        else:
+            client.sendall(f"GET http://[x HTTP/1.1\r\n{host}\r\n".encode())
+            assert client.recv(100).startswith(b"HTTP/1.1 404")
+    assert ask(server, "GET", "/").status == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_an_endless_content_length_is_refused(server: ExplorerServer) -> None:
+    assert plan(server, QUESTION, content_length="9" * 5000).status == 413
 
 
 # --- files

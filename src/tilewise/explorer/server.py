@@ -8,9 +8,9 @@ import http.server
 import json
 import re
 import socketserver
+import sys
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import urlsplit
 
 from tilewise.errors import InvalidProblem, TilewiseError
 from tilewise.explorer.page import assets, served_page
@@ -44,6 +44,11 @@ class ExplorerServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
         except (OSError, OverflowError) as error:
             fix = "Choose another port; 0 takes any that is free."
             raise InvalidProblem("port", "one that is free", f"{port} ({error})", fix) from error
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away in the middle of an answer is no error; anything else is shown."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def port(self) -> int:
@@ -126,21 +131,26 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if origin is not None and origin not in {f"http://{host}" for host in self.server.hosts}:
             raise _Refusal(HTTPStatus.FORBIDDEN, "This server answers to its own page only.")
 
+    def _path(self) -> str:
+        """What is asked for, literally: a path is looked up, never resolved."""
+        return self.path.partition("?")[0]
+
     def _file(self) -> tuple[str, bytes]:
-        reply = self.server.replies.get(urlsplit(self.path).path)
+        reply = self.server.replies.get(self._path())
         if reply is None:
             raise _Refusal(HTTPStatus.NOT_FOUND, "There is no such file.")
         return reply
 
     def _plan(self) -> tuple[str, bytes]:
-        if urlsplit(self.path).path != "/api/plan":
+        if self._path() != "/api/plan":
             raise _Refusal(HTTPStatus.NOT_FOUND, "Questions go to /api/plan.")
         if self.headers.get_content_type() != "application/json":
             raise _Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "A question is sent as application/json.")
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
             raise _Refusal(HTTPStatus.LENGTH_REQUIRED, "A question comes with its Content-Length.")
-        if int(length) > LONGEST_QUESTION:
+        # Digits first: Python refuses to read a number of thousands of them.
+        if len(length) > len(str(LONGEST_QUESTION)) or int(length) > LONGEST_QUESTION:
             raise _Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"A question has at most {LONGEST_QUESTION} bytes.")
         return _as_json(plan_of(question_of(_parsed(self.rfile.read(int(length))))).to_dict())
 
