@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import cascade
-from tilewise.kv.tables import StagedTables, round_columns
+from tilewise.kv.tables import HostTables, StagedTables, Tables, round_columns
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS = 4, 2, 16, 24, 2
 Rows = tuple[Tensor, Tensor]
@@ -244,6 +245,60 @@ def tw_groups(cache: tw.PagedKVCache) -> Any:
 
     assert cache._step is not None
     return find_groups(cache.book.table, cache._step.rows, cache._step.before // cache.book.page_size)
+
+
+def random_step(shadow: Shadow, rng: random.Random, live: list[int]) -> bool:
+    """Chunks of prompts and single tokens of some requests, checked; False if the pages did not suffice."""
+    cache = shadow.cache
+    batch = [r for r in rng.sample(live, min(len(live), 8)) if cache.pending(r) or cache.length(r) < 12 * PAGE]
+    counts = [rng.randint(1, max(1, cache.pending(request))) for request in batch]
+    ids = {request: rng.randrange(2) for request in batch if not cache.pending(request)}
+    known = {request: list(shadow.tokens[request]) for request in batch}
+    try:
+        shadow.step(batch, ids, counts=counts)
+    except tw.OutOfPages:
+        shadow.tokens |= known
+        return False
+    if batch:
+        q = torch.randn(sum(counts), HEADS, DIM)
+        for layer in range(LAYERS):
+            rows = [shadow.rows(request, layer) for request in batch]
+            dense, _ = dense_attention(q, rows, counts, torch.float32)
+            torch.testing.assert_close(cache.attention(q, layer=layer), dense)
+    return True
+
+
+PAGE = 3
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("tables", [HostTables, StagedTables])
+def test_random_lives_equal_dense_attention(tables: type[Tables]) -> None:
+    """Forks, truncated requests, equal prompts and evictions: every layer's pages hold what their requests wrote."""
+    rng, shadow = random.Random(1), Shadow(PAGE, torch.float32, num_pages=40, max_seqlen=12 * PAGE)
+    cache, shared = shadow.cache, 0
+    cache._tables = tables(cache.book, cache.device)
+    for _ in range(80):
+        live, choice = list(shadow.tokens), rng.random()
+        request = rng.choice(live) if live else shadow.add([0])
+        if choice < 0.2:
+            shadow.add([rng.randrange(2) for _ in range(rng.randint(1, 6 * PAGE))])
+        elif choice < 0.3:
+            shadow.fork(request)
+        elif choice < 0.36:
+            length = rng.randint(0, cache.length(request))
+            cache.truncate(request, length)
+            del shadow.tokens[request][length:]
+        elif choice < 0.5 or not random_step(shadow, rng, list(shadow.tokens)):
+            cache.free(request)
+            del shadow.tokens[request]
+        else:
+            shared += cache.shared_prefix() is not None
+    for request in shadow.tokens:
+        cache.free(request)
+    stats = cache.stats()
+    assert cache.available_pages() == stats.num_pages
+    assert min(shared, stats.copies, stats.evictions, stats.hit_tokens) > 0
 
 
 def test_tables_ask_for_few_different_sizes() -> None:
