@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,14 @@ def test_profile_tells_where_the_time_goes(flags: tuple[str, ...], tmp_path: Pat
     for label in ("naive", "naive.scores", "naive.softmax", "naive.values", f"tilewise.attention [{backend}]"):
         assert names.count(label) == 2
     assert ("naive.backward" in names) == ("--backward" in flags)
+
+
+def test_profile_says_nothing_but_what_it_wrote(tmp_path: Path) -> None:
+    # In a process of its own: torch's profiler decides how much it prints when it first starts.
+    trace = tmp_path / "run.json"
+    command = [sys.executable, "-m", "tilewise", "profile", *TINY, "--trace", str(trace)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == f"written: {trace}\n"
 
 
 def test_profile_prints_a_table_and_draws_it(tmp_path: Path) -> None:

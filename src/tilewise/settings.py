@@ -18,7 +18,10 @@ from typing import Any
 
 from tilewise.errors import InvalidProblem
 
-__all__ = ["Settings", "current", "overridden", "read"]
+__all__ = ["Settings", "current", "overridden", "quiet_profiler", "read"]
+
+# torch's profiler reads it when it first starts; 6 is above its levels (errors are 4, its two lines a run are 5).
+PROFILER_LEVEL = "KINETO_LOG_LEVEL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +63,16 @@ def overridden(**changes: Any) -> Iterator[Settings]:
         yield _current
     finally:
         _current = before
+
+
+@contextlib.contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Within the block torch's profiler starts without lines of its own on stderr, unless the user chose a level."""
+    chosen = PROFILER_LEVEL in os.environ
+    if not chosen:
+        os.environ[PROFILER_LEVEL] = "6"
+    try:
+        yield
+    finally:
+        if not chosen:
+            os.environ.pop(PROFILER_LEVEL, None)
