@@ -46,6 +46,10 @@ def test_every_view_loads_and_fits_a_phone(open_page: Any) -> None:
         if view == "problem":
             expect(page.locator("[data-fact=backend]")).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, view
+        if view in ("traffic", "backward", "problem"):
+            # Tables to compare: no column is hidden behind a scroll.
+            hidden = "all => all.filter(one => one.scrollWidth > one.clientWidth).length"
+            assert page.locator(".table-scroll").evaluate_all(hidden) == 0, view
         fields = page.locator("main input, main select, main textarea")
         nameless = "all => all.filter(one => !one.labels?.length && !one.ariaLabel).length"
         assert fields.evaluate_all(nameless) == 0, view
