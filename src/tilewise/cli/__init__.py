@@ -16,7 +16,7 @@ from tilewise.version import __version__
 __all__ = ["COMMANDS", "build_app"]
 
 # Modules of this package, in the order of the help page.
-COMMANDS = ("doctor", "demo", "explain", "explore", "profile", "bench", "warmup")
+COMMANDS = ("doctor", "demo", "explain", "explore", "profile", "accuracy", "bench", "warmup")
 
 HELP = """Exact, IO-aware attention on CPUs and GPUs.
 

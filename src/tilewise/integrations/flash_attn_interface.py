@@ -2,9 +2,9 @@
 
 Tensors as in FA2. `num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata` tune FA3's own kernels: they are
 accepted and change nothing, results do not depend on them. FP8 (e4m3) inputs with their descales run as tilewise's own
-FP8, widened to bf16 only beside `attention_chunk` or `seqused_*`, and give bf16 out, as in FA3; descales of other dtypes
-are ignored, as in FA3. `qv` adds qv.v to the scores by lengthening the keys, so head_dim + head_dim_v may be at most
-512. `attention_chunk` and `seqused_*` are exact and have gradients.
+FP8, widened to bf16 only beside `attention_chunk` or `seqused_*`, and give bf16 out, as in FA3; descales of other
+dtypes are ignored, as in FA3. `qv` adds qv.v to the scores by lengthening the keys, so head_dim + head_dim_v may be at
+most 512. `attention_chunk` and `seqused_*` are exact and have gradients.
 """
 
 from __future__ import annotations
