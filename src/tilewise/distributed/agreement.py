@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections import OrderedDict
 from typing import NoReturn
 from weakref import WeakKeyDictionary
 
@@ -22,22 +23,33 @@ __all__ = ["Description", "agree", "refuse"]
 # What a rank was called with, by the names of the arguments; hashable, so that it is compared once.
 Description = tuple[tuple[str, str], ...]
 
+# Descriptions that a group remembers. Packed batches bring new documents, and so a new one, every step; the oldest are
+# forgotten in the order of the calls, which is the same on every rank.
+MAX_REMEMBERED = 1024
+
 # A rank whose arguments are wrong in themselves tells its peers under this name.
 FAILED = "arguments"
 
 
 @functools.cache
-def _agreed() -> WeakKeyDictionary[Group, set[Description]]:
-    """What each group has agreed on; weakly, because a group that outlives the interpreter's end aborts the process."""
+def _agreed() -> WeakKeyDictionary[Group, OrderedDict[int, None]]:
+    """The digests of what each group has agreed on; weakly, because a group that outlives the interpreter's end aborts
+    the process.
+    """
     return WeakKeyDictionary()
 
 
 def agree(description: Description, group: Group, where: torch.device) -> None:
     """Return if every rank of the group calls alike, else raise InvalidProblem on all of them; remembered."""
-    known = _agreed().setdefault(group, set())
-    if description not in known:
-        _compare(description, group, where)
-        known.add(description)
+    known = _agreed().setdefault(group, OrderedDict())
+    digest = _digest(description)
+    if digest in known:
+        known.move_to_end(digest)
+        return
+    _compare(description, group, where)
+    known[digest] = None
+    if len(known) > MAX_REMEMBERED:
+        known.popitem(last=False)
 
 
 def refuse(error: TilewiseError, group: Group, where: torch.device) -> NoReturn:
@@ -55,7 +67,7 @@ def _compare(description: Description, group: Group, where: torch.device) -> Non
     world = dist.get_world_size(group)
     if world == 1:
         return
-    digest = int.from_bytes(hashlib.blake2b(repr(description).encode(), digest_size=8).digest(), "big", signed=True)
+    digest = _digest(description)
     with failures_named("comparing the arguments of all ranks"):
         digests = all_gather(torch.tensor([digest], device=where), group).tolist()
         if len(set(digests)) == 1:
@@ -63,6 +75,10 @@ def _compare(description: Description, group: Group, where: torch.device) -> Non
         texts: list[Description] = [()] * world
         dist.all_gather_object(texts, description, group=group)
     raise _difference(texts)
+
+
+def _digest(description: Description) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(description).encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def _difference(texts: list[Description]) -> InvalidProblem:

@@ -116,6 +116,9 @@ def context_parallel_attention(
     if settings.method == "heads":
         out, lse = _by_heads(tensors, settings, group)
     else:
+        if cu_seqlens is not None and not torch.compiler.is_compiling():
+            # Read by the host in forward and backward: it stops once, or not at all where it came from the host.
+            tensors = tensors._replace(cu_seqlens=cu_seqlens.cpu())
         out, lse = context_parallel(tensors, settings)
     return (out, lse) if return_lse else out
 
@@ -196,11 +199,12 @@ def _best(tensors: Tensors, layout: str, causal: bool, world: int) -> str:
 
 def _by_heads(tensors: Tensors, settings: Settings, group: Group) -> tuple[Tensor, Tensor]:
     world = dist.get_world_size(group)
+    documents: tuple[int, ...] | None = None
     if not torch.compiler.is_compiling():
         try:
-            describe(tensors, settings, world)
+            documents = describe(tensors, settings, world)[0].documents
         except TilewiseError as error:
             refuse(error, group, tensors.q.device)
     rows = {"bhsd": 2, "bshd": 1, "packed": 0}[settings.layout]
     lengths = whole_lengths(settings, world, tensors.q.shape[rows], tensors.k.shape[rows])
-    return heads_attention(tensors, settings, group, lengths)
+    return heads_attention(tensors, settings, group, lengths, documents)

@@ -208,7 +208,7 @@ def _block(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> Block:
 
 def _packed_block(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> Block:
     assert piece.cu_seqlens is not None
-    cu_seqlens = _index_tensor(piece.cu_seqlens, q.device)
+    cu_seqlens = _index_tensor(piece.cu_seqlens, torch.int32, q.device)
     slopes = call.slopes
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[piece.document : piece.document + len(piece.cu_seqlens) - 1]
@@ -216,9 +216,12 @@ def _packed_block(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> 
     return Block(_problem(call, piece, operands), operands, None, 0)
 
 
-@functools.lru_cache(maxsize=256)
-def _index_tensor(values: tuple[int, ...], where: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=where)
+@functools.lru_cache(maxsize=1024)
+def _index_tensor(values: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> Tensor:
+    """Numbers of a piece on its device; by way of pinned memory, because a plain copy would stop the host."""
+    if where.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=where)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(where, non_blocking=True)
 
 
 def _tilt(
@@ -251,8 +254,8 @@ def _seed(call: Call, piece: Piece, hidden: int) -> Tensor | None:
     """The seed, followed by where the piece's random numbers are counted from: batch, head, row and key."""
     if call.seed is None or call.dropout == 0.0:
         return None
-    origin = [piece.document, call.head, piece.where.q0, piece.where.k0 - hidden]
-    return torch.cat([call.seed.reshape(1), torch.tensor(origin, dtype=torch.int64, device=call.seed.device)])
+    origin = (piece.document, call.head, piece.where.q0, piece.where.k0 - hidden)
+    return torch.cat([call.seed.reshape(1), _index_tensor(origin, torch.int64, call.seed.device)])
 
 
 def _problem(call: Call, piece: Piece, operands: Operands) -> AttentionProblem:

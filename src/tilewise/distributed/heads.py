@@ -6,6 +6,7 @@ Heads need not divide evenly; K/V heads that several ranks need are sent to each
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -50,9 +51,11 @@ def assign(rank: int, world: int, num_heads: int, num_kv_heads: int) -> Assignme
 
 
 def heads_attention(
-    tensors: Tensors, settings: Settings, group: Group, seqlens: tuple[int, int]
+    tensors: Tensors, settings: Settings, group: Group, seqlens: tuple[int, int], documents: tuple[int, ...] | None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's rows, by way of whole sequences; differentiable. `seqlens` leave out padding."""
+    """(out, lse) of this rank's rows, by way of whole sequences; differentiable. `seqlens` leave out padding;
+    `documents`, where known, are compared with the other ranks'.
+    """
     heads = heads_of(settings.layout)
     q, k, v = (heads(t) for t in tensors[:3])
     world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -61,7 +64,8 @@ def heads_attention(
         raise Unsupported(f"{reason}; method='ring' and method='all_gather' do not")
     every = [assign(r, world, q.shape[1], k.shape[1]) for r in range(world)]
     own = every[rank]
-    context = ", ".join(f"{name}={value}" for name, value in zip(COMPARED, settings, strict=False))
+    compared = [*zip(COMPARED, settings, strict=False), ("cu_seqlens", documents)]
+    context = ", ".join(f"{name}={value}" for name, value in compared)
     whole = [
         _to_sequences(
             t,
@@ -87,8 +91,7 @@ def _attention(whole: list[Tensor], tensors: Tensors, settings: Settings, own: A
     mine = slice(own.first, own.last)
     slopes, sinks, seed = tensors.alibi_slopes, tensors.sinks, tensors.seed
     if seed is not None:
-        origin = torch.tensor([0, own.first, 0, 0], dtype=torch.int64, device=seed.device)
-        seed = torch.cat([seed.reshape(1), origin])
+        seed = torch.cat([seed.reshape(1), seed.new_zeros(1), seed.new_full((1,), own.first), seed.new_zeros(2)])
     flags = Flags(
         causal=settings.causal, window_left=settings.window_left, window_right=settings.window_right,
         scale=settings.scale, softcap=settings.softcap, dropout=settings.dropout,
@@ -111,11 +114,20 @@ def _to_sequences(
 ) -> Tensor:
     """(batch, all heads, own rows, dim) to (batch, own heads, all tokens, dim)."""
     world, count = len(heads), len(heads[rank])
-    order = torch.tensor([head for some in heads for head in some], device=tensor.device)
-    sent = tensor.transpose(0, 1).index_select(0, order)
+    sent = _selected(tensor.transpose(0, 1), [head for some in heads for head in some])
     received = exchange_heads(sent, [len(some) for some in heads], [count] * world, settings.group, context)
     rows = received.unflatten(0, (world, count)).permute(2, 1, 0, 3, 4).flatten(2, 3)
     return in_order(rows, 2, world, settings.sharding).narrow(2, 0, seqlen)
+
+
+def _selected(tensor: Tensor, heads: list[int]) -> Tensor:
+    """Heads in this order: whole where it is their own, else by stretches, because an index tensor would be copied to
+    the device and stop the host.
+    """
+    if heads == list(range(tensor.shape[0])):
+        return tensor
+    cuts = [0, *(i for i in range(1, len(heads)) if heads[i] != heads[i - 1] + 1), len(heads)]
+    return torch.cat([tensor[heads[a] : heads[b - 1] + 1] for a, b in itertools.pairwise(cuts)])
 
 
 def _to_shards(tensor: Tensor, counts: list[int], rank: int, settings: Settings, rows: int, padding: float) -> Tensor:

@@ -215,9 +215,16 @@ def describe(tensors: Tensors, settings: Settings, world: int) -> tuple[Layout, 
     )  # fmt: skip
     call = Call(
         problem.scale, settings.softcap, settings.dropout, settings.deterministic, any(settings.grads),
-        settings.backend, layout.offset, packed, slopes, tensors.seed,
+        settings.backend, layout.offset, packed, slopes, _seed_there(tensors.seed, q.device),
     )  # fmt: skip
     return layout, call
+
+
+def _seed_there(seed: Tensor | None, where: torch.device) -> Tensor | None:
+    """A seed from the host where the pieces need it: a fill, which unlike a copy does not stop the host."""
+    if seed is None or seed.device == where or seed.device.type != "cpu":
+        return seed
+    return torch.full((), int(seed), dtype=torch.int64, device=where)
 
 
 def whole_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> tuple[int, int]:

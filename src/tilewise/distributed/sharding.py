@@ -124,15 +124,15 @@ def position_ids(
     group = group_of(mesh_or_group)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     _check_rows(rows, sharding)
-    whole = torch.arange(rows * world)
-    if cu_seqlens is not None:
-        borders = cu_seqlens.to(device="cpu", dtype=torch.int64)
-        document = torch.searchsorted(borders, whole, right=True) - 1
-        whole = whole - borders[document]
-    size = rows // chunks_per_rank(sharding)
     count = chunks_per_rank(sharding)
+    size = rows // count
     chunks = chunk_order(world, sharding)[rank * count : (rank + 1) * count]
-    return torch.cat([whole[chunk * size : (chunk + 1) * size] for chunk in chunks]).to(device or "cpu")
+    positions = torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device or "cpu") for chunk in chunks])
+    if cu_seqlens is None:
+        return positions
+    borders = cu_seqlens.to(device=positions.device, dtype=torch.int64)
+    document = torch.searchsorted(borders, positions, right=True) - 1
+    return positions - borders[document]
 
 
 def in_order(tensor: Tensor, dim: int, world: int, sharding: str) -> Tensor:
