@@ -336,6 +336,9 @@ BAD: dict[str, tuple[Callable[[tw.PagedKVCache], object], str]] = {
     "layer": (lambda c: c.append(rows_of(4), rows_of(4, DIM_V), layer=2), "layer: expected between 0 and 1"),
     "step before append": (lambda c: c.step([0]), r"every layer of the step before appended, got 2 missing"),
     "truncate before append": (lambda c: c.truncate(0, 1), "every layer of the step before appended"),
+    "attention before append": (
+        lambda c: c.attention(torch.zeros(4, HEADS, DIM)), "layer: expected one whose K and V of this step are appended"
+    ),
     "fork before append": (lambda c: c.fork(0), "every layer of the step before appended"),
     "float tokens": (lambda c: c.add(torch.ones(3)), "tokens: expected a 1-D tensor of ids"),
     "finished": (lambda c: c.fork(1), "1, which is finished"),

@@ -175,9 +175,13 @@ class PagedKVCache:
         """`attention_paged` of the step's queries (rows, num_heads, head_dim) to one layer of their requests' pages.
 
         Takes its flags and returns what it returns. A prefix that several requests share is attended once where that
-        pays: `explain` says so.
+        pays: `explain` says so. The step's K and V of the layer come first: see `append`.
         """
         k_pages, v_pages = self.attended(layer)
+        self._running()
+        if layer not in self._written:
+            fix = f"Call append(k, v, layer={layer}) before."
+            raise InvalidProblem("layer", "one whose K and V of this step are appended", layer, fix)
         return attention_paged(
             q, k_pages, v_pages, self.block_table(), self.seqlens(), causal=causal, **self._batch_flags(), **flags
         )
