@@ -58,7 +58,9 @@ def command(
 
 def _show(found: list[Measured], notes: dict[str, str], seqlen: int) -> None:
     console = Console()
-    table = Table(title=f"error against fp64, {seqlen} tokens", box=box.SIMPLE, title_justify="left")
+    table = Table(
+        title=f"error against fp64, {seqlen} tokens", box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0)
+    )
     table.add_column("q, k, v in", no_wrap=True)
     for name in notes:
         table.add_column(f"{name}\nRMSE", justify="right", no_wrap=True)
