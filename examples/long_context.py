@@ -30,11 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tilewise as tw
 from tilewise.distributed import context_parallel_attention, position_ids, shard
-from tilewise.nn import rotary_table, rotate
+from tilewise.nn import rotate
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 256
 IGNORED = -100
+ROTARY_BASE = 10000.0
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -89,8 +90,10 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Logits (batch, rows, 256) of tokens (batch, rows) that stand at these positions."""
-        table = rotary_table(int(positions.max()) + 1, self.setup.head_dim, device=tokens.device)
-        cos, sin = (t[positions] for t in table)
+        # Of this rank's positions only: a table of all of them would grow with the whole sequence.
+        pairs = torch.arange(0, self.setup.head_dim, 2, device=tokens.device)
+        angles = positions[:, None] * ROTARY_BASE ** (-pairs / self.setup.head_dim)
+        cos, sin = angles.cos(), angles.sin()
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, cos, sin, attend)
