@@ -335,7 +335,7 @@ def score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx, seql
         head_origin = tl.load(seed_ptr + 2).to(tl.int32)
         row_origin = tl.load(seed_ptr + 3).to(tl.int32)
         draw_origin = (tl.load(seed_ptr + 4) // 4).to(tl.int32)
-        seed = (seed, batch_origin, head_origin, row_origin, draw_origin)
+        seed = (seed, batch_origin, head_origin, row_origin, draw_origin)  # type: ignore[assignment]
     return slope, bias_rows, bias_stride, mask_rows, mask_stride, seed
 
 
