@@ -22,7 +22,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import device as devices
-from tilewise import fp8, validation
+from tilewise import fp8, settings, validation
 from tilewise.backends.gpu.launching import raw_views
 from tilewise.backends.hopper import fp8_launch
 from tilewise.backends.hopper.fp8_configs import Fp8Tile
@@ -252,7 +252,9 @@ def main() -> int:
     arguments = parser.parse_args()
     begin = time.monotonic()
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    results["failed"] = bits() + conformance()
+    results["failed"] = bits()
+    say(f"bits of the quantising kernel judged after {time.monotonic() - begin:.0f} s")
+    results["failed"] += conformance()
     say("\n".join(results["failed"]) or "all right")
     results["drift"] = drift()
     results["outliers"] = outliers()
@@ -268,4 +270,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with settings.overridden(unproven=True):
+        sys.exit(main())

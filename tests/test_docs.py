@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from tilewise.cli import build_app
 
 ROOT = Path(__file__).parent.parent
+# Commands that measure for long, wait for a browser or write files.
+LONG = ("demo", "bench", "explore", "profile")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md")])
 
 
@@ -33,7 +35,7 @@ def commands_of_the_readme() -> list[list[str]]:
     """The arguments of each `tilewise ...` line, without its comment and without those that measure for long."""
     (block,) = re.findall(r"## Command line\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     lines = [shlex.split(line, comments=True) for line in block.splitlines()]
-    return [words[1:] for words in lines if words[:1] == ["tilewise"] and words[1] not in ("demo", "bench", "explore")]
+    return [words[1:] for words in lines if words[:1] == ["tilewise"] and words[1] not in LONG]
 
 
 def test_the_readme_shows_commands() -> None:

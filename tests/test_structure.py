@@ -50,7 +50,7 @@ ARROWS: dict[str, set[str]] = {
     | {"api", "__init__", "plan", "dispatch", "backends", "bench", "validation"}
     | {"distributed", "explorer", "figures", "fp8"},
     "nn": {"api"},
-    "integrations": {"fp8", "api", "operands", "nn", "kv"},
+    "integrations": {"fp8", "api", "ops", "operands", "nn", "kv"},
     "__main__": {"cli"},
     "__init__": {"api", "kv", "plan"},
 }

@@ -20,7 +20,7 @@ from tilewise.errors import Unsupported
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 
-__all__ = ["attention"]
+__all__ = ["attention", "backward"]
 
 # The operands of each op; a question mark makes one optional.
 OPERANDS: dict[Kind, str] = {
@@ -91,7 +91,7 @@ class _EagerAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         # With create_graph=True the op is called, whose own autograd refuses second derivatives.
         if torch.is_grad_enabled():
-            return _gradients_of(ctx, dout, dlse, _call_backward_op)
+            return _gradients_of(ctx, dout, dlse, backward)
         return _gradients_of(ctx, dout, dlse, functools.partial(_run_backward, *ctx.chosen))
 
 
@@ -141,7 +141,7 @@ class _TransformedBackward(torch.autograd.Function):
         out, lse, dout, dlse, wanted, *tensors = rest
         return cast(
             "tuple[Tensor, ...]",
-            tuple(_call_backward_op(kind, Operands(*tensors), flags, out, lse, dout, dlse, wanted)),
+            tuple(backward(kind, Operands(*tensors), flags, out, lse, dout, dlse, wanted)),
         )
 
     @staticmethod
@@ -262,12 +262,12 @@ def _autograd(kind: Kind, ctx: Any, dout: Tensor | None, dlse: Tensor | None) ->
         wanted = Wanted(*(needs[name] for name in DIFFERENTIABLE))
         out, lse, *tensors = ctx.saved_tensors
         operands = Operands(**dict(zip(names, tensors, strict=True)))
-        gradients = _call_backward_op(kind, operands, Flags(*ctx.flags), out, lse, dout, dlse, wanted)
+        gradients = backward(kind, operands, Flags(*ctx.flags), out, lse, dout, dlse, wanted)
         result = {n: g for n, g, want in zip(DIFFERENTIABLE, gradients, wanted, strict=True) if want}
     return (*(result.get(name) for name in names), *(None for _ in ctx.flags))
 
 
-def _call_backward_op(
+def backward(
     kind: Kind,
     operands: Operands,
     flags: Flags,
@@ -277,6 +277,7 @@ def _call_backward_op(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
+    """The gradients of a saved forward, through the dispatcher; one that is not wanted is an empty tensor."""
     tensors = [getattr(operands, name) for name in _names(kind)]
     return Gradients(*_BACKWARD_OPS[kind](dout, dlse, out, lse, list(wanted), *tensors, *flags))
 

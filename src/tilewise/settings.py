@@ -5,6 +5,7 @@
 | `TILEWISE_BACKEND`      | `auto`  | backend used where a call says `backend="auto"`                    |
 | `TILEWISE_CHECK_VALUES` | `0`     | `1`: check index tensors on a GPU too (one synchronisation a call) |
 | `TILEWISE_CACHE_DIR`    | (user)  | where compiled kernels are kept                                    |
+| `TILEWISE_UNPROVEN`     | `0`     | `1`: take kernels that were never judged on the hardware they need |
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Settings:
     backend: str = "auto"
     check_values: bool = False
     cache_dir: Path | None = None
+    unproven: bool = False
 
 
 _current: Settings | None = None
@@ -38,11 +40,20 @@ _current: Settings | None = None
 
 def read(environ: Mapping[str, str]) -> Settings:
     """Settings from a mapping of variables; a value that makes no sense is an error, not a default."""
-    check = environ.get("TILEWISE_CHECK_VALUES", "0")
-    if check not in ("0", "1"):
-        raise InvalidProblem("TILEWISE_CHECK_VALUES", "0 or 1", repr(check), "Unset it or set it to 0 or 1.")
     cache = environ.get("TILEWISE_CACHE_DIR")
-    return Settings(environ.get("TILEWISE_BACKEND", "auto"), check == "1", Path(cache) if cache else None)
+    return Settings(
+        backend=environ.get("TILEWISE_BACKEND", "auto"),
+        check_values=_switch(environ, "TILEWISE_CHECK_VALUES"),
+        cache_dir=Path(cache) if cache else None,
+        unproven=_switch(environ, "TILEWISE_UNPROVEN"),
+    )
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    value = environ.get(name, "0")
+    if value not in ("0", "1"):
+        raise InvalidProblem(name, "0 or 1", repr(value), "Unset it or set it to 0 or 1.")
+    return value == "1"
 
 
 def current() -> Settings:

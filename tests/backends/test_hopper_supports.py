@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise import device
+from tilewise import device, settings
 from tilewise.backends.hopper import BACKEND
 from tilewise.problem import AttentionProblem
 
@@ -54,6 +54,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("changes", TAKEN.values(), ids=TAKEN.keys())
 def test_takes(changes: dict[str, Any]) -> None:
     assert BACKEND.supports(replace(PLAIN, **changes), device.named("h200")) is None
+
+
+def test_the_fp8_kernel_waits_to_be_judged() -> None:
+    problem = replace(PLAIN, fp8=("q", "k", "v"))
+    assert "never judged on a GPU" in (BACKEND.supports(problem, device.named("h200")) or "")
+    with settings.overridden(unproven=True):
+        assert BACKEND.supports(problem, device.named("h200")) is None
 
 
 @pytest.mark.parametrize(("changes", "reason"), REFUSED.values(), ids=REFUSED.keys())

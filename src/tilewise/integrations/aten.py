@@ -8,16 +8,17 @@ so compiled graphs stay valid.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from tilewise import ops
 from tilewise.api import attention
 from tilewise.errors import Unsupported
 from tilewise.integrations.sdpa import top_left
-from tilewise.operands import Flags
+from tilewise.operands import Flags, Operands, Wanted
 
 __all__ = ["Activation", "activate"]
 
@@ -166,10 +167,9 @@ def _backward(
     causal, window, k, v = top_left(q, k, v) if is_causal else (False, None, k, v)
     right = None if window is None else window[1]
     flags = Flags(causal=causal, window_right=right, scale=scale, dropout=dropout, needs_grad=True)
-    masking = _masking(mask)
-    extra = (masking.get("bias"), masking.get("mask"), None, None, seed if dropout else None)
-    wanted = [True, True, True, False, False]
-    dq, dk, dv, _, _ = torch.ops.tilewise.dense_backward(dout, None, out, lse, wanted, q, k, v, *extra, *flags)
+    operands = Operands(q, k, v, seed=seed if dropout else None, **_masking(mask))
+    gradients = ops.backward("dense", operands, flags, out, lse, dout, None, Wanted())
+    dq, dk, dv = cast("DenseGradients", gradients[:3])
     if k.shape[2] < seqlen_k:
         dk, dv = (F.pad(g, (0, 0, 0, seqlen_k - k.shape[2])) for g in (dk, dv))
     return dq, dk, dv

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tilewise import settings
 from tilewise.backends.base import TileShape
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Wanted
@@ -121,6 +122,8 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
 
 
 def _fp8_refusals(problem: AttentionProblem) -> Iterator[str]:
+    if not settings.current().unproven:
+        yield "the FP8 kernel is compiled and emulated, but was never judged on a GPU (TILEWISE_UNPROVEN=1 takes it)"
     if problem.fp8 != ("q", "k", "v"):
         yield f"{', '.join(problem.fp8)} in e4m3 beside q in {problem.dtype}: FP8 products take both sides in e4m3"
     if problem.page_size is not None:
