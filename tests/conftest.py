@@ -1,4 +1,4 @@
-"""Which backends are judged, on which device, by which cases: --backend NAME (repeatable), --device, --size."""
+"""Which backends are judged, on which device, by which cases: --backend NAME (repeatable), --device, --isa, --size."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from tilewise import dispatch
 from tilewise.backends import NAMES
+from tilewise.backends.cpu import isa
 from tilewise.testing import Case
 from tilewise.testing.generation import capped
 from tilewise.testing.threads import one_thread
@@ -22,7 +23,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tilewise conformance")
     group.addoption("--backend", action="append", default=[], help="judge this backend (repeatable; default: all here)")
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the inputs live")
+    group.addoption("--isa", help="CPU kernels from this table instead of the processor's: NEON, AVX2, ...")
     group.addoption("--size", default="full", choices=("full", "small"), help="small: for the Triton interpreter")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The tables differ in lanes and tiles; LLVM makes code for this processor of any of them."""
+    name = config.getoption("--isa")
+    if name is not None:
+        table = getattr(isa, name)
+        isa.choose = lambda *_: table
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

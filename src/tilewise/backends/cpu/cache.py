@@ -71,13 +71,14 @@ def cache_dir() -> Path:
 
 @functools.cache
 def fingerprint() -> str:
-    """What machine code depends on: version, processor, compiler, and the source of this package."""
+    """What machine code depends on: version, processor, instruction table, compiler, and the source of this package."""
     digest = hashlib.sha256()
     features = binding.get_host_cpu_features().flatten()
     for part in (
         __version__,
         binding.get_host_cpu_name(),
         features,
+        host().name,
         llvmlite_version,
         str(binding.llvm_version_info),
     ):
