@@ -5,8 +5,26 @@
 >>> out = tilewise.attention(q, k, fp8.quantize(v))
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tilewise.fp8.container import BLOCK, E4M3_MAX, Fp8Tensor
-from tilewise.fp8.quantisation import quantize, quantize_pages
-from tilewise.fp8.rotation import rotate
+
+if TYPE_CHECKING:
+    from tilewise.fp8.quantisation import quantize, quantize_pages
+    from tilewise.fp8.rotation import rotate
 
 __all__ = ["BLOCK", "E4M3_MAX", "Fp8Tensor", "quantize", "quantize_pages", "rotate"]
+
+# Names that are loaded on first use, and from where: every call knows containers, few make them.
+_LAZY = {"quantize": "quantisation", "quantize_pages": "quantisation", "rotate": "rotation"}
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
