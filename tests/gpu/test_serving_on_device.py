@@ -179,6 +179,72 @@ def test_a_layer_is_captured_in_a_graph() -> None:
     assert torch.equal(captured, cache.attention(q))
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_a_decode_step_is_captured_once_and_replayed_while_requests_come_and_go(page_size: int) -> None:
+    """40 replays of one graph: sequences cross page borders, two requests join, one ends, all equal dense attention."""
+    seats, steps = 6, 40
+    cache = tw.PagedKVCache(
+        40, page_size, LAYERS, KV_HEADS, DIM, dtype=BF16, device="cuda", max_seqlen=256, max_requests=seats
+    )
+    cache.k.fill_(torch.nan)
+    cache.v.fill_(torch.nan)
+    kept: dict[int, Tensor] = {}
+    q, new = randn(LAYERS, seats, HEADS, DIM), randn(LAYERS, 2, seats, KV_HEADS, DIM)
+    out = torch.full_like(q, torch.nan)
+
+    def prefill(tokens: list[int]) -> int:
+        request = cache.add(tokens)
+        count = cache.step([request])
+        rows = randn(LAYERS, 2, len(tokens), KV_HEADS, DIM)
+        found = len(tokens) - count
+        if found:
+            rows[:, :, :found] = kept[0][:, :, :found]
+        for layer in range(LAYERS):
+            cache.append(*rows[layer, :, found:].unbind(), layer=layer)
+        kept[request] = rows
+        return request
+
+    def decode() -> None:
+        for layer in range(LAYERS):
+            cache.append(*new[layer].unbind(), layer=layer)
+            out[layer] = cache.attention(q[layer], layer=layer)
+
+    first = prefill(list(range(70)))
+    assert first == 0
+    live = [first, prefill([9] * 15)]
+    # Nobody moves while kernels are compiled and the graph is captured.
+    cache.step([], fixed=True)
+    decode()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode()
+    cache.step([], fixed=True)
+    cache.mark_written()
+    for number in range(steps):
+        if number == 10:
+            live.append(prefill([*range(65), 3, 4]))
+        if number == 20:
+            cache.free(live.pop(0))
+            live.append(prefill([5]))
+        q.copy_(torch.randn_like(q))
+        new.copy_(torch.randn_like(new))
+        out.fill_(torch.nan)
+        cache.step(live, tokens=[number] * len(live), fixed=True)
+        graph.replay()
+        cache.mark_written()
+        places = cache.seats(live)
+        for request, seat in zip(live, places, strict=True):
+            kept[request] = torch.cat((kept[request], new[:, :, seat, None]), 2)
+            for layer in range(LAYERS):
+                k, v = (t.transpose(0, 1)[None] for t in kept[request][layer])
+                dense = tw.attention(q[layer, seat][None, :, None], k, v)
+                exact = tw.attention(q[layer, seat][None, :, None].double(), k.double(), v.double())
+                allowed = 2 * (dense.double() - exact).abs().max() + 4 * torch.finfo(BF16).eps * exact.abs().max()
+                assert (out[layer, seat].double() - exact[0, :, 0]).abs().max() <= allowed
+        rest = [seat for seat in range(seats) if seat not in places]
+        assert bool((out[:, rest] == 0).all())
+
+
 def test_tables_on_another_device_are_named() -> None:
     shadow = Shadow(16)
     request = shadow.add([1, 2, 3])

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tilewise.errors import InvalidProblem, OutOfPages
 from tilewise.kv import PageBook
-from tilewise.kv.groups import find_groups
+from tilewise.kv.groups import PrefixGroups, find_groups
 from tilewise.kv.pages import PageAllocator
-from tilewise.kv.prefix import PrefixIndex
+from tilewise.kv.prefix import PrefixIndex, known_ids
 
 
 def advance(book: PageBook, *args: Any, **kwargs: Any) -> Any:
@@ -256,16 +256,17 @@ def test_pages_are_taken_and_given_back_in_constant_time_and_counted() -> None:
 
 def test_a_hash_hit_is_checked_by_tokens_and_predecessor() -> None:
     index = PrefixIndex(2, key=lambda _before, _tokens: 0)
-    entry = index.insert(None, (1, 2), 5)
+    one_two, three_four = known_ids([1, 2]).tobytes(), known_ids([3, 4]).tobytes()
+    entry = index.insert(None, one_two, 5)
     assert entry is not None
-    assert [found.page for found in index.follow([1, 2, 9])] == [5]
-    assert list(index.follow([1, 3])) == []
-    assert index.insert(None, (3, 4), 6) is None
-    assert index.insert(entry, (1, 2), 7) is None
-    assert index.insert(None, (1, 2), 8) is entry
+    assert [found.page for found in index.follow(known_ids([1, 2, 9]))] == [5]
+    assert list(index.follow(known_ids([1, 3]))) == []
+    assert index.insert(None, three_four, 6) is None
+    assert index.insert(entry, one_two, 7) is None
+    assert index.insert(None, one_two, 8) is entry
     index.forget(5)
     assert len(index) == 0
-    assert list(index.follow([1, 2])) == []
+    assert list(index.follow(known_ids([1, 2]))) == []
 
 
 def test_prefixes_are_shared_but_never_the_last_token() -> None:
@@ -293,8 +294,7 @@ def test_equal_prompts_of_one_step_end_up_on_the_same_pages() -> None:
     assert (stats.pages_held, stats.pages_shared) == (5 + 4, 5)
     step = advance(book, requests)
     # The table of the next step tells the device about the pages that were swapped.
-    swapped = {row for row, _, _ in step.changed}
-    assert len(swapped) == 3
+    assert len(set(step.changed.rows.tolist())) == 3
     assert step.copies == []
     for request in requests:
         book.free(request)
@@ -374,6 +374,58 @@ def test_a_fork_copies_the_page_it_writes_to() -> None:
     assert advance(book, [parent, child]).copies == []
 
 
+def test_rows_are_kept_and_their_number_is_a_limit() -> None:
+    book = PageBook(64, 4, max_seqlen=20, max_requests=3)
+    table = book.table
+    assert table.shape == (3, 5)
+    requests = [book.add([n, *range(6)]) for n in range(3)]
+    rows = [book.row(request) for request in requests]
+    with pytest.raises(InvalidProblem, match="requests: expected at most max_requests = 3 at a time, got 4"):
+        book.add([1])
+    with pytest.raises(InvalidProblem, match="requests: expected at most max_requests = 3"):
+        book.fork(requests[0])
+    advance(book, requests)
+    for _ in range(13):
+        advance(book, requests)
+    book.free(requests[1])
+    assert book.row(book.add([5])) == rows[1]
+    assert [book.row(requests[n]) for n in (0, 2)] == [rows[0], rows[2]]
+    # Whoever keeps a view of the table sees what is in it.
+    assert book.table is table
+
+
+def test_groups_that_were_found_are_kept_while_they_hold() -> None:
+    """Random lives of few requests with few different prefixes: what is kept must be what would be found."""
+    rng, book, groups, kept = random.Random(3), PageBook(400, 2), PrefixGroups(), 0
+    live = [book.add([rng.randrange(2) for _ in range(rng.randint(1, 12))]) for _ in range(6)]
+    for number in range(400):
+        choice, victim = rng.random(), rng.randrange(len(live))
+        if choice < 0.05 and len(live) > 3:
+            book.free(live.pop(victim))
+        elif choice < 0.1:
+            live.append(book.add([rng.randrange(2) for _ in range(rng.randint(1, 12))]))
+        elif choice < 0.13:
+            live.append(book.fork(live[victim]))
+        elif choice < 0.15:
+            book.truncate(live[victim], rng.randint(0, book.length(live[victim])))
+        elif choice < 0.2:
+            book.reuse(live[victim])
+        step = advance(book, live, [1] * len(live), [None if book.pending(r) else rng.randrange(2) for r in live])
+        groups.follow(step, book.page_size)
+        if number % 3:
+            before, found = groups._found, groups.of(book.table, step, book.page_size)
+            kept += found is before
+            fresh = find_groups(book.table, step.rows, step.before // book.page_size)
+            assert [(g.places.tolist(), g.num_pages) for g in found] == [
+                (g.places.tolist(), g.num_pages) for g in fresh
+            ]
+        for request in [r for r in live if book.length(r) > 60]:
+            book.free(request)
+            live.remove(request)
+        live = live or [book.add([0])]
+    assert kept > 50
+
+
 def test_groups_are_cut_where_most_is_saved() -> None:
     table = np.array([[1, 2, 3, 4], [1, 2, 3, 5], [1, 9, 9, 9], [7, 8, 8, 8], [7, 8, 8, 8]], np.int32)
     rows, shareable = np.array([4, 0, 2, 1, 3]), np.array([3, 4, 4, 3, 4])
@@ -413,6 +465,7 @@ BAD: dict[str, tuple[Callable[[PageBook, int], object], str]] = {
     "counts too few": (lambda book, a: book.step([a], []), "counts: expected 1 entries"),
     "ids too many": (lambda book, a: book.step([a], None, [1, 2]), "tokens: expected 1 entries"),
     "no id": (lambda book, a: book.step([a], None, ["7"]), "tokens: expected integer ids"),  # type: ignore[list-item]
+    "an id of 65 bits": (lambda book, _: book.add([2**64]), "tokens: expected integer ids of 64 bits"),
     "half an id": (lambda book, _: book.add([1.5]), "tokens: expected integer ids"),  # type: ignore[list-item]
     "half a token": (lambda book, a: book.step([a], [1.5]), "counts: expected integers"),  # type: ignore[list-item]
     "id of many": (lambda book, a: book.step([a], [2], [1]), "tokens: expected None for request"),

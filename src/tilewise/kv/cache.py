@@ -27,7 +27,7 @@ from tilewise.cascade import SharedPrefix
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.kv.book import CacheStats, PageBook, Step, require_sizes
-from tilewise.kv.groups import find_groups
+from tilewise.kv.groups import PrefixGroups
 from tilewise.kv.quantised import SOURCES, as_container, copy_quantised, new_scales, write_quantised
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
 from tilewise.kv.writing import copy_pages, write_rows
@@ -48,6 +48,8 @@ class PagedKVCache:
     method either does all it is asked or raises (`InvalidProblem`, `OutOfPages`) and leaves the cache as it was.
     `max_seqlen` bounds a request (default: the whole pool), `head_dim_v` is `head_dim` unless given. With
     `dtype=torch.float8_e4m3fn` rows are quantised as they are appended, one scale for each (page, head).
+    `max_requests` gives every request a seat and makes the tables once, (max_requests, max_seqlen / page_size): steps
+    with `fixed=True` then use the same tensors every time, for CUDA graphs.
 
         >>> cache = PagedKVCache(8, 4, 1, 2, 16, dtype=torch.float32, device="cpu")
         >>> request = cache.add([1, 2, 3, 4, 5])
@@ -70,11 +72,14 @@ class PagedKVCache:
         device: torch.device | str,
         head_dim_v: int | None = None,
         max_seqlen: int | None = None,
+        max_requests: int | None = None,
         prefix_sharing: bool = True,
     ) -> None:
         width_v = head_dim if head_dim_v is None else head_dim_v
         require_sizes(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=width_v)
-        self.book = PageBook(num_pages, page_size, max_seqlen=max_seqlen, prefix_sharing=prefix_sharing)
+        self.book = PageBook(
+            num_pages, page_size, max_seqlen=max_seqlen, max_requests=max_requests, prefix_sharing=prefix_sharing
+        )
         shape = (num_layers, num_pages, page_size, num_kv_heads)
         self.k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
         self.v = torch.empty((*shape, width_v), dtype=dtype, device=device)
@@ -86,6 +91,7 @@ class PagedKVCache:
         self._tables: Tables = (HostTables if self.device.type == "cpu" else StagedTables)(self.book, self.device)
         self._step: Step | None = None
         self._batch: BatchTables | None = None
+        self._groups = PrefixGroups()
         # Looked for when it is first asked for: once a step, not once a layer.
         self._shared: SharedPrefix | None = None
         self._looked = False
@@ -118,6 +124,10 @@ class PagedKVCache:
         """The request is finished; its pages can be taken at once, and are found again until they are."""
         self.book.free(request)
 
+    def seats(self, requests: Sequence[int]) -> list[int]:
+        """The rows of requests in fixed steps; a request keeps its seat from `add` or `fork` to `free`."""
+        return [self.book.row(request) for request in requests]
+
     def length(self, request: int) -> int:
         """Tokens of a request in the cache, those of the running step included."""
         return self.book.length(request)
@@ -134,6 +144,7 @@ class PagedKVCache:
         counts: Sequence[int] | None = None,
         *,
         tokens: Sequence[int | None] | None = None,
+        fixed: bool = False,
     ) -> int:
         """Make room for the next tokens of a batch; returns how many rows q, k and v of this step have.
 
@@ -141,16 +152,25 @@ class PagedKVCache:
         ones. Left out: the rest of the prompt, or one token. `tokens[i]` is the id of a new token, None for a request
         whose prompt goes on; without ids the pages of new tokens are not found again by other requests. Prompts
         and single tokens may be mixed. Raises OutOfPages before anything is changed if the pages do not suffice.
+
+        A `fixed` step has one token for each of its requests and one row for every seat, `seats(requests)` saying
+        whose: the others rest, what their rows hold is not written, and their `out` is 0. Its tensors are those of
+        every other fixed step, so that `append` and `attention` can be captured in a CUDA graph and replayed; after a
+        replay `mark_written` says what `append` would have. Such steps attend to shared prefixes like to any keys.
         """
         self._refuse_unwritten(None)
-        step = self.book.step(requests, counts, tokens)
+        step = self.book.step(requests, self._fixed_counts(requests, counts) if fixed else counts, tokens)
         # If a device fails from here on, the step is one that was not written: its requests can only be freed.
         self._step, self._batch = step, None
         self._shared, self._looked, self._written = None, False, set()
+        self._groups.follow(step, self.book.page_size)
         if step.copies:
             self._copy(step.copies)
-        self._batch = self._tables.batch(step)
-        return len(step.slots)
+        if fixed:
+            self._batch, self._looked = self._tables.fixed(step), True
+        else:
+            self._batch = self._tables.batch(step)
+        return len(self._batch.slots)
 
     def append(self, k: Tensor, v: Tensor, *, layer: int = 0) -> None:
         """Write one layer's K and V of the step: (rows, num_kv_heads, dim), packed in the order of its requests.
@@ -167,9 +187,17 @@ class PagedKVCache:
         else:
             for rows, pages, scale in zip((k, v), (k_pages, v_pages), self._scales, strict=True):
                 write_quantised(rows, pages, scale[layer], batch.slots)
-        self._written.add(layer)
-        if len(self._written) == len(self.k):
-            self.book.commit()
+        if not self._capturing():
+            self._written.add(layer)
+            if len(self._written) == len(self.k):
+                self.book.commit()
+
+    def mark_written(self) -> None:
+        """Every layer of the running step was appended by a replayed graph, on the stream that comes next to them."""
+        self._running()
+        self._refuse_finished()
+        self._written = set(range(len(self.k)))
+        self.book.commit()
 
     def attention(self, q: Tensor, *, layer: int = 0, causal: bool = True, **flags: Any) -> Any:
         """`attention_paged` of the step's queries (rows, num_heads, head_dim) to one layer of their requests' pages.
@@ -179,7 +207,7 @@ class PagedKVCache:
         """
         k_pages, v_pages = self.attended(layer)
         self._running()
-        if layer not in self._written:
+        if layer not in self._written and not self._capturing():
             fix = f"Call append(k, v, layer={layer}) before."
             raise InvalidProblem("layer", "one whose K and V of this step are appended", layer, fix)
         return attention_paged(
@@ -221,7 +249,7 @@ class PagedKVCache:
         return as_container(k_pages, k_scale[layer]), as_container(v_pages, v_scale[layer])
 
     def block_table(self) -> Tensor:
-        """int32 (batch, columns) on the device: the pages of the step's requests."""
+        """int32 (batch, columns) on the device: the pages of the step's requests, of a fixed step (seats, columns)."""
         return self._running().block_table
 
     def seqlens(self) -> Tensor:
@@ -233,7 +261,9 @@ class PagedKVCache:
         return self._running().cu_seqlens_q
 
     def slots(self) -> Tensor:
-        """int64 (rows,) on the device: where each row of the step goes, counted through all slots of all pages."""
+        """int64 (rows,) on the device: where each row of the step goes, counted through all slots of all pages; -1 for
+        the rows of seats that rest.
+        """
         return self._running().slots
 
     def shared_prefix(self) -> SharedPrefix | None:
@@ -241,7 +271,7 @@ class PagedKVCache:
         self._running()
         assert self._step is not None
         if not self._looked:
-            groups = find_groups(self.book.table, self._step.rows, self._step.before // self.book.page_size)
+            groups = self._groups.of(self.book.table, self._step, self.book.page_size)
             self._shared, self._looked = self._tables.shared(self._step, groups) if groups else None, True
         return self._shared
 
@@ -265,6 +295,19 @@ class PagedKVCache:
         if self._batch is None:
             raise InvalidProblem("step", "a step() before its tensors are asked for", None, "Call step(requests).")
         return self._batch
+
+    def _capturing(self) -> bool:
+        """Whether kernels are recorded now, to be run later."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _fixed_counts(self, requests: Sequence[int], counts: Sequence[int] | None) -> list[int]:
+        if self.book.rows.max_requests is None:
+            fix = "Make the cache with max_requests=."
+            raise InvalidProblem("fixed", "False, because the cache has no seats", True, fix)
+        if counts is not None and any(count != 1 for count in counts):
+            fix = "Prompts take ordinary steps, or one token a step."
+            raise InvalidProblem("counts", "None or ones in a fixed step", counts, fix)
+        return [1] * len(requests) if counts is None else list(counts)
 
     def _batch_flags(self) -> dict[str, Any]:
         assert self._step is not None

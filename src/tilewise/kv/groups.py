@@ -3,6 +3,9 @@
 Requests with the same first page form a tree: they part where their pages differ. A request is in one group at most,
 so at every fork the tree is either cut above it (all share the stem) or below (each branch shares its longer one),
 whichever leaves fewer keys to read. A tree is followed through MOST_FORKS forks in a row, and cut above the next.
+
+Looking takes 0.1 ms for 256 requests, so `PrefixGroups` keeps what it found while the same requests decode: pages that
+a step takes are its requests' own, and pages that come to be shared are written into the table as such.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PrefixGroup", "find_groups"]
+from tilewise.kv.book import Step
+from tilewise.kv.rows import Ints
+
+__all__ = ["PrefixGroup", "PrefixGroups", "find_groups"]
 
 Table = NDArray[np.int32]
-Ints = NDArray[np.int64]
 
 # Requests that leave a stem one at a time make a fork each: 700 of them would be as many calls inside one another.
 MOST_FORKS = 32
@@ -31,6 +36,37 @@ class PrefixGroup(NamedTuple):
     def pages_saved(self) -> int:
         """Pages that need not be read again."""
         return (len(self.places) - 1) * self.num_pages
+
+
+class PrefixGroups:
+    """The groups of one step after another."""
+
+    def __init__(self) -> None:
+        self._rows: Ints | None = None
+        self._shareable: Ints = np.empty(0, np.int64)
+        self._found: list[PrefixGroup] = []
+
+    def follow(self, step: Step, page_size: int) -> None:
+        """What was found is kept if it must still hold; to be told of every step."""
+        if self._rows is None:
+            return
+        shareable = step.before // page_size
+        if not np.array_equal(step.rows, self._rows) or bool((shareable < self._shareable).any()):
+            self._rows = None
+            return
+        self._shareable = shareable
+        if len(step.changed.rows):
+            within = np.zeros(max(int(step.changed.rows.max()), int(step.rows.max(initial=0))) + 1, np.int64)
+            within[step.rows] = shareable
+            if bool((step.changed.columns < within[step.changed.rows]).any()):
+                self._rows = None
+
+    def of(self, table: Table, step: Step, page_size: int) -> list[PrefixGroup]:
+        """The step's groups, the same list as for the step before if they are."""
+        if self._rows is None:
+            self._rows, self._shareable = step.rows, step.before // page_size
+            self._found = find_groups(table, step.rows, self._shareable)
+        return self._found
 
 
 def find_groups(table: Table, rows: Ints, shareable: Ints) -> list[PrefixGroup]:

@@ -4,6 +4,9 @@ On a CPU the host's table is the device's. On a GPU a mirror of it lives on the 
 pinned buffer with the new entries, lengths and slots, asynchronously, and the batch's rows are gathered there. The
 buffer comes from torch's pinned allocator, which does not hand it out again before the copy is done, so the host never
 waits.
+
+A fixed step has the same tensors every time: a row for each of `max_requests` seats, of which some rest. They are
+written in place, on the current stream, so a CUDA graph that was captured over them can be replayed step after step.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.cascade import Group, SharedPrefix
-from tilewise.kv.book import PageBook, Span, Step, consecutive
+from tilewise.kv.book import PageBook, Step
 from tilewise.kv.groups import PrefixGroup
+from tilewise.kv.rows import Changes, Ints, consecutive
 
 __all__ = ["BatchTables", "HostTables", "StagedTables", "Tables", "round_columns"]
 
-Ints = NDArray[np.int64]
+# The slot of a row that is not to be written.
+NO_SLOT = -1
 
 
 class BatchTables(NamedTuple):
@@ -61,9 +66,15 @@ class Tables:
     def __init__(self, book: PageBook, device: torch.device) -> None:
         self.book = book
         self.device = device
+        # Of the last step that had any: what they were made from, and the parts.
+        self._parts: tuple[list[PrefixGroup], Ints, Parts] | None = None
 
     def batch(self, step: Step) -> BatchTables:
         """The step's tables, after the changes it brought."""
+        raise NotImplementedError
+
+    def fixed(self, step: Step) -> BatchTables:
+        """The tables of all seats, always the same tensors; requests that are not in the step have no keys."""
         raise NotImplementedError
 
     def shared(self, step: Step, groups: list[PrefixGroup]) -> SharedPrefix:
@@ -77,6 +88,11 @@ class Tables:
 
     def parts(self, step: Step, groups: list[PrefixGroup]) -> Parts:
         """Prefixes, the rows of their queries, and how many pages each place leaves out of its own table."""
+        if self._parts is None or self._parts[0] is not groups or not np.array_equal(self._parts[1], step.counts):
+            self._parts = groups, step.counts, self._new_parts(step, groups)
+        return self._parts[2]
+
+    def _new_parts(self, step: Step, groups: list[PrefixGroup]) -> Parts:
         size, table = self.book.page_size, self.book.table
         order = np.concatenate([group.places for group in groups])
         counts = step.counts[order]
@@ -99,6 +115,14 @@ class Tables:
 class HostTables(Tables):
     """For a CPU: tensors over the host's own arrays."""
 
+    def __init__(self, book: PageBook, device: torch.device) -> None:
+        super().__init__(book, device)
+        seats = book.rows.max_requests or 0
+        # With seats the book's table never moves.
+        self._seats = BatchTables(
+            torch.from_numpy(book.table), torch.zeros(seats, dtype=torch.int32), None, torch.full((seats,), NO_SLOT)
+        )
+
     def batch(self, step: Step) -> BatchTables:
         """The step's tables."""
         after = step.before + step.counts
@@ -109,6 +133,13 @@ class HostTables(Tables):
             _int32(running_totals(step.counts)) if packed else None,
             torch.from_numpy(step.slots),
         )
+
+    def fixed(self, step: Step) -> BatchTables:
+        """The tables of all seats."""
+        lengths, slots = self._seats.seqlens_k.numpy(), self._seats.slots.numpy()
+        lengths[:], slots[:] = 0, NO_SLOT
+        lengths[step.rows], slots[step.rows] = step.before + step.counts, step.slots
+        return self._seats
 
     def shared(self, step: Step, groups: list[PrefixGroup]) -> SharedPrefix:
         """The hint for the step's groups."""
@@ -139,24 +170,41 @@ class StagedTables(Tables):
         self._mirror = torch.from_numpy(book.table).to(device, copy=True)
         self._rows = torch.empty(0, dtype=torch.int64, device=device)
         # What the mirror does not have yet; more than one step's worth only where a device failed in between.
-        self._unsent: list[Span] = []
+        self._unsent: list[Changes] = []
+        seats = book.rows.max_requests or 0
+        # Slots and lengths of all seats, brought by one copy.
+        self._stage = Stage((seats,), (seats,))
+        self._seats = torch.empty(self._stage.size, dtype=torch.int64, device=device)
 
     def batch(self, step: Step) -> BatchTables:
         """The step's tables."""
         after = step.before + step.counts
         packed = len(step.slots) != len(step.counts)
         total = running_totals(step.counts) if packed else np.empty(0, np.int64)
-        self._unsent += step.changed
+        self._unsent.append(step.changed)
         places, pages = self._changes()
         (rows, slots, flat), (lengths, starts, entries) = self._send(
             (step.rows, step.slots, places), (after, total, pages)
         )
-        if flat.numel():
-            self._mirror.view(-1).index_put_((flat,), entries)
-        self._unsent = []
+        self._enter(flat, entries)
         self._rows = rows
         table = self._mirror[:, : self.columns(after)].index_select(0, rows)
         return BatchTables(table, lengths, starts if packed else None, slots)
+
+    def fixed(self, step: Step) -> BatchTables:
+        """The tables of all seats."""
+        self._unsent.append(step.changed)
+        places, pages = self._changes()
+        if len(places):
+            (flat,), (entries,) = self._send((places,), (pages,))
+            self._enter(flat, entries)
+        self._unsent = []
+        seats = len(self.book.lengths)
+        slots, lengths = np.full(seats, NO_SLOT), np.zeros(seats, np.int32)
+        slots[step.rows], lengths[step.rows] = step.slots, step.before + step.counts
+        self._seats.copy_(self._stage.filled((slots,), (lengths,), self._pinned), non_blocking=True)
+        (there,), (there_lengths,) = self._stage.views(self._seats)
+        return BatchTables(self._mirror, there_lengths, None, there)
 
     def shared(self, step: Step, groups: list[PrefixGroup]) -> SharedPrefix:
         """The hint for the step's groups; `batch` of the same step came before."""
@@ -180,6 +228,10 @@ class StagedTables(Tables):
             own_lengths,
         )
 
+    @property
+    def _pinned(self) -> bool:
+        return self.device.type == "cuda"
+
     def _changes(self) -> tuple[Ints, Ints]:
         """Flat places of the mirror that changed, and what they are now; a table that grew is sent whole."""
         table = self.book.table
@@ -187,28 +239,51 @@ class StagedTables(Tables):
             (), (whole,) = self._send((), (table.ravel(),))
             self._mirror = whole.view(table.shape).clone()
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        spans = [np.arange(first, end) + row * table.shape[1] for row, first, end in self._unsent]
-        places = np.concatenate(spans) if spans else np.empty(0, np.int64)
-        return places, table.ravel()[places].astype(np.int64)
+        changed = Changes.joined(self._unsent)
+        return changed.rows * table.shape[1] + changed.columns, table[changed.rows, changed.columns].astype(np.int64)
+
+    def _enter(self, places: Tensor, pages: Tensor) -> None:
+        """Into the mirror. A place may come twice, always with what it is now."""
+        if places.numel():
+            self._mirror.view(-1).index_put_((places,), pages)
+        self._unsent = []
 
     def _send(
         self, longs: tuple[Ints, ...], ints: tuple[NDArray[np.integer], ...]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """int64 and int32 arrays to the device in one copy that the host does not wait for."""
-        sizes, half_sizes = [len(part) for part in longs], [len(part) for part in ints]
-        # Every part starts at a multiple of 16 bytes: kernels are prepared for aligned tensors and for others.
-        starts = running_totals(-(-np.array([*sizes, *(-(-size // 2) for size in half_sizes)], np.int64) // 2) * 2)
-        stage = torch.empty(int(starts[-1]), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        stage = Stage(tuple(map(len, longs)), tuple(map(len, ints)))
+        return stage.views(stage.filled(longs, ints, self._pinned).to(self.device, non_blocking=True))
+
+
+class Stage:
+    """Several int64 and int32 arrays in one buffer of `size` int64, each at a multiple of 16 bytes: kernels are
+    prepared for aligned tensors and for others.
+    """
+
+    def __init__(self, longs: tuple[int, ...], ints: tuple[int, ...]) -> None:
+        self._longs: list[tuple[int, int]] = []
+        self._ints: list[tuple[int, int]] = []
+        self.size = 0
+        for count in longs:
+            self._longs.append((self.size, self.size + count))
+            self.size += -(-count // 2) * 2
+        for count in ints:
+            self._ints.append((2 * self.size, 2 * self.size + count))
+            self.size += -(-count // 4) * 2
+
+    def filled(self, longs: tuple[Ints, ...], ints: tuple[NDArray[np.integer], ...], pinned: bool) -> Tensor:
+        """A buffer on the host with the arrays in it; where it is pinned, torch keeps it until its copy is done."""
+        stage = torch.empty(self.size, dtype=torch.int64, pin_memory=pinned)
         memory = stage.numpy()
-        narrow, offsets = memory.view(np.int32), starts.tolist()
-        for long, start in zip(longs, offsets, strict=False):
-            memory[start : start + len(long)] = long
-        halves = [2 * start for start in offsets[len(longs) :]]
-        for part, start in zip(ints, halves, strict=False):
-            narrow[start : start + len(part)] = part
-        there = stage.to(self.device, non_blocking=True)
-        there_narrow = there.view(torch.int32)
-        return (
-            [there[start : start + size] for start, size in zip(offsets, sizes, strict=False)],
-            [there_narrow[start : start + size] for start, size in zip(halves, half_sizes, strict=False)],
-        )
+        narrow = memory.view(np.int32)
+        for (start, end), values in zip(self._longs, longs, strict=True):
+            memory[start:end] = values
+        for (start, end), numbers in zip(self._ints, ints, strict=True):
+            narrow[start:end] = numbers
+        return stage
+
+    def views(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The arrays in such a buffer."""
+        narrow = buffer.view(torch.int32)
+        return [buffer[a:b] for a, b in self._longs], [narrow[a:b] for a, b in self._ints]

@@ -28,15 +28,25 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     """Row t of k and v (total, num_kv_heads, dim) becomes slot `slots[t]` of the pages, counted through all of them.
 
     Pages (num_pages, page_size, num_kv_heads, dim) of the same dtype and device; slots int64 (total,), each within
-    the pages. No two rows have the same slot.
+    the pages, or negative for a row that goes nowhere. No two rows have the same slot.
     """
     write = _kernel_for(k.device.type) if _takes(k, v, k_pages, v_pages) else None
     if write is not None:
         write(contiguous_last(k), contiguous_last(v), k_pages, v_pages, slots.contiguous())
         return
+    if len(slots):
+        _write_indexed(k, v, k_pages, v_pages, slots)
+
+
+def _write_indexed(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """The same by torch alone, with no shape that depends on values."""
+    has_slot = slots >= 0
+    # A row without a slot repeats what another row writes, or what is there if none has one.
+    rows = torch.where(has_slot, torch.arange(len(slots), device=slots.device), has_slot.int().argmax())
+    slots = slots[rows].clamp(min=0)
     places = slots // k_pages.shape[1], slots % k_pages.shape[1]
-    k_pages.index_put_(places, k)
-    v_pages.index_put_(places, v)
+    for new, pages in ((k, k_pages), (v, v_pages)):
+        pages.index_put_(places, torch.where(has_slot.any(), new[rows], pages[places]))
 
 
 def _takes(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:

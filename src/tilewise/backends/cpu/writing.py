@@ -45,5 +45,6 @@ def write_rows(p: int) -> None:
             break
         for row in range(first, min(rows, first + f.ROWS_PER_ITEM)):
             slot = load_i64(field(p, f.SLOTS) + 8 * row)
-            write_row(p, f.K, row, slot)
-            write_row(p, f.V, row, slot)
+            if slot >= 0:
+                write_row(p, f.K, row, slot)
+                write_row(p, f.V, row, slot)

@@ -50,9 +50,11 @@ def write_rows_kernel(
     k, v, k_pages, v_pages, slots, page_size, num_heads, k_strides, v_strides, k_page_strides, v_page_strides,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Scatter K and V. Grid: a program for each row."""
+    """Scatter K and V. Grid: a program for each row; a row without a slot (-1) goes nowhere."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
+    if slot < 0:
+        return
     page = slot // page_size
     slot = slot % page_size
     copy_row(k, k_pages, row, page, slot, num_heads, k_strides, k_page_strides, DIM, BLOCK)

@@ -1,0 +1,156 @@
+"""Fixed steps: one row for every seat and the same tensors each time, while requests grow, come and go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.kv.tables import HostTables, StagedTables, Tables
+
+SEATS, HEADS, KV_HEADS, DIM, LAYERS, PAGE = 6, 4, 2, 16, 2, 4
+
+
+class Served:
+    """A cache with seats, and the K and V that its requests should have: (tokens, layers, 2, heads, dim) each."""
+
+    def __init__(self, tables: type[Tables], dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        self.cache = tw.PagedKVCache(
+            64, PAGE, LAYERS, KV_HEADS, DIM, dtype=dtype, device="cpu", max_seqlen=48, max_requests=SEATS
+        )
+        self.cache._tables = tables(self.cache.book, self.cache.device)
+        if dtype == torch.float32:
+            self.cache.k.fill_(torch.nan)
+            self.cache.v.fill_(torch.nan)
+        self.kept: dict[int, Tensor] = {}
+
+    def prefill(self, tokens: list[int]) -> int:
+        request = self.cache.add(tokens)
+        count = self.cache.step([request])
+        # By token and place alone, so that a prefix that is shared has the rows it would have had.
+        rows = torch.stack([row_of(token, place) for place, token in enumerate(tokens)])
+        for layer in range(LAYERS):
+            self.cache.append(*rows[-count:, layer].unbind(1), layer=layer)
+        self.kept[request] = rows
+        return request
+
+    def decode(self, requests: list[int], token: int) -> None:
+        """A fixed step of some requests, every layer judged against dense attention."""
+        cache = self.cache
+        tokens = [100 * request + token for request in requests]
+        assert cache.step(requests, tokens=tokens, fixed=True) == SEATS
+        seats = cache.seats(requests)
+        new = torch.full((SEATS, LAYERS, 2, KV_HEADS, DIM), torch.nan)
+        for request, seat, own in zip(requests, seats, tokens, strict=True):
+            new[seat] = row_of(own, len(self.kept[request]))
+            self.kept[request] = torch.cat((self.kept[request], new[seat][None]))
+        q = torch.randn(SEATS, HEADS, DIM)
+        for layer in range(LAYERS):
+            cache.append(*new[:, layer].unbind(1), layer=layer)
+            self.judge(cache.attention(q, layer=layer), q, layer, requests, seats)
+
+    def judge(self, out: Tensor, q: Tensor, layer: int, requests: list[int], seats: list[int]) -> None:
+        for request, seat in zip(requests, seats, strict=True):
+            k, v = self.kept[request][:, layer].transpose(0, 1).double()
+            exact = tw.attention(q[seat][None, :, None].double(), *(t.transpose(0, 1)[None] for t in (k, v)))
+            torch.testing.assert_close(out[seat].double(), exact[0, :, 0], atol=2e-6, rtol=2e-6)
+        rest = [seat for seat in range(SEATS) if seat not in seats]
+        assert bool((out[rest] == 0).all())
+
+
+def row_of(token: int, place: int) -> Tensor:
+    return torch.randn(LAYERS, 2, KV_HEADS, DIM, generator=torch.Generator().manual_seed(97 * token + place))
+
+
+def places(cache: tw.PagedKVCache) -> tuple[int, ...]:
+    tensors = cache.block_table(), cache.seqlens(), cache.slots()
+    return tuple(part for t in tensors for part in (t.data_ptr(), *t.shape, *t.stride()))
+
+
+@pytest.mark.parametrize("tables", [HostTables, StagedTables])
+def test_a_fixed_batch_while_requests_grow_come_and_go(tables: type[Tables]) -> None:
+    served = Served(tables)
+    cache = served.cache
+    a, b = served.prefill([1] * 9), served.prefill([1] * 8 + [2, 3])
+    served.decode([a], 5)
+    where = places(cache)
+    for token in range(9):
+        served.decode([a, b], token)
+    # A request joins with a prefix that others have, and one splits: whoever writes first copies the page.
+    c = served.prefill([1] * 8 + [7])
+    d = cache.fork(b)
+    served.kept[d] = served.kept[b]
+    for token in range(6):
+        served.decode([d, a, c, b] if token % 2 else [b, c, d], token)
+    cache.free(a)
+    served.decode([c, d], 1)
+    e = served.prefill([4])
+    assert cache.seats([e]) == [0]
+    for token in range(9):
+        served.decode([e, b], token)
+    assert places(cache) == where
+    assert cache.stats().copies > 0
+    assert min(cache.length(request) for request in (b, c, d, e)) > 2 * PAGE
+
+
+def test_everybody_may_rest() -> None:
+    served = Served(HostTables)
+    cache = served.cache
+    assert cache.step([], fixed=True) == SEATS
+    for layer in range(LAYERS):
+        cache.append(*torch.zeros(2, SEATS, KV_HEADS, DIM).unbind(), layer=layer)
+        assert not cache.attention(torch.zeros(SEATS, HEADS, DIM), layer=layer).any()
+    assert bool(cache.k.isnan().all())
+    assert bool(cache.v.isnan().all())
+
+
+def test_a_replayed_step_is_marked_as_written() -> None:
+    served = Served(HostTables)
+    cache = served.cache
+    request = served.prefill([1, 2, 3])
+    with pytest.raises(tw.InvalidProblem, match="step: expected"):
+        Served(HostTables).cache.mark_written()
+    cache.step([request], tokens=[4], fixed=True)
+    with pytest.raises(tw.InvalidProblem, match="every layer of the step before appended"):
+        cache.step([request], tokens=[5], fixed=True)
+    # What a graph's replay does, behind the cache's back.
+    for layer in range(LAYERS):
+        for pages in cache.pages(layer):
+            pages.flatten(0, 1)[cache.slots()[cache.slots() >= 0]] = 1.0
+    cache.mark_written()
+    assert cache.length(cache.add([1, 2, 3, 4, 5])) == PAGE
+    cache.step([request], tokens=[5], fixed=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"counts": [2]}, "counts: expected None or ones in a fixed step"),
+        ({"tokens": [1, 2]}, "tokens: expected 1 entries"),
+    ],
+)
+def test_bad_fixed_steps_change_nothing(arguments: dict[str, Any], message: str) -> None:
+    served = Served(HostTables)
+    request = served.prefill([1, 2, 3])
+    before = served.cache.stats()
+    with pytest.raises(tw.InvalidProblem, match=message):
+        served.cache.step([request], fixed=True, **arguments)
+    assert served.cache.stats() == before
+    served.decode([request], 1)
+
+
+def test_seats_are_counted() -> None:
+    served = Served(HostTables)
+    for n in range(SEATS):
+        served.prefill([n])
+    with pytest.raises(tw.InvalidProblem, match="at most max_requests = 6 at a time"):
+        served.cache.add([1])
+    plain = tw.PagedKVCache(8, 4, 1, 1, 8, dtype=torch.float32, device="cpu")
+    with pytest.raises(tw.InvalidProblem, match="fixed: expected False, because the cache has no seats"):
+        plain.step([plain.add([1])], fixed=True)
+    with pytest.raises(tw.InvalidProblem, match="max_requests: expected an integer of at least 1"):
+        tw.PagedKVCache(8, 4, 1, 1, 8, dtype=torch.float32, device="cpu", max_requests=0)
