@@ -1,9 +1,13 @@
 """What serving costs on this machine: appending rows to pages, the host's part of a step, and the cascade's break-even.
 
-    python bench/serving_cost.py [--device cpu|cuda] [--threads N] [--only append,step,cascade] [--output FILE]
+    python bench/serving_cost.py [--device cpu|cuda] [--threads N] [--only append,step,fixed,cascade] [--output FILE]
 
-    append    one layer's K and V of a step into their pages, against torch's indexed assignment
-    step      host time of PagedKVCache.step and of finding shared prefixes, for a decoding batch
+    append    one layer's K and V of a step into their pages, against torch's indexed assignment; `fp8 us` into e4m3
+              pages, quantised on the way
+    step      host time of PagedKVCache.step, of finding shared prefixes and of append, for a decoding batch whose
+              requests all cross page borders in the same steps: the median step, and the worst
+    fixed     the same for a step with seats; on a GPU also the time a captured step of 4 layers takes when it is
+              replayed, and when the same calls are made one by one
     cascade   decoding with a shared prefix attended by every sequence and once for all, whatever the rule says; `rule`
               is what it says, `saved` the time that the keys not read again took, per byte of them; `in parts` with
               the group cut so that a decode kernel takes each part
@@ -31,6 +35,7 @@ import tilewise as tw
 from tilewise import cascade
 from tilewise import device as devices
 from tilewise.bench.machine import commit, machine, versions
+from tilewise.kv.quantised import append_quantised
 from tilewise.kv.writing import write_rows
 from tilewise.operands import Flags, Operands
 
@@ -91,34 +96,98 @@ def measure_append(device: str, dtype: torch.dtype) -> Iterator[Row]:
         want = pages.flatten(1, 2)[:, slots]
         assert torch.equal(want, new)
         mine, theirs = seconds(kernel, device), seconds(indexed, device)
+        codes = torch.zeros(pages.shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        scales = torch.full((2, pages.shape[1], KV_HEADS), 1.0, device=device)
+        # Rows of a page come one after another: those of a prompt, or one row for each of many pages.
+        ordered = slots.sort().values if rows > pages.shape[1] else torch.arange(rows, device=device) * PAGE_SIZE
+
+        def quantised(
+            new: Tensor = new, codes: Tensor = codes, scales: Tensor = scales, slots: Tensor = ordered
+        ) -> None:
+            append_quantised((new[0], new[1]), (codes[0], codes[1]), (scales[0], scales[1]), slots)
+
+        mine, theirs, fp8 = (seconds(run, device) for run in (kernel, indexed, quantised))
         moved = 2 * new.numel() * new.element_size()
-        yield {"rows": rows, "us": mine * 1e6, "GB/s": moved / mine / 1e9, "indexed us": theirs * 1e6}
+        yield {
+            "rows": rows, "us": mine * 1e6, "GB/s": moved / mine / 1e9, "indexed us": theirs * 1e6, "fp8 us": fp8 * 1e6
+        }  # fmt: skip
 
 
 def measure_step(device: str, dtype: torch.dtype) -> Iterator[Row]:
     """What a decoding step costs the host."""
     for batch in (64, 256):
         for shared in (False, True):
-            cache = tw.PagedKVCache(batch * 80, 16, 1, 1, 16, dtype=dtype, device=device)
-            requests = [cache.add([0 if shared else n, *range(1000), n]) for n in range(batch)]
-            for part in (requests[:1], requests[1:]):
-                for request in part:
-                    cache.reuse(request)
-                count = cache.step(part)
-                cache.append(*torch.zeros(2, count, 1, 16, dtype=dtype, device=device).unbind())
-            times: dict[str, list[float]] = {"step us": [], "prefixes us": [], "append us": []}
+            cache, requests = _filled_cache(batch, shared, device, dtype)
             rows = torch.zeros(2, batch, 1, 16, dtype=dtype, device=device)
-            calls: tuple[Run, ...] = (
-                functools.partial(cache.step, requests, tokens=requests),
-                cache.shared_prefix,
-                functools.partial(cache.append, rows[0], rows[1]),
-            )
-            for _ in range(48):
-                for name, call in zip(times, calls, strict=True):
-                    start = time.thread_time()
-                    call()
-                    times[name].append((time.thread_time() - start) * 1e6)
-            yield {"batch": batch, "shared": shared} | {k: statistics.median(v) for k, v in times.items()}
+            calls: dict[str, Run] = {
+                "step": functools.partial(cache.step, requests, tokens=requests),
+                "prefixes": cache.shared_prefix,
+                "append": functools.partial(cache.append, rows[0], rows[1]),
+            }
+            yield {"batch": batch, "shared": shared} | _host_times(calls, 96)
+
+
+def measure_fixed(device: str, dtype: torch.dtype) -> Iterator[Row]:
+    """What a step with seats costs the host, and what a captured one takes."""
+    for batch in (64, 256):
+        cache, requests = _filled_cache(batch, True, device, dtype, layers=4, dim=64, max_requests=batch)
+        q = torch.zeros(batch, 4, 64, dtype=dtype, device=device)
+        rows = torch.zeros(2, batch, 1, 64, dtype=dtype, device=device)
+
+        def layers(cache: tw.PagedKVCache = cache, q: Tensor = q, rows: Tensor = rows) -> None:
+            for layer in range(cache.num_layers):
+                cache.append(rows[0], rows[1], layer=layer)
+                cache.attention(q, layer=layer)
+
+        step = functools.partial(cache.step, requests, tokens=requests, fixed=True)
+        row: Row = {"batch": batch} | _host_times({"step": step, "layers": layers}, 96)
+        if device == "cuda":
+            step()
+            layers()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                layers()
+            taken: dict[str, list[float]] = {"replayed us": [], "one by one us": []}
+            for name, run in (("replayed us", graph.replay), ("one by one us", layers)) * 20:
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                step()
+                run()
+                cache.mark_written()
+                torch.cuda.synchronize()
+                taken[name].append((time.perf_counter() - start) * 1e6)
+            row |= {name: statistics.median(times) for name, times in taken.items()}
+        yield row
+
+
+def _filled_cache(
+    batch: int, shared: bool, device: str, dtype: torch.dtype, *, layers: int = 1, dim: int = 16, **options: Any
+) -> tuple[tw.PagedKVCache, list[int]]:
+    """A cache with prompts of 1002 tokens, the first 1000 of them the same if `shared`."""
+    cache = tw.PagedKVCache(batch * 84, 16, layers, 1, dim, dtype=dtype, device=device, max_seqlen=84 * 16, **options)
+    requests = [cache.add([0 if shared else n, *range(1000), n]) for n in range(batch)]
+    for part in (requests[:1], requests[1:]):
+        for request in part:
+            cache.reuse(request)
+        count = cache.step(part)
+        for layer in range(layers):
+            cache.append(*torch.zeros(2, count, 1, dim, dtype=dtype, device=device).unbind(), layer=layer)
+    return cache, requests
+
+
+def _host_times(calls: dict[str, Run], steps: int) -> Row:
+    """CPU time of each call: the median, and the sum of all in the median step and in the worst."""
+    times: list[list[float]] = []
+    for _ in range(steps):
+        line = []
+        for call in calls.values():
+            start = time.thread_time()
+            call()
+            line.append((time.thread_time() - start) * 1e6)
+        times.append(line)
+    each = {f"{name} us": statistics.median(line[n] for line in times) for n, name in enumerate(calls)}
+    together = sorted(map(sum, times))
+    return each | {"together us": together[steps // 2], "worst us": together[-1]}
 
 
 def measure_cascade(device: str, dtype: torch.dtype) -> Iterator[Row]:
@@ -168,7 +237,7 @@ def _hint(table: Tensor, lengths: Tensor, prefix: int, size: int) -> cascade.Sha
     return cascade.SharedPrefix(groups, prefixes, keys, starts, None, table[:, pages:].contiguous(), lengths - prefix)
 
 
-SECTIONS = {"append": measure_append, "step": measure_step, "cascade": measure_cascade}
+SECTIONS = {"append": measure_append, "step": measure_step, "fixed": measure_fixed, "cascade": measure_cascade}
 
 
 def show(row: Row) -> str:

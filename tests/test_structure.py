@@ -39,7 +39,7 @@ ARROWS: dict[str, set[str]] = {
     "cascade": {"ops", "dispatch", "operands", "numerics", "device"},
     "api": {"fp8", "cascade", "ops", "validation", "dispatch", "operands", "numerics"},
     "kv": {"fp8", "api", "canonical", "cascade", "dispatch", "plan"},
-    "backends": SPINE,
+    "backends": SPINE | {"fp8"},
     "plan": SPINE | {"fp8", "validation", "dispatch", "cascade", "figures"},
     "testing": SPINE | {"fp8", "api", "__init__", "backends", "dispatch", "validation"},
     "simulator": {"masks", "plan"},

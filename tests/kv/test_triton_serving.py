@@ -61,6 +61,59 @@ def test_the_kernels_compile_without_a_gpu_and_move_16_bytes_a_thread(device: st
         assert compilation.compile_call(merge, devices.named(device), -1).asm["ptx"]
 
 
+@pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
+@pytest.mark.parametrize("device", ["h200", "a100"])
+@pytest.mark.parametrize("page_size", [1, 64, 256])
+def test_the_kernel_that_quantises_compiles_without_a_gpu(device: str, page_size: int) -> None:
+    from tilewise.backends.gpu import compilation
+    from tilewise.backends.gpu.launching import raw_views
+    from tilewise.backends.triton.quantised_rows import append_call
+
+    spec = devices.named(device)
+    new, pages = torch.zeros(256, 8, 128).bfloat16(), torch.zeros(4, page_size, 8, 128).to(torch.float8_e4m3fn)
+    scale, slots = torch.zeros(4, 8), torch.zeros(256, dtype=torch.int64)
+    views = raw_views((new, new, pages, pages, scale, scale, slots))
+    call = append_call((256, 8, 128, 128, page_size), views, hardware=spec.has_fp8)
+    ptx = compilation.compile_call(call, spec, -1).asm["ptx"]
+    assert ("e4m3" in ptx) == spec.has_fp8
+
+
+@inside
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_the_kernel_that_quantises_writes_the_bits_of_torch(page_size: int) -> None:
+    """Pages that start, go on, grow by 2^n or not at all, rows without slots, NaN, zeros, numbers below the floor."""
+    from tilewise.backends.triton.quantised_rows import append_quantised
+    from tilewise.kv.quantised import new_scales, write_quantised
+
+    torch.manual_seed(2)
+    dims, heads, num_pages = (24, 40), 3, 3 * -(-30 // page_size)
+    mine, theirs = (
+        [torch.randint(0, 256, (num_pages, page_size, heads, dim), dtype=torch.uint8) for dim in dims] for _ in range(2)
+    )
+    for a, b in zip(mine, theirs, strict=True):
+        b.copy_(a)
+    scales = [[new_scales(1, num_pages, heads, torch.device("cpu"))[0] for _ in dims] for _ in range(2)]
+    lengths = {0: 0, 1: 0, 2: 0}
+    # Sequence s has the pages s, s + 3, ...; each takes some rows a step, and some rows of the batch go nowhere.
+    for step, size in enumerate((1.0, 1.0, 300.0, 1e-3, 1e-38, 1e30)):
+        slots: list[int] = []
+        for sequence in lengths:
+            count = (step + sequence) % 3 * 2 + 1
+            position = range(lengths[sequence], lengths[sequence] + count)
+            slots += [(sequence + 3 * (p // page_size)) * page_size + p % page_size for p in position] + [-1]
+            lengths[sequence] += count
+        rows = [size * torch.randn(len(slots), heads, dim) for dim in dims]
+        rows[0][0, 1, 3], rows[1][0, 0, 5], rows[1][1] = torch.nan, torch.inf, 0.0
+        rows[0] = rows[0].bfloat16()
+        where = torch.tensor(slots)
+        append_quantised(*rows, *(t.view(torch.float8_e4m3fn) for t in mine), *scales[0], where)
+        for new, pages, scale in zip(rows, theirs, scales[1], strict=True):
+            write_quantised(new, pages.view(torch.float8_e4m3fn), scale, where)
+        for a, b in zip((*mine, *scales[0]), (*theirs, *scales[1]), strict=True):
+            assert torch.equal(a, b)
+    assert scales[0][0].unique().numel() > 2
+
+
 @inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_rows_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
@@ -69,7 +122,9 @@ def test_rows_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
     k, v = torch.randn(9, 3, 14).to(dtype)[..., :7], torch.randn(9, 3, 500).to(dtype)
     k_pages, v_pages = (torch.full((5, 4, 3, dim), -1.0, dtype=dtype) for dim in (7, 500))
     slots = torch.randperm(20)[:9]
-    serving.write_rows(k, v, k_pages, v_pages, slots)
+    where = torch.cat((slots[:4], torch.tensor([-1]), slots[4:]))
+    with_another = [torch.cat((t[:4], torch.full_like(t[:1], 5.0), t[4:])) for t in (k, v)]
+    serving.write_rows(*with_another, k_pages, v_pages, where)
     for new, pages in ((k, k_pages), (v, v_pages)):
         assert torch.equal(pages.flatten(0, 1)[slots], new)
         assert (pages == -1.0).all(-1).all(-1).sum() == 11

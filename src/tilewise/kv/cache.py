@@ -28,7 +28,7 @@ from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.kv.book import CacheStats, PageBook, Step, require_sizes
 from tilewise.kv.groups import PrefixGroups
-from tilewise.kv.quantised import SOURCES, as_container, copy_quantised, new_scales, write_quantised
+from tilewise.kv.quantised import SOURCES, append_quantised, as_container, copy_quantised, new_scales
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
 from tilewise.kv.writing import copy_pages, write_rows
 
@@ -185,8 +185,8 @@ class PagedKVCache:
         if self._scales is None:
             write_rows(k, v, k_pages, v_pages, batch.slots)
         else:
-            for rows, pages, scale in zip((k, v), (k_pages, v_pages), self._scales, strict=True):
-                write_quantised(rows, pages, scale[layer], batch.slots)
+            k_scale, v_scale = self._scales
+            append_quantised((k, v), (k_pages, v_pages), (k_scale[layer], v_scale[layer]), batch.slots)
         if not self._capturing():
             self._written.add(layer)
             if len(self._written) == len(self.k):

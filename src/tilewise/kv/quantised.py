@@ -1,8 +1,16 @@
 """Pages in e4m3: rows are quantised as they are appended, with one scale for each (page, head).
 
-A page's scale is a power of two that grows when a row needs more: what the page already holds then moves by whole
-exponents, so nothing is rounded twice but numbers that fall below e4m3's smallest normal one, 2^-6 of the new scale.
-The first row of a page starts its scale anew. NaN and infinities become NaN, as in tilewise.fp8.
+    amax   = the largest finite magnitude of the rows that a step brings to the page
+    needed = the smallest power of two, at least 2^-96, with amax / 448 <= needed
+    scale  = the larger one of needed and the scale the page has; needed alone if the page's first row is among them
+    codes  = e4m3(x / scale)                                       fp32 products, e4m3 to nearest, ties to even
+
+Where the scale grows, what the page holds is multiplied by old / new, a power of two, and rounded to e4m3 again:
+numbers keep all their bits unless they fall below e4m3's smallest normal one, 2^-6 of the new scale. So finite values
+never saturate; NaN and infinities become NaN and count for no scale, as in tilewise.fp8. A row without a slot (-1)
+goes nowhere and counts for nothing.
+
+On an NVIDIA GPU this is one launch for K and V (backends/triton/quantised_rows.py); below is what it computes.
 """
 
 from __future__ import annotations
@@ -10,12 +18,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.canonical import contiguous_last
 from tilewise.fp8.container import E4M3_MAX, Fp8Tensor
 from tilewise.fp8.quantisation import AMAX_FLOOR, encode
+from tilewise.kv.writing import kernel_for
 
-__all__ = ["SOURCES", "as_container", "copy_quantised", "new_scales", "write_quantised"]
+__all__ = ["SOURCES", "append_quantised", "as_container", "copy_quantised", "new_scales", "write_quantised"]
 
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+Pair = tuple[Tensor, Tensor]
 
 
 def new_scales(num_layers: int, num_pages: int, num_kv_heads: int, device: torch.device) -> Tensor:
@@ -29,29 +40,43 @@ def as_container(pages: Tensor, scale: Tensor) -> Fp8Tensor:
 
 
 @torch.no_grad()
+def append_quantised(new: Pair, pages: Pair, scales: Pair, slots: Tensor) -> None:
+    """Rows of K and V (total, num_kv_heads, dim) into slots of e4m3 pages (num_pages, page_size, num_kv_heads, dim),
+    whose scales (num_pages, num_kv_heads) grow as needed.
+
+    The rows of one page come one after another, in the order of their slots.
+    """
+    plain = not torch.compiler.is_compiling() and all(type(t) is Tensor for t in new)
+    kernel = kernel_for(slots.device.type, "append_quantised") if plain else None
+    if kernel is not None:
+        kernel(*map(contiguous_last, new), *pages, *scales, slots)
+        return
+    for rows, where, scale in zip(new, pages, scales, strict=True):
+        write_quantised(rows, where, scale, slots)
+
+
 def write_quantised(rows: Tensor, pages: Tensor, scale: Tensor, slots: Tensor) -> None:
-    """Row t of `rows` (total, num_kv_heads, dim) into slot `slots[t]` of e4m3 pages, whose scales grow as needed."""
+    """K, or V, by torch alone."""
+    has_slot = slots >= 0
+    rows, slots = rows[has_slot], slots[has_slot]
     if not len(slots):
         return
-    page_size = pages.shape[1]
-    page, place = slots // page_size, slots % page_size
+    page, place = slots // pages.shape[1], slots % pages.shape[1]
     values = rows.float()
     size = torch.where(torch.isfinite(values), values.abs(), 0.0).amax(-1)
-    touched, which = torch.unique(page, return_inverse=True)
-    before = scale[touched]
-    fresh = torch.zeros(len(touched), dtype=torch.bool, device=slots.device)
-    fresh[which[place == 0]] = True
-    held = torch.where(fresh[:, None], AMAX_FLOOR, before)
+    first = torch.ones_like(page, dtype=torch.bool)
+    first[1:] = page[1:] != page[:-1]
+    touched, fresh, which = page[first], place[first] == 0, first.cumsum(0) - 1
+    held = torch.where(fresh[:, None], AMAX_FLOOR, scale[touched])
     after = held.scatter_reduce(0, which[:, None].expand_as(size), _power_of_two(size), "amax")
-    # Moving codes of pages whose scale stays as it is would change nothing.
-    grown = (after > held).any(1).nonzero().flatten()
+    memory = pages.view(torch.uint8)
+    grown, heads = ((after > held) & ~fresh[:, None]).nonzero(as_tuple=True)
     if len(grown):
-        ratio = (held[grown] / after[grown])[:, None, :, None]
-        moved = encode(pages[touched[grown]].float(), ratio)
-        pages.view(torch.uint8)[touched[grown]] = moved.view(torch.uint8)
+        where = touched[grown], slice(None), heads
+        ratio = (held[grown, heads] / after[grown, heads])[:, None, None]
+        memory[where] = encode(memory[where].view(pages.dtype).float(), ratio).view(torch.uint8)
     scale[touched] = after
-    codes = encode(values, 1.0 / after[which][..., None])
-    pages.view(torch.uint8).index_put_((page, place), codes.view(torch.uint8))
+    memory.index_put_((page, place), encode(values, 1.0 / after[which][..., None]).view(torch.uint8))
 
 
 def copy_quantised(pages: Tensor, scale: Tensor, source: Tensor, target: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewise import dispatch
 from tilewise.canonical import contiguous_last
 
-__all__ = ["copy_pages", "write_rows"]
+__all__ = ["copy_pages", "kernel_for", "write_rows"]
 
 # The backend whose kernel writes on a device, and what the kernels take.
 WRITERS = {"cpu": "cpu", "cuda": "triton"}
@@ -30,7 +30,7 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     Pages (num_pages, page_size, num_kv_heads, dim) of the same dtype and device; slots int64 (total,), each within
     the pages, or negative for a row that goes nowhere. No two rows have the same slot.
     """
-    write = _kernel_for(k.device.type) if _takes(k, v, k_pages, v_pages) else None
+    write = kernel_for(k.device.type, "write_rows") if _takes(k, v, k_pages, v_pages) else None
     if write is not None:
         write(contiguous_last(k), contiguous_last(v), k_pages, v_pages, slots.contiguous())
         return
@@ -58,13 +58,12 @@ def _takes(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
 
 
 @functools.cache
-def _kernel_for(device_type: str) -> Callable[..., None] | None:
-    """Asked once: looking for a package takes longer than writing a step's rows."""
+def kernel_for(device_type: str, name: str) -> Callable[..., None] | None:
+    """What the backend that writes on a device calls so; asked once, as finding a package takes longer than a call."""
     if device_type not in WRITERS:
         return None
     backend: Any = dispatch.load(WRITERS[device_type])
-    kernel: Callable[..., None] = backend.write_rows
-    return kernel if backend.unavailable() is None else None
+    return getattr(backend, name, None) if backend.unavailable() is None else None
 
 
 def copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:

@@ -110,6 +110,14 @@ class TritonBackend:
 
         serving.write_rows(k, v, k_pages, v_pages, slots)
 
+    def append_quantised(
+        self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
+    ) -> None:
+        """Rows of K and V into slots of e4m3 pages: see tilewise.kv.quantised."""
+        from tilewise.backends.triton import quantised_rows
+
+        quantised_rows.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
+
     def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
         """Rows of a partial result over other keys worked into `out` and `lse`: see tilewise.cascade."""
         from tilewise.backends.triton import serving

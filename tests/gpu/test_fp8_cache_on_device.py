@@ -1,0 +1,124 @@
+"""The FP8 cache on a real GPU: the bits of the CPU in one launch, without waiting, in a graph that is replayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.fp8 import Fp8Tensor
+from tilewise.kv.quantised import append_quantised, new_scales, write_quantised
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+HEADS, KV_HEADS, DIM, DIM_V = 8, 2, 64, 40
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_the_bits_are_those_of_the_cpu(page_size: int, dtype: torch.dtype) -> None:
+    """Sequences grow by chunks and single rows, large and small ones; some rows of the batch have no slot."""
+    torch.manual_seed(0)
+    per_sequence = -(-300 // page_size)
+    num_pages, lengths = 3 * per_sequence, [0, 0, 0]
+    codes = [torch.randint(0, 256, (num_pages, page_size, KV_HEADS, d), dtype=torch.uint8) for d in (DIM, DIM_V)]
+    scales = [new_scales(1, num_pages, KV_HEADS, torch.device("cpu"))[0] for _ in codes]
+    there, there_scales = [c.cuda().view(E4M3) for c in codes], [s.cuda() for s in scales]
+    for step, size in enumerate((1.0, 0.01, 30.0, 1.0, 1e-7, 400.0, 1.0)):
+        slots: list[int] = []
+        for sequence in range(3):
+            count = (1, 17, 70)[(step + sequence) % 3]
+            position = range(lengths[sequence], lengths[sequence] + count)
+            slots += [(sequence * per_sequence + p // page_size) * page_size + p % page_size for p in position] + [-1]
+            lengths[sequence] += count
+        rows = [(size * torch.randn(len(slots), KV_HEADS, d)).to(dtype) for d in (DIM, DIM_V)]
+        rows[0][0, 0, 3], rows[1][0, 1, 7] = torch.nan, torch.inf
+        where = torch.tensor(slots)
+        for new, pages, scale in zip(rows, codes, scales, strict=True):
+            write_quantised(new, pages.view(E4M3), scale, where)
+        k, v = (r.cuda() for r in rows)
+        append_quantised((k, v), (there[0], there[1]), (there_scales[0], there_scales[1]), where.cuda())
+        for mine, theirs in zip((*there, *there_scales), (*codes, *scales), strict=True):
+            assert torch.equal(mine.cpu().view(theirs.dtype), theirs)
+
+
+def cache_of(seats: int) -> tw.PagedKVCache:
+    cache = tw.PagedKVCache(
+        40, 16, 1, KV_HEADS, DIM, dtype=E4M3, device="cuda", head_dim_v=DIM_V, max_seqlen=128, max_requests=seats
+    )
+    # Codes of NaN: what nobody wrote must not matter.
+    for pages in (cache.k, cache.v):
+        pages.view(torch.uint8).fill_(0x7F)
+    return cache
+
+
+def rows_of(count: int, size: float = 1.0) -> tuple[Tensor, Tensor]:
+    k, v = (size * torch.randn(count, KV_HEADS, d, device="cuda") for d in (DIM, DIM_V))
+    return k.to(BF16), v.to(BF16)
+
+
+def test_a_captured_step_quantises_and_attends() -> None:
+    torch.manual_seed(1)
+    seats = 4
+    cache = cache_of(seats)
+    requests = [cache.add([n] * length) for n, length in enumerate((30, 5))]
+    cache.append(*rows_of(cache.step(requests)))
+    q = torch.randn(seats, HEADS, DIM, device="cuda").to(BF16)
+    k, v = rows_of(seats)
+    cache.step([], fixed=True)
+    cache.append(k, v)
+    cache.attention(q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cache.append(k, v)
+        out = cache.attention(q)
+    for number in range(40):
+        if number == 12:
+            requests.append(cache.add([7] * 16))
+            cache.append(*rows_of(cache.step(requests[-1:])))
+        for old, new in zip((k, v), rows_of(seats, 1.0 + number % 7), strict=True):
+            old.copy_(new)
+        q.copy_(torch.randn_like(q))
+        cache.step(requests, tokens=[number] * len(requests), fixed=True)
+        graph.replay()
+        cache.mark_written()
+        check(cache, q, out, cache.seats(requests), v)
+
+
+def check(cache: tw.PagedKVCache, q: Tensor, out: Tensor, seats: list[int], v: Tensor) -> None:
+    k_pages, v_pages = cache.attended()
+    assert isinstance(k_pages, Fp8Tensor)
+    assert isinstance(v_pages, Fp8Tensor)
+    pages = [t.dequantize().double() for t in (k_pages, v_pages)]
+    tables: tuple[Any, ...] = cache.block_table(), cache.seqlens()
+    exact = tw.attention_paged(q.double(), *pages, *tables, backend="reference")
+    assert bool(((out.double() - exact).abs().amax((1, 2)) <= 2e-2 * v.abs().max()).all())
+    places = cache.slots()[seats]
+    stored = pages[1].flatten(0, 1)[places]
+    assert bool(((stored - v[seats]).abs() <= v[seats].abs() / 16 + v.abs().max() / 2**14).all())
+
+
+def test_appending_does_not_wait_for_the_device() -> None:
+    cache = cache_of(4)
+    requests = [cache.add([n] * 20) for n in range(4)]
+    cache.append(*rows_of(cache.step(requests)))
+    k, v = rows_of(4)
+    for number in range(20):
+        if number == 2:
+            torch.cuda.synchronize()
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            cache.step(requests, tokens=[number] * 4, fixed=number % 2 == 0)
+            cache.append(k, v)
+        except RuntimeError:
+            torch.cuda.set_sync_debug_mode("default")
+            raise
+    torch.cuda.set_sync_debug_mode(mode)
