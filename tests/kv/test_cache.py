@@ -240,6 +240,19 @@ def test_the_mirror_on_a_device_follows_the_host() -> None:
                 assert torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
 
 
+def test_a_gathered_table_is_not_kept_past_a_fixed_step() -> None:
+    cache = tw.PagedKVCache(
+        16, 2, 1, 1, 4, dtype=torch.float32, device="cpu", max_requests=2, max_seqlen=16, prefix_sharing=False
+    )
+    cache._tables = StagedTables(cache.book, cache.device)
+    requests = [cache.add([n] * 4) for n in range(2)]
+    for number in range(10):
+        rows = cache.step(requests, fixed=number % 2 == 1)
+        cache.append(*torch.zeros(2, rows, 1, 4).unbind())
+        columns = -(-cache.length(requests[0]) // 2)
+        assert cache.block_table()[:, :columns].tolist() == [cache.book.pages_of(request) for request in requests]
+
+
 def tw_groups(cache: tw.PagedKVCache) -> Any:
     from tilewise.kv.groups import find_groups
 

@@ -162,13 +162,29 @@ def _int32(values: Ints) -> Tensor:
     return torch.from_numpy(values.astype(np.int32))
 
 
+class SentPrefixes(NamedTuple):
+    """The parts of a step's prefixes on the device, and how the own tables are gathered there from the mirror."""
+
+    parts: Parts
+    block_table: Tensor
+    seqlens_k: Tensor
+    cu_seqlens_q: Tensor
+    rows: Tensor
+    tokens: Tensor
+    places: Tensor
+
+
 class StagedTables(Tables):
     """For a GPU: a mirror on the device, brought up to date by one copy a step."""
 
     def __init__(self, book: PageBook, device: torch.device) -> None:
         super().__init__(book, device)
         self._mirror = torch.from_numpy(book.table).to(device, copy=True)
-        self._rows = torch.empty(0, dtype=torch.int64, device=device)
+        # The rows of the last step, on both sides, and their table, which is right while nothing in the mirror changes.
+        self._last_rows: Ints = np.empty(0, np.int64)
+        self._rows = self._gathered = torch.empty(0, dtype=torch.int64, device=device)
+        self._lengths = self._rows
+        self._prefixes: SentPrefixes | None = None
         # What the mirror does not have yet; more than one step's worth only where a device failed in between.
         self._unsent: list[Changes] = []
         seats = book.rows.max_requests or 0
@@ -186,10 +202,13 @@ class StagedTables(Tables):
         (rows, slots, flat), (lengths, starts, entries) = self._send(
             (step.rows, step.slots, places), (after, total, pages)
         )
+        columns = self.columns(after)
+        same = not len(places) and self._gathered.shape[-1] == columns and np.array_equal(step.rows, self._last_rows)
         self._enter(flat, entries)
-        self._rows = rows
-        table = self._mirror[:, : self.columns(after)].index_select(0, rows)
-        return BatchTables(table, lengths, starts if packed else None, slots)
+        self._rows, self._last_rows, self._lengths = rows, step.rows, lengths
+        if not same:
+            self._gathered = self._mirror[:, :columns].index_select(0, rows)
+        return BatchTables(self._gathered, lengths, starts if packed else None, slots)
 
     def fixed(self, step: Step) -> BatchTables:
         """The tables of all seats."""
@@ -209,24 +228,30 @@ class StagedTables(Tables):
     def shared(self, step: Step, groups: list[PrefixGroup]) -> SharedPrefix:
         """The hint for the step's groups; `batch` of the same step came before."""
         parts = self.parts(step, groups)
-        own = step.before + step.counts - parts.shift * self.book.page_size
-        none = np.empty(0, np.int64)
-        (shift, rows), (lengths, starts, prefix, own_lengths) = self._send(
-            (parts.shift, none if parts.rows is None else parts.rows),
-            (parts.seqlens_k, parts.cu_seqlens_q, parts.block_table.ravel(), own),
-        )
-        width = self._mirror.shape[1]
-        columns = torch.arange(self.columns(own), device=self.device) + shift[:, None]
-        places = self._rows[:, None] * width + columns.clamp_(max=width - 1)
+        columns = self.columns(step.before + step.counts - parts.shift * self.book.page_size)
+        sent = self._prefixes
+        if sent is None or sent.parts is not parts or sent.places.shape[1] != columns:
+            sent = self._prefixes = self._sent(parts, columns)
         return SharedPrefix(
             parts.groups,
-            prefix.view(parts.block_table.shape),
-            lengths,
-            starts,
-            None if parts.rows is None else rows,
-            self._mirror.view(-1).take(places),
-            own_lengths,
+            sent.block_table,
+            sent.seqlens_k,
+            sent.cu_seqlens_q,
+            None if parts.rows is None else sent.rows,
+            self._mirror.view(-1).take(sent.places),
+            self._lengths - sent.tokens,
         )
+
+    def _sent(self, parts: Parts, columns: int) -> SentPrefixes:
+        none = np.empty(0, np.int64)
+        (shift, rows), (lengths, starts, prefix, tokens) = self._send(
+            (parts.shift, none if parts.rows is None else parts.rows),
+            (parts.seqlens_k, parts.cu_seqlens_q, parts.block_table.ravel(), parts.shift * self.book.page_size),
+        )
+        width = self._mirror.shape[1]
+        wanted = (torch.arange(columns, device=self.device) + shift[:, None]).clamp_(max=width - 1)
+        places = self._rows[:, None] * width + wanted
+        return SentPrefixes(parts, prefix.view(parts.block_table.shape), lengths, starts, rows, tokens, places)
 
     @property
     def _pinned(self) -> bool:
@@ -238,6 +263,7 @@ class StagedTables(Tables):
         if tuple(self._mirror.shape) != table.shape:
             (), (whole,) = self._send((), (table.ravel(),))
             self._mirror = whole.view(table.shape).clone()
+            self._prefixes, self._last_rows = None, np.empty(0, np.int64)
             return np.empty(0, np.int64), np.empty(0, np.int64)
         changed = Changes.joined(self._unsent)
         return changed.rows * table.shape[1] + changed.columns, table[changed.rows, changed.columns].astype(np.int64)
@@ -246,6 +272,7 @@ class StagedTables(Tables):
         """Into the mirror. A place may come twice, always with what it is now."""
         if places.numel():
             self._mirror.view(-1).index_put_((places,), pages)
+            self._last_rows = np.empty(0, np.int64)
         self._unsent = []
 
     def _send(
