@@ -199,9 +199,70 @@ def test_kvcache_refuses_what_would_copy_the_cache() -> None:
     q, cache = randn(1, 1, 2, 8), randn(1, 4, 2, 8)
     with pytest.raises(tw.Unsupported, match="concatenate k and v once"):
         fa3.flash_attn_with_kvcache(q, cache, cache, qv=q, cache_seqlens=2)
+
+
+@pytest.mark.parametrize("kind", ["whole", "lengths", "permuted", "padded", "paged", "packed q"])
+def test_an_fp8_cache_comes_with_its_descales(kind: str) -> None:
+    """New rows go in as they are, whatever the cache looks like, and the result is that of the widened tensors."""
     fp8 = torch.float8_e4m3fn
-    with pytest.raises(tw.Unsupported, match="bf16"):
-        fa3.flash_attn_with_kvcache(q.to(fp8), cache.to(fp8), cache.to(fp8), cache_seqlens=2)
+    q, k, v, k_new, v_new = (
+        randn(2, n, h, 16, seed=i).to(fp8) for i, (n, h) in enumerate(((3, 4), (12, 2), (12, 2), (3, 2), (3, 2)))
+    )
+    descales: dict[str, Any] = {f"{n}_descale": randn(2, 2, seed=i).abs() + 0.5 for i, n in enumerate("qkv")}
+    lengths = torch.full((2,), 5, dtype=torch.int32) if kind in ("whole", "padded") else int32(5, 8)
+    options: dict[str, Any] = {"cache_seqlens": 5 if kind == "whole" else lengths}
+    if kind == "permuted":
+        options["cache_batch_idx"] = int32(1, 0)
+    elif kind == "padded":
+        options["cache_leftpad"] = int32(2, 0)
+    k_cache, v_cache = (t.clone() for t in (k, v))
+    if kind in ("paged", "packed q"):
+        order = int32(3, 1, 5, 0, 2, 4)
+        k_cache, v_cache = (t.view(torch.uint8).view(6, 4, 2, 16)[order.argsort()].view(fp8) for t in (k, v))
+        options["page_table"] = order.view(2, 3)
+    rows = q
+    if kind == "packed q":
+        rows = q.flatten(0, 1)
+        options |= {"cu_seqlens_q": int32(0, 3, 6), "max_seqlen_q": 3}
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        rows, k_cache, v_cache, k_new, v_new, causal=True, return_softmax_lse=True, **options, **descales
+    )
+    assert out.dtype is torch.bfloat16
+    wide_q, wide_k, wide_v, wide_k_new, wide_v_new = (
+        t.float() * d.repeat_interleave(t.shape[2] // 2, 1)[:, None, :, None]
+        for t, d in zip((q, k, v, k_new, v_new), [descales[f"{n}_descale"] for n in "qkvkv"], strict=True)
+    )
+    if kind == "permuted":
+        raw_k, raw_v = ((t.float().flip(0)) for t in (k, v))
+        wide_k, wide_v = (t * descales[f"{n}_descale"][:, None, :, None] for n, t in (("k", raw_k), ("v", raw_v)))
+    for b in range(2):
+        length, pad = int(lengths[b]), 2 if kind == "padded" and b == 0 else 0
+        keys, values = (
+            torch.cat((old[b, pad:length], new[b]))[None] for old, new in ((wide_k, wide_k_new), (wide_v, wide_v_new))
+        )
+        expected, expected_lse = tw.attention(
+            wide_q[b : b + 1], keys, values, causal=True, layout="bshd", return_lse=True
+        )
+        mine = out.unflatten(0, (2, 3))[b] if kind == "packed q" else out[b]
+        torch.testing.assert_close(mine.float(), expected[0], atol=2e-2, rtol=2e-2)
+        mine_lse = lse.unflatten(1, (2, 3))[:, b] if kind == "packed q" else lse[b]
+        torch.testing.assert_close(mine_lse, expected_lse[0], atol=1e-4, rtol=1e-4)
+    if kind == "whole":
+        assert torch.equal(k_cache[:, 5:8].view(torch.uint8), k_new.view(torch.uint8))
+        assert torch.equal(v_cache[:, :5].view(torch.uint8), v[:, :5].view(torch.uint8))
+
+
+def test_fp8_caches_refuse_what_they_cannot_take() -> None:
+    q, cache = (randn(1, n, 2, 8).to(torch.float8_e4m3fn) for n in (1, 4))
+    cos = torch.zeros(8, 4)
+    with pytest.raises(tw.Unsupported, match="before they are quantised"):
+        fa3.flash_attn_with_kvcache(q, cache, cache, q, q, rotary_cos=cos, rotary_sin=cos, cache_seqlens=2)
+    with pytest.raises(tw.InvalidProblem, match="q: expected float8_e4m3fn"):
+        fa3.flash_attn_with_kvcache(q.float(), cache, cache, cache_seqlens=int32(2))
+    with pytest.raises(tw.InvalidProblem, match=r"k: expected dtype torch\.float8_e4m3fn"):
+        fa3.flash_attn_with_kvcache(q, cache, cache, q.float(), q.float(), cache_seqlens=2)
+    with pytest.raises(tw.InvalidProblem, match="scales"):
+        fa2.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=int32(2))
 
 
 def test_combine_puts_splits_together() -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tilewise.api import attention, attention_paged
 from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.fp8.container import E4M3
+from tilewise.integrations.descales import Descales
 from tilewise.integrations.translation import places
 from tilewise.kv.writing import write_rows
 from tilewise.nn.rotary import rotate
@@ -104,9 +106,13 @@ def append_and_attend(
     cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
     chunk: int = 0,
+    descales: Descales | None = None,
     **flags: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q, dense (batch, seqlen_q, ...) or packed with `cu_seqlens_q`; the store then holds k and v too."""
+    """(out, lse) of q, dense (batch, seqlen_q, ...) or packed with `cu_seqlens_q`; the store then holds k and v too.
+
+    `descales` belong to a store in e4m3, which is not attended without them, and mean nothing to another one.
+    """
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     if k is None or v is None:
         _reject_without_new_tokens(k, v, rotary)
@@ -121,8 +127,9 @@ def append_and_attend(
         total = before + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
     whole = store.table is None and store.batch_idx is None and store.leftpad is None
     if whole and isinstance(total, int) and cu_seqlens_q is None:
-        return _attend_dense(q, store, total, chunk, flags)
-    return _attend_paged(q, store, _per_sequence(total, batch, q), cu_seqlens_q, max_seqlen_q, chunk, flags)
+        return _attend_dense(q, store, total, chunk, descales, flags)
+    lengths = _per_sequence(total, batch, q)
+    return _attend_paged(q, store, lengths, cu_seqlens_q, max_seqlen_q, chunk, descales, flags)
 
 
 def _given(seqlens: Lengths | None) -> Lengths:
@@ -182,7 +189,9 @@ def _per_sequence(total: Lengths, batch: int, q: Tensor) -> Tensor:
     return torch.full((batch,), total, dtype=torch.int32, device=q.device)
 
 
-def _attend_dense(q: Tensor, store: Store, total: int, chunk: int, flags: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _attend_dense(
+    q: Tensor, store: Store, total: int, chunk: int, descales: Descales | None, flags: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     if total > store.capacity:
         fix = "Pass at most the length of the cache."
         raise InvalidProblem("cache_seqlens", f"at most {store.capacity}, the capacity of the cache", total, fix)
@@ -190,7 +199,10 @@ def _attend_dense(q: Tensor, store: Store, total: int, chunk: int, flags: dict[s
     if chunk:
         ends = torch.full((1,), total, device=q.device)
         flags = {**flags, "mask": _same_chunk(ends, ends.new_full((1,), q.shape[1]), q.shape[1], total, chunk)}
-    return attention(q, k, v, layout="bshd", return_lse=True, **flags)
+    attended: Any = q, k, v
+    if descales is not None and k.dtype == E4M3:
+        attended = descales.containers(q, k, v, len(q), "bshd")
+    return attention(*attended, layout="bshd", return_lse=True, **flags)
 
 
 def _attend_paged(
@@ -200,6 +212,7 @@ def _attend_paged(
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int | None,
     chunk: int,
+    descales: Descales | None,
     flags: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     batch = total.numel()
@@ -215,7 +228,12 @@ def _attend_paged(
     packed = q.flatten(0, 1) if dense_q else q
     if not (dense_q and longest == 1):
         flags = {**flags, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": longest}
-    out, lse = attention_paged(packed, k, v, table, seqlens_k, return_lse=True, **flags)
+    if descales is not None and k.dtype == E4M3:
+        attended = descales.paged(packed, k, v, batch)
+        out, lse = attention_paged(*attended, table, seqlens_k, return_lse=True, **flags)
+        out = descales.rescaled(out, flags.get("cu_seqlens_q"))
+    else:
+        out, lse = attention_paged(packed, k, v, table, seqlens_k, return_lse=True, **flags)
     if not dense_q:
         return out, lse
     return out.unflatten(0, (batch, longest)), lse.unflatten(1, (batch, longest)).transpose(0, 1)

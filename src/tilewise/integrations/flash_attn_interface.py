@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.api import attention, attention_varlen, merge
 from tilewise.errors import InvalidProblem, Unsupported
-from tilewise.fp8.container import Fp8Tensor
 from tilewise.integrations import aliases, cache, pieces
-from tilewise.integrations.translation import length, places, softcap_of, window_of
+from tilewise.integrations.descales import Descale, Descales, rescaled
+from tilewise.integrations.translation import length, softcap_of, window_of
 
 __all__ = [
     "flash_attn_combine",
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 Result = Tensor | tuple[Tensor, Tensor]
-Descale = Tensor | None
 UNBOUNDED = (-1, -1)
 MAX_HEAD_DIM = 512
 
@@ -73,16 +72,16 @@ def flash_attn_func(
     flags = _flags(softmax_scale, causal, window_size, softcap, deterministic)
     fp8 = q.dtype == torch.float8_e4m3fn
     if fp8 and qv is None and not attention_chunk:
-        made = _containers(q, k, v, q_descale, k_descale, v_descale, len(q), "bshd")
+        made = Descales(q_descale, k_descale, v_descale).containers(q, k, v, len(q), "bshd")
         out, lse = attention(*made, layout="bshd", return_lse=True, **flags)
         return (out, lse) if return_attn_probs else out
-    q, k, v, out_scale = _widened(q, k, v, q_descale, k_descale, v_descale)
+    q, k, v, out_scale = Descales(q_descale, k_descale, v_descale).widened(q, k, v)
     q, k = _lengthened(q, k, v, qv, fp8)
     if attention_chunk:
         out, lse = _dense_chunks(q, k, v, attention_chunk, flags)
     else:
         out, lse = attention(q, k, v, layout="bshd", return_lse=True, **flags)
-    out = _rescaled(out, out_scale)
+    out = rescaled(out, out_scale)
     return (out, lse) if return_attn_probs else out
 
 
@@ -149,11 +148,11 @@ def flash_attn_varlen_func(
     fp8 = q.dtype == torch.float8_e4m3fn
     max_seqlen_q, max_seqlen_k = length(max_seqlen_q), length(max_seqlen_k)
     if fp8 and qv is None and not attention_chunk and seqused_q is None and seqused_k is None:
-        made = _containers(q, k, v, q_descale, k_descale, v_descale, len(cu_seqlens_q) - 1, "packed")
+        made = Descales(q_descale, k_descale, v_descale).containers(q, k, v, len(cu_seqlens_q) - 1, "packed")
         flags |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
         out, lse = attention_varlen(*made, cu_seqlens_q, cu_seqlens_k, return_lse=True, **flags)
         return (out, lse) if return_attn_probs else out
-    q, k, v, out_scale = _widened(q, k, v, q_descale, k_descale, v_descale, cu_seqlens_q)
+    q, k, v, out_scale = Descales(q_descale, k_descale, v_descale).widened(q, k, v, cu_seqlens_q)
     q, k = _lengthened(q, k, v, qv, fp8)
     if attention_chunk or seqused_q is not None or seqused_k is not None:
         cu_seqlens_q, cu_seqlens_k = pieces.cut(
@@ -162,7 +161,7 @@ def flash_attn_varlen_func(
         )  # fmt: skip
     flags |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **flags)
-    out = _rescaled(out, out_scale)
+    out = rescaled(out, out_scale)
     return (out, lse) if return_attn_probs else out
 
 
@@ -201,18 +200,20 @@ def flash_attn_with_kvcache(
     """FA2's `flash_attn_with_kvcache` with `page_table` for `block_table`, packed q and new k, and rotary offsets.
 
     With `return_softmax_lse` the result is (out, lse, out_accum, lse_accum) as in FA3; the accumulators are empty,
-    because splits are merged before they leave the kernel. Rejects `qv` and FP8: both would copy the whole cache at
-    every step.
+    because splits are merged before they leave the kernel. FP8 q, k, v and caches come with their descales, are
+    appended as they are and give bf16 out. Rejects `qv`, which would copy the whole cache at every step, and rotary
+    tables beside FP8.
     """
-    del scheduler_metadata, num_splits, pack_gqa, sm_margin, q_descale, k_descale, v_descale
-    _reject_for_caches(q, qv)
+    del scheduler_metadata, num_splits, pack_gqa, sm_margin
+    _reject_for_caches(q, qv, rotary_cos)
     store = cache.Store(k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad)
     spread = causal or window_size != UNBOUNDED
     rotary = cache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, spread=spread, offsets=rotary_seqlens)
     out, lse = cache.append_and_attend(
         q, k, v, store, cache_seqlens, rotary,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, chunk=attention_chunk,
-        causal=bool(causal), window=window_of(window_size), softcap=softcap_of(softcap), scale=softmax_scale,
+        descales=Descales(q_descale, k_descale, v_descale), causal=bool(causal), window=window_of(window_size),
+        softcap=softcap_of(softcap), scale=softmax_scale,
     )  # fmt: skip
     nothing = torch.empty(0, device=out.device)
     return (out, lse, nothing, nothing) if return_softmax_lse else out
@@ -279,62 +280,6 @@ def _flags(
     }
 
 
-def _containers(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_descale: Descale,
-    k_descale: Descale,
-    v_descale: Descale,
-    batch: int,
-    layout: Literal["bshd", "packed"],
-) -> tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]:
-    """FP8 operands with their descales (batch, kv_heads), 1 where there is none; q's serve a group of heads."""
-
-    def made(data: Tensor, descale: Descale) -> Fp8Tensor:
-        heads = data.shape[-2]
-        if descale is None:
-            scale = torch.ones(1, 1, 1, device=data.device).expand(batch, heads, 1)
-        else:
-            scale = descale.float().repeat_interleave(heads // descale.shape[1], 1)[..., None]
-        return Fp8Tensor(data, scale, "head", layout)
-
-    return made(q, q_descale), made(k, k_descale), made(v, v_descale)
-
-
-def _widened(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_descale: Descale,
-    k_descale: Descale,
-    v_descale: Descale,
-    cu_seqlens_q: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """FP8 q, k, v as bf16, and what to multiply `out` with. e4m3 fits bf16 exactly, only q * descale is rounded."""
-    if q.dtype != torch.float8_e4m3fn:
-        return q, k, v, None
-    query_scale = [s for s in (q_descale, k_descale) if s is not None]
-    wide = q.float()
-    for scale in query_scale:
-        wide = wide * _per_row(scale, q, cu_seqlens_q)
-    out_scale = None if v_descale is None else _per_row(v_descale, q, cu_seqlens_q)
-    return wide.bfloat16(), k.bfloat16(), v.bfloat16(), out_scale
-
-
-def _per_row(descale: Tensor, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
-    """Descales (batch, kv_heads) for every row and head of q, (..., heads, 1)."""
-    descale = descale.repeat_interleave(q.shape[-2] // descale.shape[1], 1)[..., None]
-    if cu_seqlens_q is None:
-        return descale[:, None]
-    sequence, _ = places(cu_seqlens_q, q.shape[0])
-    return descale[sequence.clamp(max=descale.shape[0] - 1)]
-
-
-def _rescaled(out: Tensor, scale: Tensor | None) -> Tensor:
-    return out if scale is None else (out.float() * scale).to(out.dtype)
-
-
 def _lengthened(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, fp8: bool) -> tuple[Tensor, Tensor]:
     """Scores q.k + qv.v are (q, qv).(k, v)."""
     if qv is None:
@@ -361,11 +306,11 @@ def _dense_chunks(q: Tensor, k: Tensor, v: Tensor, chunk: int, flags: dict[str, 
     return out.view(batch, seqlen_q, *out.shape[1:]), lse.view(-1, batch, seqlen_q).transpose(0, 1)
 
 
-def _reject_for_caches(q: Tensor, qv: Tensor | None) -> None:
+def _reject_for_caches(q: Tensor, qv: Tensor | None, rotary_cos: Tensor | None) -> None:
     if qv is not None:
         raise Unsupported(
             "qv with a cache: concatenate k and v once when they are written, store that as k_cache, and pass q with "
             "qv appended to it"
         )
-    if q.dtype == torch.float8_e4m3fn:
-        raise Unsupported("an FP8 cache: keep the cache in bf16; flash_attn_func and flash_attn_varlen_func take FP8")
+    if q.dtype == torch.float8_e4m3fn and rotary_cos is not None:
+        raise Unsupported("rotary tables with FP8: turn q and k before they are quantised")

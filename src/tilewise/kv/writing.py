@@ -20,7 +20,7 @@ __all__ = ["copy_pages", "kernel_for", "write_rows"]
 
 # The backend whose kernel writes on a device, and what the kernels take.
 WRITERS = {"cpu": "cpu", "cuda": "triton"}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 
 
 @torch.no_grad()
@@ -30,6 +30,9 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     Pages (num_pages, page_size, num_kv_heads, dim) of the same dtype and device; slots int64 (total,), each within
     the pages, or negative for a row that goes nowhere. No two rows have the same slot.
     """
+    if k.dtype == torch.float8_e4m3fn:
+        # Codes are moved as the bytes they are.
+        k, v, k_pages, v_pages = (t.view(torch.uint8) for t in (k, v, k_pages, v_pages))
     write = kernel_for(k.device.type, "write_rows") if _takes(k, v, k_pages, v_pages) else None
     if write is not None:
         write(contiguous_last(k), contiguous_last(v), k_pages, v_pages, slots.contiguous())
