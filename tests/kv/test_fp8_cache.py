@@ -89,9 +89,58 @@ def test_forks_copy_scales_with_their_pages() -> None:
     assert float((out[0] - mean).abs().max()) < 0.1
 
 
-def test_half_the_memory_and_refusals() -> None:
-    small, large = make(), make(torch.bfloat16)
-    assert 2 * small.k.nbytes == large.k.nbytes
+def test_equal_prefixes_share_codes_and_scales() -> None:
+    """Sharing changes no bit of any result, also when somebody goes on with larger numbers."""
+    prompt, results = list(range(9)), list[list[torch.Tensor]]()
+    k, v = rows(9, 0, 3.0), rows(9, 1, 3.0)
+    for sharing in (False, True):
+        cache = tw.PagedKVCache(32, 4, 1, HEADS, DIM, dtype=torch.float8_e4m3fn, device="cpu", prefix_sharing=sharing)
+        first = cache.add(prompt)
+        cache.step([first])
+        cache.append(k, v)
+        second = cache.add(prompt)
+        assert cache.length(second) == (8 if sharing else 0)
+        count = cache.step([second])
+        cache.append(k[-count:], v[-count:])
+        results.append([])
+        for number in range(6):
+            cache.step([first, second], tokens=[number, 50 + number])
+            new = torch.cat((rows(1, number, 100.0), rows(1, number)))
+            cache.append(new, new)
+            results[-1].append(cache.attention(rows(2, number).repeat(1, 2, 1)))
+        assert cache.stats().pages_shared == (2 if sharing else 0)
+    assert all(torch.equal(apart, together) for apart, together in zip(*results, strict=True))
+
+
+def test_values_keep_all_their_bits_when_a_scale_grows() -> None:
+    """Rounded once to the first scale and moved by whole exponents: as if the scale had been known at the start."""
+    pages, scale = torch.zeros(1, 4, 1, DIM, dtype=torch.float8_e4m3fn), new_scales(1, 1, 1, torch.device("cpu"))[0]
+    first = torch.linspace(0.5, 1.0, DIM).view(1, 1, DIM)
+    write_quantised(first, pages, scale, torch.tensor([0]))
+    small = decoded(pages, scale, 1)
+    write_quantised(torch.full((1, 1, DIM), 30.0), pages, scale, torch.tensor([1]))
+    assert float(scale) == 2.0**-3
+    assert torch.equal(decoded(pages, scale, 1), small)
+    # 0.5 is below 2^-6 of the scale now, and keeps what fits into steps of 2^-9 of it.
+    write_quantised(torch.full((1, 1, DIM), 3e4), pages, scale, torch.tensor([2]))
+    steps = decoded(pages, scale, 1) / (scale * 2.0**-9)
+    assert torch.equal(steps, (small / (scale * 2.0**-9)).round())
+
+
+def test_a_cache_of_twice_the_tokens_in_the_same_memory() -> None:
+    bf16, fp8 = (
+        tw.PagedKVCache(count, 64, 2, 2, 128, dtype=dtype, device="cpu")
+        for count, dtype in ((100, torch.bfloat16), (200, torch.float8_e4m3fn))
+    )
+    assert fp8.nbytes <= 1.001 * bf16.nbytes
+    assert bf16.nbytes == 2 * 2 * 100 * 64 * 2 * 128 * 2
+    requests = [fp8.add([n] * 64 * 20) for n in range(10)]
+    fp8.append(*torch.zeros(2, fp8.step(requests), 2, 128).unbind())
+    assert fp8.stats().tokens_stored == 200 * 64
+
+
+def test_refusals() -> None:
+    small = make()
     request = small.add([1])
     small.step([request])
     with pytest.raises(InvalidProblem, match="to be quantised"):

@@ -106,7 +106,8 @@ def test_the_kernel_that_quantises_writes_the_bits_of_torch(page_size: int) -> N
         rows[0][0, 1, 3], rows[1][0, 0, 5], rows[1][1] = torch.nan, torch.inf, 0.0
         rows[0] = rows[0].bfloat16()
         where = torch.tensor(slots)
-        append_quantised(*rows, *(t.view(torch.float8_e4m3fn) for t in mine), *scales[0], where)
+        k_pages, v_pages = (t.view(torch.float8_e4m3fn) for t in mine)
+        append_quantised(rows[0], rows[1], k_pages, v_pages, scales[0][0], scales[0][1], where)
         for new, pages, scale in zip(rows, theirs, scales[1], strict=True):
             write_quantised(new, pages.view(torch.float8_e4m3fn), scale, where)
         for a, b in zip((*mine, *scales[0]), (*theirs, *scales[1]), strict=True):
@@ -123,8 +124,8 @@ def test_rows_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
     k_pages, v_pages = (torch.full((5, 4, 3, dim), -1.0, dtype=dtype) for dim in (7, 500))
     slots = torch.randperm(20)[:9]
     where = torch.cat((slots[:4], torch.tensor([-1]), slots[4:]))
-    with_another = [torch.cat((t[:4], torch.full_like(t[:1], 5.0), t[4:])) for t in (k, v)]
-    serving.write_rows(*with_another, k_pages, v_pages, where)
+    k_more, v_more = (torch.cat((t[:4], torch.full_like(t[:1], 5.0), t[4:])) for t in (k, v))
+    serving.write_rows(k_more, v_more, k_pages, v_pages, where)
     for new, pages in ((k, k_pages), (v, v_pages)):
         assert torch.equal(pages.flatten(0, 1)[slots], new)
         assert (pages == -1.0).all(-1).all(-1).sum() == 11

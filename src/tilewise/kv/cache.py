@@ -234,6 +234,11 @@ class PagedKVCache:
         """Layers that have pages of their own."""
         return len(self.k)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all pages, and of their scales where they have any."""
+        return self.k.nbytes + self.v.nbytes + sum(scale.nbytes for scale in self._scales or ())
+
     def pages(self, layer: int = 0) -> tuple[Tensor, Tensor]:
         """K and V of a layer: (num_pages, page_size, num_kv_heads, dim), to be read in place."""
         if not 0 <= layer < len(self.k):
