@@ -7,7 +7,7 @@ import torch
 
 import tilewise as tw
 from tilewise import InvalidProblem
-from tilewise.kv.quantised import new_scales, write_quantised
+from tilewise.kv.quantised import append_quantised, new_scales, write_quantised
 
 HEADS, DIM = 2, 16
 
@@ -40,6 +40,37 @@ def test_rows_come_back_however_they_were_appended(chunk: int) -> None:
     error = (decoded(pages, scale, 14) - exact).abs()
     assert bool((error <= torch.maximum(exact.abs(), least) / 16 + least / 8).all())
     assert bool((torch.frexp(scale)[0] == 0.5).all())
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_the_kernel_writes_the_bits_of_torch(page_size: int, dtype: torch.dtype) -> None:
+    """Sequences grow by chunks and single rows, large and small ones, with NaN, zeros and rows that have no slot."""
+    torch.manual_seed(0)
+    per_sequence, lengths, dims = -(-100 // page_size), [0, 0, 0], (16, 27)
+    num_pages = 3 * per_sequence
+    codes = [torch.randint(0, 256, (num_pages, page_size, HEADS, d), dtype=torch.uint8) for d in dims]
+    scales = [new_scales(1, num_pages, HEADS, torch.device("cpu"))[0] for _ in dims]
+    mine, mine_scales = [c.clone() for c in codes], [s.clone() for s in scales]
+    for step, size in enumerate((1.0, 0.01, 30.0, 1.0, 1e-7, 1e4)):
+        slots: list[int] = []
+        for sequence in range(3):
+            count = (1, 9, 30)[(step + sequence) % 3]
+            position = range(lengths[sequence], lengths[sequence] + count)
+            slots += [(sequence * per_sequence + p // page_size) * page_size + p % page_size for p in position] + [-1]
+            lengths[sequence] += count
+        # Channels of a row differ, so that some end up below e4m3's normal numbers.
+        spread = torch.logspace(-6, 0, dims[1])
+        new = [(size * torch.randn(len(slots), HEADS, d)).to(dtype) for d in dims]
+        new[1] = (new[1].float() * spread).to(dtype)
+        new[0][0, 0, 3], new[1][0, 1, 7], new[1][1] = torch.nan, -torch.inf, 0.0
+        where = torch.tensor(slots)
+        for n, (pages, scale) in enumerate(zip(codes, scales, strict=True)):
+            write_quantised(new[n], pages.view(torch.float8_e4m3fn), scale, where)
+        k, v = (m.view(torch.float8_e4m3fn) for m in mine)
+        append_quantised((new[0], new[1]), (k, v), (mine_scales[0], mine_scales[1]), where)
+        for a, b in zip((*mine, *mine_scales), (*codes, *scales), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_a_page_that_is_taken_again_starts_its_scale_anew() -> None:

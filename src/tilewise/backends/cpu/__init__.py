@@ -82,6 +82,14 @@ class CpuBackend:
 
         launch_writing.write_rows(k, v, k_pages, v_pages, slots)
 
+    def append_quantised(
+        self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
+    ) -> None:
+        """Rows of K and V into slots of e4m3 pages: see tilewise.kv.quantised."""
+        from tilewise.backends.cpu import launch_quantising
+
+        launch_quantising.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
+
     def cache_state(self) -> Mapping[str, Any]:
         """Where compiled programs are kept, and how many of them for this version and processor."""
         from tilewise.backends.cpu.cache import cache_state, programs

@@ -32,6 +32,7 @@ PROGRAMS = {
     "decode": "tilewise.backends.cpu.decode",
     "backward": "tilewise.backends.cpu.backward",
     "write_rows": "tilewise.backends.cpu.writing",
+    "append_quantised": "tilewise.backends.cpu.quantising",
 }
 # Programs for processors with a matrix unit only.
 MATRIX_PROGRAMS = ("forward_matrix",)
