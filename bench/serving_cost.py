@@ -45,6 +45,7 @@ Row = dict[str, Any]
 KV_HEADS, DIM, PAGE_SIZE, OWN = 8, 128, 64, 128
 GRAPH_CALLS, SAMPLES = 20, 15
 DECODE_ROWS = 64
+WARM_STEPS = 4
 
 
 def seconds(run: Run, device: str) -> float:
@@ -176,15 +177,19 @@ def _filled_cache(
 
 
 def _host_times(calls: dict[str, Run], steps: int) -> Row:
-    """CPU time of each call: the median, and the sum of all in the median step and in the worst."""
+    """CPU time of each call: the median, and the sum of all in the median step and in the worst.
+
+    The first steps, in which kernels are compiled and memory is allocated, do not count.
+    """
     times: list[list[float]] = []
-    for _ in range(steps):
+    for _ in range(steps + WARM_STEPS):
         line = []
         for call in calls.values():
             start = time.thread_time()
             call()
             line.append((time.thread_time() - start) * 1e6)
         times.append(line)
+    del times[:WARM_STEPS]
     each = {f"{name} us": statistics.median(line[n] for line in times) for n, name in enumerate(calls)}
     together = sorted(map(sum, times))
     return each | {"together us": together[steps // 2], "worst us": together[-1]}

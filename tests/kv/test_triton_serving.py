@@ -63,28 +63,32 @@ def test_the_kernels_compile_without_a_gpu_and_move_16_bytes_a_thread(device: st
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 @pytest.mark.parametrize("device", ["h200", "a100"])
-@pytest.mark.parametrize("page_size", [1, 64, 256])
-def test_the_kernel_that_quantises_compiles_without_a_gpu(device: str, page_size: int) -> None:
+@pytest.mark.parametrize(("rows", "page_size"), [(256, 1), (4096, 64), (256, 256)])
+def test_the_kernel_that_quantises_compiles_without_a_gpu(device: str, rows: int, page_size: int) -> None:
     from tilewise.backends.gpu import compilation
     from tilewise.backends.gpu.launching import raw_views
     from tilewise.backends.triton.quantised_rows import append_call
 
     spec = devices.named(device)
-    new, pages = torch.zeros(256, 8, 128).bfloat16(), torch.zeros(4, page_size, 8, 128).to(torch.float8_e4m3fn)
-    scale, slots = torch.zeros(4, 8), torch.zeros(256, dtype=torch.int64)
+    new, pages = torch.zeros(rows, 8, 128).bfloat16(), torch.zeros(4, page_size, 8, 128).to(torch.float8_e4m3fn)
+    scale, slots = torch.zeros(4, 8), torch.zeros(rows, dtype=torch.int64)
     views = raw_views((new, new, pages, pages, scale, scale, slots))
-    call = append_call((256, 8, 128, 128, page_size), views, hardware=spec.has_fp8)
+    call = append_call((rows, 8, 128, 128, page_size), views, hardware=spec.has_fp8)
     ptx = compilation.compile_call(call, spec, -1).asm["ptx"]
     assert ("e4m3" in ptx) == spec.has_fp8
 
 
 @inside
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_the_kernel_that_quantises_writes_the_bits_of_torch(page_size: int) -> None:
+@pytest.mark.parametrize(("page_size", "prompts"), [(1, False), (3, True), (16, False), (16, True)])
+def test_the_kernel_that_quantises_writes_the_bits_of_torch(
+    page_size: int, prompts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pages that start, go on, grow by 2^n or not at all, rows without slots, NaN, zeros, numbers below the floor."""
-    from tilewise.backends.triton.quantised_rows import append_quantised
+    from tilewise.backends.triton import quantised_rows
     from tilewise.kv.quantised import new_scales, write_quantised
 
+    monkeypatch.setattr(quantised_rows, "MANY_ROWS", 0 if prompts else 2048)
+    quantised_rows._prepared.cache_clear()
     torch.manual_seed(2)
     dims, heads, num_pages = (24, 40), 3, 3 * -(-30 // page_size)
     mine, theirs = (
@@ -107,7 +111,7 @@ def test_the_kernel_that_quantises_writes_the_bits_of_torch(page_size: int) -> N
         rows[0] = rows[0].bfloat16()
         where = torch.tensor(slots)
         k_pages, v_pages = (t.view(torch.float8_e4m3fn) for t in mine)
-        append_quantised(rows[0], rows[1], k_pages, v_pages, scales[0][0], scales[0][1], where)
+        quantised_rows.append_quantised(rows[0], rows[1], k_pages, v_pages, scales[0][0], scales[0][1], where)
         for new, pages, scale in zip(rows, theirs, scales[1], strict=True):
             write_quantised(new, pages.view(torch.float8_e4m3fn), scale, where)
         for a, b in zip((*mine, *scales[0]), (*theirs, *scales[1]), strict=True):

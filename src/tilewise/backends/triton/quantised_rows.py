@@ -1,6 +1,7 @@
 """New rows of K and V into e4m3 pages, quantised on the way: one launch, nothing to wait for, no sorting.
 
-    grid (rows, heads, K or V)    the program of a page's first new row does the whole (page, head), the others end
+    grid (a few rows, heads, K or V)   where one of them is the first that goes to a page, its program does the whole
+                                       (page, head); most programs of a prompt's rows end at once
 
     amax of the page's new rows -> its scale, a power of two that never shrinks
     if it grew: what the page holds moves down by whole exponents
@@ -30,8 +31,9 @@ from tilewise.fp8.kernels import AMAX_FLOOR, E4M3_MAX, LARGEST, e4m3_bits
 
 __all__ = ["append_call", "append_quantised"]
 
-# Rows that a program holds at a time: 16 values a thread of four warps at a head dim of 128.
-MOST_ROWS = 16
+# From here on a batch is mostly prompts, whose rows share pages: a program looks at more rows, with more threads, and
+# holds more of them at a time. One program for each of 4096 rows took 58 us on an H200, most of it to begin and end.
+MANY_ROWS = 2048
 
 
 @triton.jit
@@ -104,31 +106,32 @@ def append_kernel(
     k, v, k_pages, v_pages, k_scale, v_scale, slots, num_rows, page_size, num_heads,
     k_strides, v_strides, k_page_strides, v_page_strides,
     DIM: tl.constexpr, DIM_V: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr,
-    ROWS: tl.constexpr, WINDOW: tl.constexpr, HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, ROWS_SEEN: tl.constexpr, WINDOW: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Strides are of (row, head) and of (page, slot, head); scales are contiguous (pages, heads)."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + row)
-    before = tl.load(slots + row - 1, mask=row > 0, other=-1)
-    page = slot // page_size
-    if (slot < 0) | ((before >= 0) & (before // page_size == page)):
-        return
-    ahead = row + tl.arange(0, WINDOW)
-    theirs = tl.load(slots + ahead, mask=ahead < num_rows, other=-1)
-    count = tl.sum(((theirs >= 0) & (theirs // page_size == page)).to(tl.int32))
-    place, scale_at = (slot % page_size).to(tl.int32), page * num_heads + head
-    if tl.program_id(2) == 0:
-        append_to_page(
-            k + row * k_strides[0] + head * k_strides[1],
-            k_pages + page * k_page_strides[0] + head * k_page_strides[2], k_scale + scale_at,
-            place, count, page_size, k_strides[0], k_page_strides[1], DIM, COLUMNS, ROWS, HARDWARE,
-        )  # fmt: skip
-    else:
-        append_to_page(
-            v + row * v_strides[0] + head * v_strides[1],
-            v_pages + page * v_page_strides[0] + head * v_page_strides[2], v_scale + scale_at,
-            place, count, page_size, v_strides[0], v_page_strides[1], DIM_V, COLUMNS_V, ROWS, HARDWARE,
-        )  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    for n in tl.range(0, ROWS_SEEN):
+        row = tl.program_id(0).to(tl.int64) * ROWS_SEEN + n
+        slot = tl.load(slots + row, mask=row < num_rows, other=-1)
+        before = tl.load(slots + row - 1, mask=(row > 0) & (row < num_rows), other=-1)
+        page = slot // page_size
+        if (slot >= 0) & ((before < 0) | (before // page_size != page)):
+            ahead = row + tl.arange(0, WINDOW)
+            theirs = tl.load(slots + ahead, mask=ahead < num_rows, other=-1)
+            count = tl.sum(((theirs >= 0) & (theirs // page_size == page)).to(tl.int32))
+            place, scale_at = (slot % page_size).to(tl.int32), page * num_heads + head
+            if tl.program_id(2) == 0:
+                append_to_page(
+                    k + row * k_strides[0] + head * k_strides[1],
+                    k_pages + page * k_page_strides[0] + head * k_page_strides[2], k_scale + scale_at,
+                    place, count, page_size, k_strides[0], k_page_strides[1], DIM, COLUMNS, ROWS, HARDWARE,
+                )  # fmt: skip
+            else:
+                append_to_page(
+                    v + row * v_strides[0] + head * v_strides[1],
+                    v_pages + page * v_page_strides[0] + head * v_page_strides[2], v_scale + scale_at,
+                    place, count, page_size, v_strides[0], v_page_strides[1], DIM_V, COLUMNS_V, ROWS, HARDWARE,
+                )  # fmt: skip
 
 
 NAMES = ("k", "v", "k_pages", "v_pages", "k_scale", "v_scale", "slots")
@@ -163,9 +166,10 @@ def append_call(sizes: tuple[int, ...], views: Views, *, hardware: bool) -> Kern
         for name, (_, dtype, aligned) in zip(NAMES, known, strict=True)
     }
     window = triton.next_power_of_2(page_size)
+    held, seen, num_warps = (16, 16, 4) if rows > MANY_ROWS else (8, 1, 1)
     return KernelCall(
         append_kernel,
-        (rows, heads, 2),
+        (-(-rows // seen), heads, 2),
         addresses
         | {
             "num_rows": rows,
@@ -179,8 +183,10 @@ def append_call(sizes: tuple[int, ...], views: Views, *, hardware: bool) -> Kern
             "DIM_V": dim_v,
             "COLUMNS": triton.next_power_of_2(dim),
             "COLUMNS_V": triton.next_power_of_2(dim_v),
-            "ROWS": min(MOST_ROWS, window),
+            "ROWS": min(held, window),
+            "ROWS_SEEN": seen,
             "WINDOW": window,
             "HARDWARE": hardware,
         },
+        num_warps=num_warps,
     )
