@@ -95,14 +95,6 @@ def load_trace(path: Path, *, seed: int = 0) -> Trace:
     return Trace(tuple(made), max_seqlen)
 
 
-class Book(PageBook):
-    """`PageBook` with the one question that only the cache answers."""
-
-    def available_pages(self) -> int:
-        """Pages that could be taken now."""
-        return self.pages.available
-
-
 class Reservation:
     """The memory of engines without pages: room for `max_seqlen` tokens, taken when a request starts.
 
@@ -155,7 +147,7 @@ class Reservation:
             self.lengths[request] += count
 
 
-Store = PagedKVCache | Book | Reservation
+Store = PagedKVCache | PageBook | Reservation
 
 
 @dataclass
@@ -327,7 +319,9 @@ def simulate(
     if policy == "contiguous":
         store = Reservation(capacity, trace.max_seqlen)
     else:
-        store = Book(capacity // page_size, page_size, prefix_sharing=policy != "paged", max_seqlen=trace.max_seqlen)
+        store = PageBook(
+            capacity // page_size, page_size, prefix_sharing=policy != "paged", max_seqlen=trace.max_seqlen
+        )
     scheduler = Scheduler(
         store,
         max_running=10**6,

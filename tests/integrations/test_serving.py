@@ -16,6 +16,7 @@ import serve
 import serving
 import tilewise as tw
 from serving import POLICIES, Outcome, Request, Reservation, Scheduler, Trace, make_trace, simulate
+from tilewise.kv import PageBook
 
 # One group: the outcomes are shared.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serving")]
@@ -128,7 +129,7 @@ def test_the_engine_says_what_the_model_says_to_each_alone(pages: int) -> None:
 
 
 def test_the_budget_bounds_a_step() -> None:
-    book = serving.Book(64, 8)
+    book = PageBook(64, 8)
     scheduler = Scheduler(book, token_budget=10)
     for n in range(3):
         scheduler.submit(Request(0, tuple(range(n, n + 12)), 4))

@@ -288,7 +288,7 @@ class PagedKVCache:
 
     def available_pages(self) -> int:
         """Pages that could be taken now."""
-        return self.book.pages.available
+        return self.book.available_pages()
 
     def pages_for(self, tokens: Tokens) -> int:
         """How many of the available pages a prompt would take, known prefixes considered: for admission."""
