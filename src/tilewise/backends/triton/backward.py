@@ -26,6 +26,7 @@ from tilewise.backends.triton.primitives import (
     dropout_keep,
     head_base,
     keep_in_band,
+    key_pages,
     key_range,
     key_span,
     load_keys,
@@ -269,8 +270,11 @@ def key_gradient_kernel(
     else:
         k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_tile = load_keys((k, k_base, table, None, 0, 0), n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-    v_tile = load_keys((v, v_base, table, None, 0, 0), n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    k_source = (k, k_base, table, None, 0, 0)
+    v_source = (v, v_base, table, None, 0, 0)
+    pages = key_pages(k_source, n_first, seqlen_k, BLOCK_N, T)
+    k_tile = load_keys(k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    v_tile = load_keys(v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     dk_acc = zeros(BLOCK_N, T.BLOCK_D)
     dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
     begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
@@ -304,11 +308,12 @@ def query_gradient_loop(
     stop = gap_begin + tl.maximum(end - gap_end, 0)
     if begin < stop:
         tl.assume(begin < stop)
+        pages = key_pages(k_source, around_gap(begin, gap_begin, gap_end, EDGE), seqlen_k, BLOCK_N, T)
         for position in tl.range(begin, stop, BLOCK_N):
             first = around_gap(position, gap_begin, gap_end, EDGE)
             n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-            k_tile = load_keys(k_source, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-            v_tile = load_keys(v_source, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+            k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+            v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
             dots = dot(q_tile, tl.trans(k_tile), T)
             dp = dot(dout_tile, tl.trans(v_tile), T)
             p, capped = probabilities(
@@ -319,6 +324,9 @@ def query_gradient_loop(
                 keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
             _, ds = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
             dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, T)
+            if T.PAGED:
+                following = around_gap(position + BLOCK_N, gap_begin, gap_end, EDGE)
+                pages = key_pages(k_source, following, seqlen_k, BLOCK_N, T)
     return dq
 
 

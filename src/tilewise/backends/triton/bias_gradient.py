@@ -21,6 +21,7 @@ from tilewise.backends.triton.primitives import (
     dropout_keep,
     head_base,
     key_span,
+    key_pages,
     load_keys,
     load_rows,
     page_base,
@@ -66,8 +67,11 @@ def tile_score_gradient(
     dout_base = head_base(dout, batch_idx, head, q_start, T.PACKED_Q)
     q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
     dout_tile = load_rows(dout_base, dout.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
-    k_tile = load_keys((k, k_base, table, None, 0, 0), n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-    v_tile = load_keys((v, v_base, table, None, 0, 0), n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    k_source = (k, k_base, table, None, 0, 0)
+    v_source = (v, v_base, table, None, 0, 0)
+    pages = key_pages(k_source, n_first, seqlen_k, BLOCK_N, T)
+    k_tile = load_keys(k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    v_tile = load_keys(v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     row_ok = m_idx < seqlen_q
     lse_rows = head_base(lse_unit, batch_idx, head, q_start, T.PACKED_Q) + m_idx * lse_unit.stride_row
     delta_rows = head_base(delta, batch_idx, head, q_start, T.PACKED_Q) + m_idx * delta.stride_row

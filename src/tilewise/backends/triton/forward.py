@@ -27,6 +27,7 @@ from tilewise.backends.triton.primitives import (
     dropout_keep,
     head_base,
     keep_in_band,
+    key_pages,
     key_range,
     key_span,
     load_keys,
@@ -60,10 +61,11 @@ def attend(
     stop = gap_begin + tl.maximum(end - gap_end, 0)
     if begin < stop:
         tl.assume(begin < stop)
+        pages = key_pages(k_source, around_gap(begin, gap_begin, gap_end, EDGE), seqlen_k, BLOCK_N, T)
         for position in tl.range(begin, stop, BLOCK_N):
             first = around_gap(position, gap_begin, gap_end, EDGE)
             n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-            k_tile = load_keys(k_source, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+            k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
             dots = dot(q, tl.trans(k_tile), T)
             if T.TRANSFORMED:
                 scores, _ = natural_scores(dots, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE, T)
@@ -81,8 +83,11 @@ def attend(
                 kept = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
                 p = tl.where(kept, p, 0.0)
             acc = acc * alpha[:, None]
-            v_tile = load_keys(v_source, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+            v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
             acc = dot_add(p.to(v_tile.dtype), v_tile, acc, T)
+            if T.PAGED:
+                following = around_gap(position + BLOCK_N, gap_begin, gap_end, EDGE)
+                pages = key_pages(k_source, following, seqlen_k, BLOCK_N, T)
     return acc, row_max, row_sum
 
 

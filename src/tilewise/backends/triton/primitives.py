@@ -193,8 +193,24 @@ def clear_rows(
 
 
 @triton.jit
+def key_pages(source, first, seqlen_k, BLOCK_N: tl.constexpr, T: tl.constexpr):
+    """The table's entries for keys first..first+BLOCK_N of `source` (see load_keys): one where a page holds the whole
+    tile, else one for each key; 0 past the end and without pages.
+    """
+    table = source[2]
+    if not T.PAGED:
+        return 0
+    elif T.PAGE_SIZE % BLOCK_N == 0:
+        return tl.load(table + first // T.PAGE_SIZE, mask=first < seqlen_k, other=0)
+    else:
+        n_idx = first + tl.arange(0, BLOCK_N)
+        return tl.load(table + n_idx // T.PAGE_SIZE, mask=n_idx < seqlen_k, other=0)
+
+
+@triton.jit
 def load_keys(
     source,
+    pages,
     first,
     seqlen_k,
     CHECK_ROWS: tl.constexpr,
@@ -204,28 +220,24 @@ def load_keys(
     T: tl.constexpr,
 ):
     """The one loader of K and V tiles, for dense and packed rows and for pages; `source` is (rows, base, table,
-    descriptor, row, column).
+    descriptor, row, column), `pages` what key_pages says of the tile.
 
-    A whole tile of rows comes through the descriptor if there is one. A tile inside one page costs a scalar table
-    lookup; pages smaller than a tile are gathered row by row.
+    A whole tile of rows comes through the descriptor if there is one. Pages smaller than a tile are gathered row by
+    row. A loop looks its pages up one tile ahead: looked up in the iteration that needs them, they take a stage of
+    its pipeline, and of three stages one tile in flight is left.
     """
-    rows, base, table, desc, row, col = source
+    rows, base, _table, desc, row, col = source
     if desc is not None and not CHECK_ROWS:
         return desc.load([row + first, col])
     elif not T.PAGED:
         return load_rows(base, rows.stride_row, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM, BLOCK_D)
     elif T.PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(table + first // T.PAGE_SIZE).to(tl.int64)
-        origin = base + page * rows.stride_batch + tl.cast(first % T.PAGE_SIZE, tl.int64) * rows.stride_row
+        origin = base + tl.cast(pages, tl.int64) * rows.stride_batch + first % T.PAGE_SIZE * rows.stride_row
         offsets = tl.arange(0, BLOCK_N)[:, None] * rows.stride_row + tl.arange(0, BLOCK_D)[None, :]
         return load_tile(origin + offsets, first, seqlen_k, CHECK_ROWS, DIM)
     else:
-        n_idx = first + tl.arange(0, BLOCK_N)
-        if CHECK_ROWS:
-            pages = tl.load(table + n_idx // T.PAGE_SIZE, mask=n_idx < seqlen_k, other=0).to(tl.int64)
-        else:
-            pages = tl.load(table + n_idx // T.PAGE_SIZE).to(tl.int64)
-        row_offsets = pages * rows.stride_batch + (n_idx % T.PAGE_SIZE) * rows.stride_row
+        slots = (first + tl.arange(0, BLOCK_N)) % T.PAGE_SIZE
+        row_offsets = pages.to(tl.int64) * rows.stride_batch + slots * rows.stride_row
         return load_tile(base + row_offsets[:, None] + tl.arange(0, BLOCK_D)[None, :], first, seqlen_k, CHECK_ROWS, DIM)
 
 
