@@ -27,6 +27,7 @@ TYPE_NAMES = {
     torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.uint8: "u8",
+    torch.uint16: "u16",
     torch.int32: "i32",
     torch.int64: "i64",
 }

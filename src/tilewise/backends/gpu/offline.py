@@ -12,7 +12,9 @@ __all__ = ["operand_views"]
 
 def operand_views(problem: AttentionProblem, *, packed_queries: bool) -> dict[str, View]:
     """Views of contiguous canonical operands of a problem; paged queries with cu_seqlens_q if `packed_queries`."""
-    views = {name: _contiguous(shape, problem.dtype) for name, shape in _row_shapes(problem).items()}
+    dtypes = dict.fromkeys("qkv", problem.dtype) | dict.fromkeys(problem.fp8, torch.float8_e4m3fn)
+    views = {name: _contiguous(shape, dtypes[name]) for name, shape in _row_shapes(problem).items()}
+    views |= {f"{name}_scale": _contiguous(_scale_shape(problem, name), torch.float32) for name in problem.fp8}
     if problem.kind == "varlen" or (problem.kind == "paged" and packed_queries):
         views["cu_seqlens_q"] = _contiguous((problem.batch + 1,), torch.int32)
     if problem.kind == "varlen":
@@ -45,6 +47,15 @@ def _row_shapes(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
         keys = (problem.total_k // problem.page_size, problem.page_size, problem.num_kv_heads)
     query_rows = (problem.total_q, problem.num_heads, problem.head_dim)
     return {"q": query_rows, **{name: (*keys, width) for name, width in widths.items()}}
+
+
+def _scale_shape(problem: AttentionProblem, name: str) -> tuple[int, int, int]:
+    """(sequences or pages, heads, blocks) of an e4m3 operand."""
+    heads = problem.num_heads if name == "q" else problem.num_kv_heads
+    if name != "q" and problem.page_size is not None:
+        return problem.total_k // problem.page_size, heads, 1
+    length = problem.seqlen_q if name == "q" else problem.seqlen_k
+    return problem.batch, heads, -(-length // (problem.scale_blocks["qkv".index(name)] or max(1, length)))
 
 
 def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> View:

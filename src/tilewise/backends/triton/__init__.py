@@ -70,10 +70,8 @@ class TritonBackend:
         """The forward tile."""
         from tilewise.backends.triton import configs, traits
 
-        width = max(traits.tile_widths(problem.head_dim, problem.head_dim_v))
-        config = configs.choose(
-            "forward", device, 4 if problem.fp8 else problem.dtype.itemsize, width, traits.is_rich(problem)
-        )
+        width = max(traits.tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8)))
+        config = configs.choose("forward", device, traits.element_size(problem), width, traits.is_rich(problem))
         return TileShape(config.block_m, config.block_n)
 
     def launch_path(self) -> str:
@@ -82,7 +80,7 @@ class TritonBackend:
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse); see Backend."""
-        if problem.fp8:
+        if problem.fp8 and not _read_in_pairs(operands):
             # In fp32: rounded to bf16 first, lse is off by 2e-3, and fp16 might not hold what e4m3 and its scale do.
             plain, operands = dequantised(problem, operands, torch.float32)
             out, lse = _launch().run_forward(plain, operands)
@@ -123,6 +121,16 @@ class TritonBackend:
         from tilewise.backends.triton import serving
 
         serving.merge_rows(out, lse, part, part_lse, rows)
+
+
+def _read_in_pairs(operands: Operands) -> bool:
+    """Whether two neighbouring columns of every e4m3 row can be read as one number: no odd head_dim, stride or address."""
+    quantised = [t for t in operands[:3] if t.dtype == torch.float8_e4m3fn]
+    return all(t.shape[-1] % 2 == 0 and t.data_ptr() % 2 == 0 and _even(t.stride()[:-1]) for t in quantised)
+
+
+def _even(strides: tuple[int, ...]) -> bool:
+    return not any(stride % 2 for stride in strides)
 
 
 def _interpreted() -> bool:

@@ -20,7 +20,7 @@ from tilewise.problem import AttentionProblem
 
 __all__ = [
     "STAT_TILE", "Views", "dense_rows", "key_descriptors", "key_rows", "packed_rows", "page_rows", "query_descriptors",
-    "query_rows", "rows_allocation", "score_arguments", "single_address", "stat_rows", "stored_rows", "workspace_rows",
+    "query_rows", "rows_allocation", "scale_arguments", "score_arguments", "single_address", "stat_rows", "stored_rows", "workspace_rows",
 ]  # fmt: skip
 
 Views = Mapping[str, View]
@@ -48,6 +48,13 @@ def _rows(name: str, view: View, dims: Dims, sizes: tuple[int, int], offset: int
     return Rows(Address(name, view.dtype, offset=offset), *(Multiple(stride, unit) for stride in strides))
 
 
+def _paired(view: View) -> View:
+    """e4m3 as the kernels read it (see quantised.py), other tensors as they are."""
+    if view.dtype != torch.float8_e4m3fn:
+        return view
+    return View((*(stride // 2 for stride in view.strides[:-1]), 1), torch.uint16, view.aligned)
+
+
 def dense_rows(problem: AttentionProblem, name: str, view: View, heads: int) -> Rows:
     """Rows of a heads-first dense tensor."""
     return _rows(name, view, DENSE, (problem.batch, heads))
@@ -64,7 +71,8 @@ def page_rows(name: str, view: View, heads: int) -> Rows:
 
 
 def key_rows(problem: AttentionProblem, name: str, view: View) -> Rows:
-    """Rows of k or v, or of dense or packed dk or dv."""
+    """Rows of k or v, or of dense or packed dk or dv; e4m3 as pairs of columns."""
+    view = _paired(view)
     if problem.kind == "paged":
         return page_rows(name, view, problem.num_kv_heads)
     if problem.kind == "varlen":
@@ -73,8 +81,8 @@ def key_rows(problem: AttentionProblem, name: str, view: View) -> Rows:
 
 
 def query_rows(plan: Plan, name: str, view: View) -> Rows:
-    """Rows of q, out, dout or dq."""
-    problem = plan.problem
+    """Rows of q, out, dout or dq; e4m3 as pairs of columns."""
+    problem, view = plan.problem, _paired(view)
     if problem.kind == "dense":
         return dense_rows(problem, name, view, problem.num_heads)
     if plan.traits.PACKED_Q:
@@ -207,6 +215,15 @@ def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
         "scalars": plan.scalars,
         "T": plan.traits,
     }
+
+
+def scale_arguments(views: Views) -> dict[str, Any]:
+    """The scales of e4m3 operands, as rows of (sequence or page, head, block); None where there are none."""
+    found: dict[str, Any] = {}
+    for name in ("q_scale", "k_scale", "v_scale"):
+        address = single_address(views, name)
+        found[name] = None if address is None else Rows(address, *views[name].strides)
+    return found
 
 
 def single_address(views: Views, name: str) -> Address | None:

@@ -158,9 +158,20 @@ _SINGLE: dict[Pass, Table] = {
     },
 }
 
+# e4m3, widened to fp16 in registers: another copy of a tile on its way to the matrix units.
+_QUANTISED: dict[Pass, Table] = {
+    "forward": {
+        64: Config(64, 64, 4, 2),
+        128: Config(64, 64, 4, 2),
+        256: Config(64, 32, 8, 2),
+        512: Config(16, 32, 8, 1),
+    },
+}
+
 # block_m is a floor in decode, which takes as many rows as a group of heads has.
 _EVERYWHERE: dict[Pass, dict[int, Table]] = {
     "decode": {
+        1: {64: Config(16, 128, 4, 3), 128: Config(16, 128, 4, 3), 256: Config(16, 64, 4, 3), 512: Config(16, 32, 4, 2)},
         2: {64: Config(16, 64, 4, 3), 128: Config(16, 64, 4, 3), 256: Config(16, 32, 4, 2), 512: Config(16, 16, 4, 2)},
         4: {64: Config(16, 32, 4, 2), 128: Config(16, 32, 4, 2), 256: Config(16, 16, 4, 2), 512: Config(16, 16, 4, 1)},
     },
@@ -186,6 +197,8 @@ def choose(direction: Pass, device: DeviceSpec, itemsize: int, block_d: int, ric
     width = max(64, block_d)
     if direction in _EVERYWHERE:
         return _EVERYWHERE[direction][itemsize][width]
+    if itemsize == 1:
+        return _QUANTISED[direction][width]
     if itemsize == 4:
         return _SINGLE[direction][width]
     return (_RICH if rich else _plain_table(device))[direction][width]

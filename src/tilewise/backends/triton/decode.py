@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.forward import attend, finish, initial_state
+from tilewise.backends.triton.forward import attend, empty_accumulator, finish, initial_state
 from tilewise.backends.triton.primitives import (
     LN2,
     LOG2E,
@@ -26,13 +26,13 @@ from tilewise.backends.triton.primitives import (
     page_base,
     query_span,
     score_terms,
-    zeros,
 )
+from tilewise.backends.triton.quantised import load_query_columns, scaling
 
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars", "num_splits"])
 def decode_kernel(
-    q, k, v, out, lse, out_parts, lse_parts, bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars,
+    q, k, v, q_scale, k_scale, v_scale, out, lse, out_parts, lse_parts, bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars,
     num_splits,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     HEADS_FASTEST: tl.constexpr,
@@ -52,9 +52,7 @@ def decode_kernel(
     m_idx = rows // T.GROUP_SIZE
     head = kv_head * T.GROUP_SIZE + rows % T.GROUP_SIZE
     row_ok = m_idx < seqlen_q
-    d_idx = tl.arange(0, T.BLOCK_D)
     q_rows = head_base(q, batch_idx, head, q_start, T.PACKED_Q) + m_idx.to(tl.int64) * q.stride_row
-    q_tile = tl.load(q_rows[:, None] + d_idx[None, :], mask=row_ok[:, None] & (d_idx[None, :] < T.HEAD_DIM), other=0.0)
     table = 0
     if T.PAGED:
         k_base = page_base(k, kv_head)
@@ -63,11 +61,16 @@ def decode_kernel(
     else:
         k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_source = (k, k_base, table, None, 0, 0)
-    v_source = (v, v_base, table, None, 0, 0)
+    k_source = (k, k_base, table, None, 0, 0, scaling(k_scale, batch_idx, kv_head, T))
+    v_source = (v, v_base, table, None, 0, 0, scaling(v_scale, batch_idx, kv_head, T))
+    if T.FP8:
+        q_tile = load_query_columns(q, q_scale, q_rows, batch_idx, head, m_idx, row_ok, T)
+    else:
+        d_idx = tl.arange(0, T.BLOCK_D)[None, :]
+        q_tile = tl.load(q_rows[:, None] + d_idx, mask=row_ok[:, None] & (d_idx < T.HEAD_DIM), other=0.0)
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head[:, None], m_idx[:, None], seqlen_q, T)
     place = (m_idx, head, batch_idx)
-    acc = zeros(BLOCK_M, T.BLOCK_DV)
+    acc = empty_accumulator(BLOCK_M, T)
     row_max, row_sum = initial_state(sinks, head, split == 0, BLOCK_M, T)
 
     begin, full_begin, full_end, end = key_range(rows_first(seqlen_q), seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)

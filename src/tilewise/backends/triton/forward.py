@@ -43,6 +43,45 @@ from tilewise.backends.triton.primitives import (
     zeros,
 )
 
+from tilewise.backends.triton.quantised import (
+    add_quantised_values,
+    load_query_columns,
+    quantised_products,
+    scaling,
+)
+
+
+@triton.jit
+def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
+    """q.k of a tile of keys."""
+    if T.FP8:
+        return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
+    else:
+        k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+        return dot(q, tl.trans(k_tile), T)
+
+
+@triton.jit
+def add_values(
+    acc, alpha, p, v_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """acc * alpha + P V of a tile of keys."""
+    if T.FP8:
+        return add_quantised_values(acc, alpha, p, v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
+    else:
+        acc = acc * alpha[:, None]
+        v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        return dot_add(p.to(v_tile.dtype), v_tile, acc, T)
+
+
+@triton.jit
+def empty_accumulator(BLOCK_M: tl.constexpr, T: tl.constexpr):
+    """Nothing yet: (BLOCK_M, BLOCK_DV), or the even and the odd columns of it."""
+    if T.FP8:
+        return zeros(BLOCK_M, T.BLOCK_DV // 2), zeros(BLOCK_M, T.BLOCK_DV // 2)
+    else:
+        return zeros(BLOCK_M, T.BLOCK_DV)
+
 
 @triton.jit
 def attend(
@@ -65,8 +104,7 @@ def attend(
         for position in tl.range(begin, stop, BLOCK_N):
             first = around_gap(position, gap_begin, gap_end, EDGE)
             n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-            k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-            dots = dot(q, tl.trans(k_tile), T)
+            dots = key_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
             if T.TRANSFORMED:
                 scores, _ = natural_scores(dots, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE, T)
                 if EDGE:
@@ -82,9 +120,7 @@ def attend(
             if T.HAS_DROPOUT:
                 kept = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
                 p = tl.where(kept, p, 0.0)
-            acc = acc * alpha[:, None]
-            v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
-            acc = dot_add(p.to(v_tile.dtype), v_tile, acc, T)
+            acc = add_values(acc, alpha, p, v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
             if T.PAGED:
                 following = around_gap(position + BLOCK_N, gap_begin, gap_end, EDGE)
                 pages = key_pages(k_source, following, seqlen_k, BLOCK_N, T)
@@ -103,6 +139,8 @@ def finish(acc, row_max, row_sum, scalars, T: tl.constexpr):
         lse = row_max + log_sum * LN2
     else:
         lse = (row_max + log_sum) * LN2
+    if T.FP8:
+        acc = tl.reshape(tl.join(acc[0], acc[1]), [row_sum.shape[0], T.BLOCK_DV])
     return acc * inverse[:, None], tl.where(empty, NEG_INF, lse)
 
 
@@ -134,7 +172,7 @@ def clear_lse(lse, head, block, num_blocks, lengths, sizes, BLOCK_M: tl.constexp
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def forward_kernel(
-    q, k, v, k_desc, v_desc, k_box, v_box, out, lse, bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band,
+    q, k, v, q_scale, k_scale, v_scale, k_desc, v_desc, k_box, v_box, out, lse, bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band,
     scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -174,11 +212,15 @@ def forward_kernel(
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
     k_row, k_col = box_origin(k_desc, k_box, batch_idx, kv_head, k_start, T.PACKED_K)
     v_row, v_col = box_origin(v_desc, v_box, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_source = (k, k_base, table, k_desc, k_row, k_col)
-    v_source = (v, v_base, table, v_desc, v_row, v_col)
+    k_source = (k, k_base, table, k_desc, k_row, k_col, scaling(k_scale, batch_idx, kv_head, T))
+    v_source = (v, v_base, table, v_desc, v_row, v_col, scaling(v_scale, batch_idx, kv_head, T))
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
-    q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
-    acc = zeros(BLOCK_M, T.BLOCK_DV)
+    if T.FP8:
+        q_rows = q_base + m_idx.to(tl.int64) * q.stride_row
+        q_tile = load_query_columns(q, q_scale, q_rows, batch_idx, head, m_idx, m_idx < seqlen_q, T)
+    else:
+        q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+    acc = empty_accumulator(BLOCK_M, T)
     row_max, row_sum = initial_state(sinks, head, True, BLOCK_M, T)
     place = (m_idx, head, batch_idx)
 

@@ -127,7 +127,7 @@ def result_allocations(problem: AttentionProblem, views: dict[str, View]) -> dic
     """What the forward makes: out and lse."""
     rows = (problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
     return {
-        "out": rows_allocation(problem, views["q"], *rows),
+        "out": rows_allocation(problem, views["q"]._replace(dtype=problem.dtype), *rows),
         "lse": Allocation.contiguous(problem.lse_shape, torch.float32),
     }
 

@@ -21,6 +21,7 @@ from tilewise.backends.triton.arguments import (
     page_rows,
     query_descriptors,
     query_rows,
+    scale_arguments,
     score_arguments,
     single_address,
     stat_rows,
@@ -54,7 +55,7 @@ COMBINED_ELEMENTS = 8192
 def forward_calls(plan: Plan, views: Views) -> list[KernelCall]:
     """The forward kernel."""
     problem, config = plan.problem, plan.config("forward")
-    arguments = score_arguments(plan, views) | _results(plan, views)
+    arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views)
     arguments["sizes"] = plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)
     arguments |= key_descriptors(plan, arguments, config)
     programs = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.num_heads * problem.batch
@@ -94,7 +95,7 @@ def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
         "out_parts": Address("workspace", torch.float32, offset=lse_bytes) if num_out else None,
         "lse_parts": Address("workspace", torch.float32) if num_lse else None,
     }
-    arguments = score_arguments(plan, views) | _results(plan, views) | parts
+    arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views) | parts
     arguments |= {"num_splits": splits, "SPLIT": num_out > 0, "HEADS_FASTEST": problem.kind == "paged"}
     rows = plan.sizes.seqlen_q * problem.group_size
     config = Config(

@@ -10,7 +10,7 @@ import triton
 from tilewise.backends.gpu.launching import interpreted
 from tilewise.backends.triton import configs
 from tilewise.backends.triton.configs import Config, Pass
-from tilewise.backends.triton.traits import Band, ScoreScalars, Sizes, Traits, is_rich, traits_of
+from tilewise.backends.triton.traits import Band, ScoreScalars, Sizes, Traits, element_size, is_rich, traits_of
 from tilewise.device import DeviceSpec
 from tilewise.numerics import dropout_threshold
 from tilewise.problem import AttentionProblem
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
     def config(self, direction: Pass) -> Config:
         """The tile of one pass."""
         width = max(self.traits.BLOCK_D, self.traits.BLOCK_DV)
-        return configs.choose(direction, self.device, self.problem.dtype.itemsize, width, is_rich(self.problem))
+        return configs.choose(direction, self.device, element_size(self.problem), width, is_rich(self.problem))
 
     def sizes_streaming(self, config: Config, bytes_per_head: int, group_size: int) -> Sizes:
         """Sizes with the number of heads that run side by side."""
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 def plan_for(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precision: str = "ieee") -> Plan:
     """Everything about a call that needs no tensor."""
     left, right = problem.band
-    traits = traits_of(problem, packed_q=packed_q, precision=precision, interpreted=interpreted())
+    traits = traits_of(problem, device, packed_q=packed_q, precision=precision, interpreted=interpreted())
     sizes = Sizes(
         batch=problem.batch,
         num_heads=problem.num_heads,

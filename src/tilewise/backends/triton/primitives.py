@@ -220,13 +220,13 @@ def load_keys(
     T: tl.constexpr,
 ):
     """The one loader of K and V tiles, for dense and packed rows and for pages; `source` is (rows, base, table,
-    descriptor, row, column), `pages` what key_pages says of the tile.
+    descriptor, row, column, scaling), `pages` what key_pages says of the tile.
 
     A whole tile of rows comes through the descriptor if there is one. Pages smaller than a tile are gathered row by
     row. A loop looks its pages up one tile ahead: looked up in the iteration that needs them, they take a stage of
     its pipeline, and of three stages one tile in flight is left.
     """
-    rows, base, _table, desc, row, col = source
+    rows, base, _table, desc, row, col, _scaling = source
     if desc is not None and not CHECK_ROWS:
         return desc.load([row + first, col])
     elif not T.PAGED:

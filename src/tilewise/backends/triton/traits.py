@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "ScoreScalars",
     "Sizes",
     "Traits",
+    "element_size",
     "is_rich",
     "of_rows",
     "padded",
@@ -108,6 +110,9 @@ class Traits:
     BLOCK_D and BLOCK_DV are the head dims padded to what the matrix units take. TRANSFORMED: scores are more than
     scale * q.k, so they are kept in natural units instead of log2 ones; a negative scale counts as that, because the
     fast path takes the maximum before it scales.
+
+    FP8: K and V are e4m3 (see quantised.py), multiplied in fp16 if HALF, else in fp32; FP8_Q: q is too. *_SHARED_ROWS
+    share a scale, 0 for all of a head's. E4M3_INSTRUCTION: the device converts.
     """
 
     PACKED_Q: bool
@@ -131,6 +136,13 @@ class Traits:
     DROPOUT_ORIGIN: bool
     PRECISION: str
     INTERPRETED: bool
+    FP8: bool = False
+    FP8_Q: bool = False
+    HALF: bool = False
+    Q_SHARED_ROWS: int = 0
+    K_SHARED_ROWS: int = 0
+    V_SHARED_ROWS: int = 0
+    E4M3_INSTRUCTION: bool = False
 
 
 def padded(head_dim: int) -> int:
@@ -138,21 +150,26 @@ def padded(head_dim: int) -> int:
     return max(MIN_DOT_SIDE, 1 << (head_dim - 1).bit_length())
 
 
-def tile_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """(columns of a Q or K tile, of a V or O tile): padded, and where they differ at least 64.
+def tile_widths(head_dim: int, head_dim_v: int, *, halved: bool = False) -> tuple[int, int]:
+    """(columns of a Q or K tile, of a V or O tile): padded, and where they differ at least 64. `halved` where even and
+    odd columns are multiplied by themselves.
 
     Triton 3.6 multiplies wrongly on sm_90 where Q is 64 wide and V 32 or 16 (in 16 bits with bias, mask, softcap or
     dropout: out off by 1 and more, lse right); the pairs from 64 on pass the suite.
     """
-    width, width_v = padded(head_dim), padded(head_dim_v)
+    least = 2 * MIN_DOT_SIDE if halved else MIN_DOT_SIDE
+    width, width_v = max(least, padded(head_dim)), max(least, padded(head_dim_v))
     return (width, width) if width == width_v else (max(64, width), max(64, width_v))
 
 
-def traits_of(problem: AttentionProblem, *, packed_q: bool, precision: str, interpreted: bool) -> Traits:
-    """The compile-time facts of `problem`."""
+def traits_of(
+    problem: AttentionProblem, device: DeviceSpec, *, packed_q: bool, precision: str, interpreted: bool
+) -> Traits:
+    """The compile-time facts of `problem` on a device."""
     left, right = problem.band
     terms = (problem.softcap, problem.bias_shape, problem.mask_shape)
-    width, width_v = tile_widths(problem.head_dim, problem.head_dim_v)
+    width, width_v = tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8))
+    q_rows, k_rows, v_rows = (block or 0 for block in problem.scale_blocks)
     return Traits(
         PACKED_Q=packed_q,
         PACKED_K=problem.kind == "varlen",
@@ -175,6 +192,13 @@ def traits_of(problem: AttentionProblem, *, packed_q: bool, precision: str, inte
         DROPOUT_ORIGIN=problem.dropout_origin and problem.dropout > 0.0,
         PRECISION=precision if problem.dtype == torch.float32 else "ieee",
         INTERPRETED=interpreted,
+        FP8=bool(problem.fp8),
+        FP8_Q="q" in problem.fp8,
+        HALF=bool(problem.fp8) and problem.dtype != torch.float32,
+        Q_SHARED_ROWS=q_rows,
+        K_SHARED_ROWS=k_rows,
+        V_SHARED_ROWS=v_rows,
+        E4M3_INSTRUCTION=bool(problem.fp8) and device.has_fp8,
     )
 
 
@@ -197,7 +221,19 @@ def of_rows(traits: Traits) -> Traits:
         HAS_SINKS=False,
         HAS_DROPOUT=False,
         DROPOUT_ORIGIN=False,
+        FP8=False,
+        FP8_Q=False,
+        HALF=False,
+        Q_SHARED_ROWS=0,
+        K_SHARED_ROWS=0,
+        V_SHARED_ROWS=0,
+        E4M3_INSTRUCTION=False,
     )
+
+
+def element_size(problem: AttentionProblem) -> int:
+    """Bytes of an element of K and V in a tile; where e4m3 is multiplied in fp32, of what it becomes."""
+    return 1 if problem.fp8 and problem.dtype != torch.float32 else problem.dtype.itemsize
 
 
 def is_rich(problem: AttentionProblem) -> bool:

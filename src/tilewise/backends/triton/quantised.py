@@ -1,0 +1,212 @@
+"""K and V in e4m3: widened to fp16 in registers, their scales applied to scores, probabilities and sums.
+
+Two neighbouring columns of a row are read as one 16-bit number, so that tiles travel, are kept ahead and are transposed
+on their way to the matrix units like tiles of fp16 (8-bit elements cannot be transposed there and would be read one by
+one: 128 loads a tile). Each is taken apart just before it is multiplied: everything that has head_dim columns is a pair
+of tiles here, its even and its odd columns.
+
+fp16 holds every e4m3 number. A query goes with it exactly after a power of two has made its largest element fit, and
+probabilities are multiplied by 2^14, so that 2^-38 of the largest is still a number. fp32 queries are multiplied in
+fp32.
+"""
+
+# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803, RET505
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.primitives import dot, dot_add, head_base, load_keys, page_base
+
+# What fp16 has room for above 1, as a float's exponent bits too.
+HEADROOM = tl.constexpr(16384.0)
+EXPONENT = tl.constexpr(0x7F800000)
+# Exponents of queries and of scales beyond these would not survive being inverted.
+SMALLEST = tl.constexpr(2.0**-100)
+LARGEST = tl.constexpr(2.0**126)
+# Without an instruction a code's bits are moved to where fp16 has them, whose exponents count from 8 lower.
+CODE_UNIT = tl.constexpr(256.0)
+
+# Four codes in a register, as columns 0 and 1 of two rows: e4m3 to fp16 by an instruction (from sm_89 on) ...
+BY_INSTRUCTION = tl.constexpr("""{
+    .reg .b32 columns;
+    .reg .b16 even, odd;
+    prmt.b32 columns, $2, 0, 0x3120;
+    mov.b32 {even, odd}, columns;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;
+}""")
+# ... and by arithmetic on two at a time: magnitude to its place, a carry out of it (0x7F, NaN) into the top exponent
+# bit, sign. 5 operations for two codes, 6 where they have to be shifted first.
+BY_ARITHMETIC = tl.constexpr("""{
+    .reg .b32 code, size, carry, sign;
+    shl.b32 code, $2, 8;
+    and.b32 size, code, 0x7f007f00;
+    shr.u32 size, size, 1;
+    add.u32 carry, size, 0x00800080;
+    and.b32 carry, carry, 0x40004000;
+    or.b32 size, size, carry;
+    and.b32 sign, code, 0x80008000;
+    or.b32 $0, size, sign;
+    and.b32 size, $2, 0x7f007f00;
+    shr.u32 size, size, 1;
+    add.u32 carry, size, 0x00800080;
+    and.b32 carry, carry, 0x40004000;
+    or.b32 size, size, carry;
+    and.b32 sign, $2, 0x80008000;
+    or.b32 $1, size, sign;
+}""")
+
+
+@triton.jit
+def widened(code):
+    """The fp16 number of an e4m3 code in the low byte, times 1 / CODE_UNIT."""
+    size = (code & 0x7F) << 7
+    return (size | ((size + 0x80) & 0x4000) | ((code & 0x80) << 8)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def columns_of(pairs, T: tl.constexpr):
+    """(even, odd) columns of a tile of 16-bit pairs, in fp16: multiply by `code_unit`."""
+    if T.INTERPRETED:
+        return widened(pairs & 0xFF), widened(pairs >> 8)
+    elif T.E4M3_INSTRUCTION:
+        return tl.inline_asm_elementwise(
+            BY_INSTRUCTION, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            BY_ARITHMETIC, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def code_unit(T: tl.constexpr):
+    """What the numbers of `columns_of` are to be multiplied by."""
+    if T.INTERPRETED or not T.E4M3_INSTRUCTION:
+        return CODE_UNIT
+    else:
+        return 1.0
+
+
+@triton.jit
+def scaling(scales, batch_idx, head, T: tl.constexpr):
+    """(scales, pointer to the first of a (sequence, head), or to page 0's of a head); 0 where there are none."""
+    if scales is None:
+        return 0
+    elif T.PAGED:
+        return scales, page_base(scales, head)
+    else:
+        return scales, head_base(scales, batch_idx, head, 0, False)
+
+
+@triton.jit
+def tile_scales(
+    source, pages, first, seqlen_k, SHARED_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """The scales of keys first..first+BLOCK_N, code_unit included: one number where they share it, else (1, BLOCK_N).
+
+    `source` is that of load_keys; SHARED_ROWS share a scale, 0 for all of a head's.
+    """
+    scales, base = source[6]
+    PER_KEY: tl.constexpr = T.PAGE_SIZE % BLOCK_N != 0 if T.PAGED else SHARED_ROWS % BLOCK_N != 0
+    if not PER_KEY:
+        if T.PAGED:
+            at = base + tl.cast(pages, tl.int64) * scales.stride_batch
+        elif SHARED_ROWS == 0:
+            at = base
+        else:
+            at = base + first // SHARED_ROWS * scales.stride_row
+        return tl.load(at) * code_unit(T)
+    else:
+        n_idx = first + tl.arange(0, BLOCK_N)
+        if T.PAGED:
+            offsets = pages.to(tl.int64) * scales.stride_batch
+        else:
+            offsets = (n_idx // SHARED_ROWS * scales.stride_row).to(tl.int64)
+        return tl.load(base + offsets, mask=n_idx < seqlen_k, other=0.0)[None, :] * code_unit(T)
+
+
+@triton.jit
+def load_columns_of_keys(
+    source, pages, first, seqlen_k, CHECK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """(even, odd) columns of a tile of K or V, in the dtype it is multiplied in."""
+    even, odd = columns_of(load_keys(source, pages, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM // 2, BLOCK_D // 2, T), T)
+    if not T.HALF:
+        even = even.to(tl.float32)
+        odd = odd.to(tl.float32)
+    return even, odd
+
+
+@triton.jit
+def load_query_columns(q, q_scale, q_rows, batch_idx, head, m_idx, row_ok, T: tl.constexpr):
+    """(even columns, odd columns, unit (rows, 1)) of query rows at pointers `q_rows`: a query is its columns times its
+    unit. `head` is a scalar or (rows,).
+    """
+    WIDTH: tl.constexpr = T.BLOCK_D // 2
+    column = tl.arange(0, WIDTH)[None, :]
+    ok = row_ok[:, None] & (column < T.HEAD_DIM // 2)
+    if T.FP8_Q:
+        even, odd = columns_of(tl.load(q_rows[:, None] + column, mask=ok, other=0), T)
+        base = head_base(q_scale, batch_idx, head, 0, False)
+        block = m_idx * 0
+        if T.Q_SHARED_ROWS > 0:
+            block = m_idx // T.Q_SHARED_ROWS
+        unit = tl.load(base + block * q_scale.stride_row, mask=row_ok, other=0.0) * code_unit(T)
+    else:
+        even = tl.load(q_rows[:, None] + 2 * column, mask=ok, other=0.0).to(tl.float32)
+        odd = tl.load(q_rows[:, None] + (2 * column + 1), mask=ok, other=0.0).to(tl.float32)
+        unit = tl.zeros([row_ok.shape[0]], tl.float32) + 1.0
+        if T.HALF:
+            top = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1))
+            power = (top.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
+            power = tl.minimum(tl.maximum(power, SMALLEST), LARGEST)
+            unit = power * (1.0 / HEADROOM)
+            lift = (1.0 / power * HEADROOM)[:, None]
+            even = even * lift
+            odd = odd * lift
+    if T.HALF:
+        return even.to(tl.float16), odd.to(tl.float16), unit[:, None]
+    else:
+        return even.to(tl.float32), odd.to(tl.float32), unit[:, None]
+
+
+@triton.jit
+def quantised_products(
+    q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """q.k of a tile of keys, scales included."""
+    q_even, q_odd, q_unit = q
+    even, odd = load_columns_of_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    dots = dot_add(q_odd, tl.trans(odd), dot(q_even, tl.trans(even), T), T)
+    return dots * (q_unit * tile_scales(k_source, pages, first, seqlen_k, T.K_SHARED_ROWS, BLOCK_N, T))
+
+
+@triton.jit
+def add_quantised_values(
+    acc, alpha, p, v_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """acc * alpha + P V of a tile of keys, scales included; `acc` is (even, odd) columns."""
+    acc_even, acc_odd = acc
+    even, odd = load_columns_of_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    scales = tile_scales(v_source, pages, first, seqlen_k, T.V_SHARED_ROWS, BLOCK_N, T)
+    PER_KEY: tl.constexpr = len(scales.shape) > 0
+    if not T.HALF:
+        weights = p * scales
+        unit = 1.0
+    elif PER_KEY:
+        # The largest scale comes out of the tile, so that probabilities times what is left of the others fit fp16.
+        top = tl.maximum(tl.max(tl.abs(scales)), SMALLEST)
+        weights = (p * (scales * (1.0 / top * HEADROOM))).to(tl.float16)
+        unit = top * (1.0 / HEADROOM)
+    else:
+        weights = (p * HEADROOM).to(tl.float16)
+        unit = scales * (1.0 / HEADROOM)
+    acc_even = acc_even * alpha[:, None] + dot(weights, even, T) * unit
+    acc_odd = acc_odd * alpha[:, None] + dot(weights, odd, T) * unit
+    return acc_even, acc_odd
