@@ -58,6 +58,13 @@ def fp8_cases() -> list[Case]:
         "paged_decode": decode,
         "paged_decode_fp16_page_1": dataclasses.replace(decode, dtype=fp16, page_size=1, sinks=True),
         "paged_decode_shared": dataclasses.replace(decode, shared_pages=True, window=(200, 0)),
+        "paged_decode_page_64": dataclasses.replace(decode, page_size=64, fp8="head", alibi="h", softcap=4.0),
+        "paged_decode_page_256_fp32": dataclasses.replace(decode, page_size=256, dtype=torch.float32, causal=True),
+        "paged_decode_head_dim_128": dataclasses.replace(decode, page_size=128, head_dim=128, head_dim_v=80),
+        "decode": dataclasses.replace(dense, fp8="kv", seqlens_q=(1,) * 2, seqlens_k=(300,) * 2, num_heads=4),
+        "decode_block": dataclasses.replace(dense, seqlens_q=(3,), seqlens_k=(700,), causal=True, rotation=True),
+        "varlen_decode": dataclasses.replace(packed, fp8="head", seqlens_q=(1, 0, 2), seqlens_k=(300, 3, 270)),
+        "odd_head_dim": dataclasses.replace(dense, fp8="head", head_dim=33, head_dim_v=15, causal=True),
     }
     return [dataclasses.replace(case, label=f"fp8_{label}") for label, case in named.items()]
 

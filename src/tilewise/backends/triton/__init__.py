@@ -124,7 +124,7 @@ class TritonBackend:
 
 
 def _read_in_pairs(operands: Operands) -> bool:
-    """Whether two neighbouring columns of every e4m3 row can be read as one number: no odd head_dim, stride or address."""
+    """Whether two columns of every e4m3 row can be read as one number: no odd head_dim, stride or address."""
     quantised = [t for t in operands[:3] if t.dtype == torch.float8_e4m3fn]
     return all(t.shape[-1] % 2 == 0 and t.data_ptr() % 2 == 0 and _even(t.stride()[:-1]) for t in quantised)
 

@@ -20,7 +20,8 @@ from tilewise.problem import AttentionProblem
 
 __all__ = [
     "STAT_TILE", "Views", "dense_rows", "key_descriptors", "key_rows", "packed_rows", "page_rows", "query_descriptors",
-    "query_rows", "rows_allocation", "scale_arguments", "score_arguments", "single_address", "stat_rows", "stored_rows", "workspace_rows",
+    "query_rows", "rows_allocation", "scale_arguments", "score_arguments", "single_address", "stat_rows", "stored_rows",
+    "workspace_rows",
 ]  # fmt: skip
 
 Views = Mapping[str, View]

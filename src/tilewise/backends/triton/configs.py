@@ -171,7 +171,12 @@ _QUANTISED: dict[Pass, Table] = {
 # block_m is a floor in decode, which takes as many rows as a group of heads has.
 _EVERYWHERE: dict[Pass, dict[int, Table]] = {
     "decode": {
-        1: {64: Config(16, 128, 4, 3), 128: Config(16, 128, 4, 3), 256: Config(16, 64, 4, 3), 512: Config(16, 32, 4, 2)},
+        1: {
+            64: Config(16, 128, 4, 3),
+            128: Config(16, 128, 4, 3),
+            256: Config(16, 64, 4, 3),
+            512: Config(16, 32, 4, 2),
+        },
         2: {64: Config(16, 64, 4, 3), 128: Config(16, 64, 4, 3), 256: Config(16, 32, 4, 2), 512: Config(16, 16, 4, 2)},
         4: {64: Config(16, 32, 4, 2), 128: Config(16, 32, 4, 2), 256: Config(16, 16, 4, 2), 512: Config(16, 16, 4, 1)},
     },

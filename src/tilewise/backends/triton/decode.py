@@ -32,8 +32,8 @@ from tilewise.backends.triton.quantised import load_query_columns, scaling
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars", "num_splits"])
 def decode_kernel(
-    q, k, v, q_scale, k_scale, v_scale, out, lse, out_parts, lse_parts, bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars,
-    num_splits,
+    q, k, v, q_scale, k_scale, v_scale, out, lse, out_parts, lse_parts, bias, mask, alibi_slopes, sinks, seed_ptr,
+    lengths, sizes, band, scalars, num_splits,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     HEADS_FASTEST: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def decode_kernel(
     k_source = (k, k_base, table, None, 0, 0, scaling(k_scale, batch_idx, kv_head, T))
     v_source = (v, v_base, table, None, 0, 0, scaling(v_scale, batch_idx, kv_head, T))
     if T.FP8:
-        q_tile = load_query_columns(q, q_scale, q_rows, batch_idx, head, m_idx, row_ok, T)
+        q_tile = load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, row_ok, T)
     else:
         d_idx = tl.arange(0, T.BLOCK_D)[None, :]
         q_tile = tl.load(q_rows[:, None] + d_idx, mask=row_ok[:, None] & (d_idx < T.HEAD_DIM), other=0.0)

@@ -8,7 +8,7 @@ cleared by the programs of that sequence.
 
 # Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803, SIM102, SIM108
+# ruff: noqa: N803, RET505, SIM102, SIM108
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ from tilewise.backends.triton.primitives import (
     work_item,
     zeros,
 )
-
 from tilewise.backends.triton.quantised import (
     add_quantised_values,
     load_query_columns,
@@ -65,7 +64,7 @@ def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_
 def add_values(
     acc, alpha, p, v_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """acc * alpha + P V of a tile of keys."""
+    """Give acc * alpha + P V of a tile of keys."""
     if T.FP8:
         return add_quantised_values(acc, alpha, p, v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     else:
@@ -172,8 +171,8 @@ def clear_lse(lse, head, block, num_blocks, lengths, sizes, BLOCK_M: tl.constexp
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def forward_kernel(
-    q, k, v, q_scale, k_scale, v_scale, k_desc, v_desc, k_box, v_box, out, lse, bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band,
-    scalars,
+    q, k, v, q_scale, k_scale, v_scale, k_desc, v_desc, k_box, v_box, out, lse, bias, mask, alibi_slopes, sinks,
+    seed_ptr, lengths, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out, lse of one (query tile, head, sequence)."""
@@ -217,7 +216,7 @@ def forward_kernel(
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
     if T.FP8:
         q_rows = q_base + m_idx.to(tl.int64) * q.stride_row
-        q_tile = load_query_columns(q, q_scale, q_rows, batch_idx, head, m_idx, m_idx < seqlen_q, T)
+        q_tile = load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, m_idx < seqlen_q, T)
     else:
         q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
     acc = empty_accumulator(BLOCK_M, T)

@@ -12,7 +12,7 @@ fp32.
 
 # Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803, RET505
+# ruff: noqa: N803, N806, RET505
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def load_columns_of_keys(
 
 
 @triton.jit
-def load_query_columns(q, q_scale, q_rows, batch_idx, head, m_idx, row_ok, T: tl.constexpr):
+def load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, row_ok, T: tl.constexpr):
     """(even columns, odd columns, unit (rows, 1)) of query rows at pointers `q_rows`: a query is its columns times its
     unit. `head` is a scalar or (rows,).
     """
@@ -191,7 +191,7 @@ def quantised_products(
 def add_quantised_values(
     acc, alpha, p, v_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """acc * alpha + P V of a tile of keys, scales included; `acc` is (even, odd) columns."""
+    """Give acc * alpha + P V of a tile of keys, scales included; `acc` is (even, odd) columns."""
     acc_even, acc_odd = acc
     even, odd = load_columns_of_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     scales = tile_scales(v_source, pages, first, seqlen_k, T.V_SHARED_ROWS, BLOCK_N, T)

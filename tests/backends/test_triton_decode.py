@@ -1,0 +1,241 @@
+"""Decoding by the Triton backend without a GPU: in the interpreter against fp64, and what is compiled for GPUs.
+
+The interpreted suite is cut to lengths that are not worth splitting, so the split kernel is judged here.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import device as devices
+from tilewise import fp8
+from tilewise.problem import AttentionProblem
+from tilewise.testing import BackendImplementation, Case, check
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+configs = pytest.importorskip("tilewise.backends.triton.configs")
+quantised = pytest.importorskip("tilewise.backends.triton.quantised")
+offline = pytest.importorskip("tilewise.backends.triton.offline")
+compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+HERE = Path(__file__)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
+only_compiled = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
+
+PAGED: dict[str, Any] = {
+    "kind": "paged", "decode": True, "dtype": BF16, "seqlens_q": (1, 1, 1), "seqlens_k": (300, 3, 277),
+    "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "head_dim_v": 32, "grad_of": (),
+}  # fmt: skip
+DENSE: dict[str, Any] = {
+    "dtype": BF16, "seqlens_q": (1, 1), "seqlens_k": (300, 300), "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
+    "head_dim_v": 32, "grad_of": (),
+}  # fmt: skip
+CASES = {
+    "dense": Case(**DENSE),
+    "dense_window_sinks": Case(**DENSE | {"window": (150, 0), "sinks": True}),
+    "few_tokens": Case(**DENSE | {"seqlens_q": (3, 3), "causal": True}),
+    "pages_of_16": Case(**PAGED),
+    "pages_of_64": Case(**PAGED | {"page_size": 64, "window": (250, 0)}),
+    "pages_of_3_packed": Case(**PAGED | {"decode": False, "seqlens_q": (3, 1, 2), "page_size": 3, "causal": True}),
+    "e4m3": Case(**DENSE | {"fp8": "kv"}),
+    "e4m3_blocks": Case(**DENSE | {"fp8": "block", "seqlens_q": (3, 3), "causal": True}),
+    "e4m3_fp32_q": Case(**DENSE | {"fp8": "kv", "dtype": FP32}),
+    "e4m3_odd_head_dim": Case(**DENSE | {"fp8": "kv", "head_dim": 33, "head_dim_v": 31}),
+    "e4m3_pages_of_16": Case(**PAGED | {"fp8": "kv"}),
+    "e4m3_pages_of_128": Case(**PAGED | {"fp8": "kv", "page_size": 128, "dtype": FP16, "head_dim_v": 24}),
+    "e4m3_pages_features": Case(
+        **PAGED | {"fp8": "tensor", "alibi": "h", "softcap": 3.0, "sinks": True, "bias": "b1qk"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@only_compiled
+def test_decoding_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning",
+               "-W", "ignore::DeprecationWarning", "-k", "interpreted", str(HERE)]  # fmt: skip
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@only_interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_cases(name: str) -> None:
+    check(CASES[name], BackendImplementation("triton", "cpu"))
+
+
+def paged_call(k: fp8.Fp8Tensor, v: fp8.Fp8Tensor, q: torch.Tensor, length: int) -> torch.Tensor:
+    """One sequence over pages in reverse order, half of the last one unused."""
+    pages = -(-length // k.shape[1])
+    table = torch.arange(k.shape[0] - 1, k.shape[0] - 1 - pages, -1, dtype=torch.int32)[None]
+    lengths = torch.tensor([length], dtype=torch.int32)
+    out: torch.Tensor = tw.attention_paged(q, k, v, table, lengths, backend="triton")
+    return out
+
+
+def exact(k: fp8.Fp8Tensor, v: fp8.Fp8Tensor, q: torch.Tensor, length: int) -> torch.Tensor:
+    """The formula in fp64."""
+    keys, values = (t.dequantize().double().flip(0).flatten(0, 1)[:length].transpose(0, 1) for t in (k, v))
+    groups = q.shape[1] // keys.shape[0]
+    keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
+    scores = torch.einsum("hd,hnd->hn", q[0].double(), keys) * q.shape[-1] ** -0.5
+    return torch.einsum("hn,hnd->hd", scores.softmax(-1), values)[None]
+
+
+@only_interpreted
+@pytest.mark.parametrize(("dtype", "limit"), [(BF16, 2.0**-7), (FP16, 2.0**-10)])
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_interpreted_scales_may_differ_by_orders_of_magnitude(page_size: int, dtype: torch.dtype, limit: float) -> None:
+    """Within a tile, too: pages with values ten million times smaller count in full where their keys have the weight.
+
+    Limits are what rounding the result makes; the interpreter cuts to bf16 instead of rounding.
+    """
+    torch.manual_seed(0)
+    pages = 320 // page_size + 2
+    x = torch.randn(2, pages, page_size, 2, 32)
+    x[1] *= 10.0 ** torch.linspace(-3, 4, pages)[torch.randperm(pages)][:, None, None, None]
+    k, v = (fp8.quantize_pages(t) for t in x)
+    q = torch.randn(1, 4, 32).to(dtype) * 30
+    q[0, 1] *= 1e30 if dtype == BF16 else 1e2
+    q[0, 2] *= 1e-38 if dtype == BF16 else 1e-7
+    expected = exact(k, v, q, 300)
+    errors = (paged_call(k, v, q, 300).double() - expected).abs().amax(-1) / expected.abs().amax(-1)
+    assert float(errors.max()) < limit
+
+
+@only_interpreted
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_interpreted_nan_stays_where_it_is_read(page_size: int) -> None:
+    torch.manual_seed(0)
+    pages = 320 // page_size + 3
+    k, v = (fp8.quantize_pages(torch.randn(pages, page_size, 2, 32)) for _ in range(2))
+    q = torch.randn(1, 4, 32, dtype=BF16)
+    clean = paged_call(k, v, q, 300)
+    last = pages - -(-300 // page_size)
+    for t in (k, v):
+        t.scale[0] = torch.nan  # a page that the table does not name
+        t.data[0] = torch.nan
+        t.data[last, 300 % page_size :] = torch.nan  # slots past the end
+    assert torch.equal(paged_call(k, v, q, 300), clean)
+    k.data[pages - 1, 5, 1, 7] = torch.nan
+    broken = paged_call(k, v, q, 300)
+    assert torch.equal(broken[:, :2], clean[:, :2])
+    assert bool(broken[:, 2:].isnan().all())
+
+
+@triton.jit
+def widening_kernel(codes, numbers):
+    at = tl.arange(0, 256)
+    tl.store(numbers + at, quantised.widened(tl.load(codes + at)))
+
+
+@only_interpreted
+def test_interpreted_codes_widen_exactly() -> None:
+    codes, found = torch.arange(256).to(torch.uint16), torch.empty(256, dtype=FP16)
+    widening_kernel[(1,)](codes, found)
+    expected = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    assert torch.equal((found.float() * quantised.CODE_UNIT.value).nan_to_num(999.0), expected.nan_to_num(999.0))
+
+
+def evaluated(assembly: str, word: Any) -> dict[str, Any]:
+    """The registers after a few lines of PTX arithmetic on 32-bit words, `$2` being `word`."""
+    registers: dict[str, Any] = {"$2": word}
+    actions = {
+        "and": lambda a, b: a & b,
+        "or": lambda a, b: a | b,
+        "add": lambda a, b: a + b,
+        "shl": lambda a, b: a << b,
+        "shr": lambda a, b: a >> b,
+    }
+    for action, target, left, right in re.findall(r"(\w+)\.[bu]32 (\S+), (\S+), (\w+|\$2);", assembly):
+        values = [registers[x] if x in registers else np.uint32(int(x, 0)) for x in (left, right)]
+        registers[target] = actions[action](*values).astype(np.uint32)
+    return registers
+
+
+def test_arithmetic_for_gpus_without_the_instruction_is_exact() -> None:
+    """Every pair of codes in both halves of a word, through the very text that is compiled for them."""
+    pairs = np.arange(65536, dtype=np.uint32)
+    after = evaluated(quantised.BY_ARITHMETIC.value, pairs | (pairs[::-1] << np.uint32(16)))
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    for name, shift in (("$0", 0), ("$1", 8)):
+        for half, source in ((0, pairs), (16, pairs[::-1])):
+            bits = ((after[name] >> np.uint32(half)) & np.uint32(0xFFFF)).astype(np.uint16)
+            found = bits.view(np.float16).astype(np.float32) * np.float32(quantised.CODE_UNIT.value)
+            assert np.array_equal(found, codes[(source >> np.uint32(shift)) & np.uint32(0xFF)], equal_nan=True)
+
+
+def decoding(page_size: int | None, *, e4m3: bool, dtype: torch.dtype = BF16, head_dim: int = 128) -> AttentionProblem:
+    """32 query and 8 K/V heads, 16 sequences of 8192 keys."""
+    return AttentionProblem(
+        kind="dense" if page_size is None else "paged", dtype=dtype, batch=16, seqlen_q=1, seqlen_k=8192, total_q=16,
+        total_k=16 * 8192, num_heads=32, num_kv_heads=8, head_dim=head_dim, head_dim_v=head_dim, scale=head_dim**-0.5,
+        page_size=page_size, fp8=("k", "v") if e4m3 else (),
+    )  # fmt: skip
+
+
+# Every loader once in the fast run; the rest with `-m exhaustive`.
+SAMPLED = {("h200", 16, False), ("h200", 256, False), ("h200", 16, True), ("h200", 256, True), ("a100", 16, True)}
+COMPILED = [
+    pytest.param(*choice, id="-".join(map(str, choice)), marks=() if choice in SAMPLED else pytest.mark.exhaustive)
+    for choice in itertools.product(("h200", "a100"), (None, 16, 64, 256), (False, True))
+]
+
+
+@pytest.mark.slow
+@only_compiled
+@pytest.mark.parametrize(("device", "page_size", "e4m3"), COMPILED)
+def test_compiled_decoding_keeps_its_pipeline(device: str, page_size: int | None, e4m3: bool) -> None:
+    """Pages and scales are looked up without taking a stage away from the tiles of K and V, nothing spills, and 8-bit
+    tiles are not read byte by byte.
+    """
+    spec = devices.named(device)
+    call = offline.calls_of(decoding(page_size, e4m3=e4m3), spec)[0]
+    compiled = compilation.compile_call(call, spec, -1)
+    tile = call.arguments["BLOCK_N"] * 128 * (1 if e4m3 else 2)
+    assert compiled.metadata.shared >= 2 * (call.num_stages - 1) * tile
+    assert compiled.metadata.shared <= spec.smem_bytes
+    registers, spilled = assembled(compiled.asm["ptx"])
+    assert registers <= 255
+    assert spilled == 0
+    assert not re.search(r"ld\.shared\S*\.[bu]8 ", compiled.asm["ptx"])
+    assert ("cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]) == (e4m3 and spec.has_fp8)
+
+
+def assembled(ptx: str) -> tuple[int, int]:
+    """(registers, bytes spilled) as ptxas says, whose log Triton keeps to itself."""
+    found = re.search(r"\.target (sm_\w+)", ptx)
+    assert found is not None
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    command = [str(path), "-v", f"--gpu-name={found[1]}", "-", "-o", "/dev/null"]
+    log = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+    return int(re.findall(r"Used (\d+) registers", log)[0]), sum(map(int, re.findall(r"(\d+) bytes spill", log)))
+
+
+@pytest.mark.exhaustive
+@only_compiled
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("head_dim", [64, 256, 512])
+@pytest.mark.parametrize("device", ["h200", "a100", "l40s", "b200"])
+def test_compiled_e4m3_fits_everywhere(device: str, head_dim: int, dtype: torch.dtype) -> None:
+    spec = devices.named(device)
+    for page_size in (16, 256):
+        for call in offline.calls_of(decoding(page_size, e4m3=True, dtype=dtype, head_dim=head_dim), spec):
+            assert compilation.compile_call(call, spec, -1).metadata.shared <= spec.smem_bytes
