@@ -214,6 +214,15 @@ def test_explain_and_compile_know_fp8() -> None:
     assert plan.problem.fp8 == ("q", "k", "v")
     assert plan.problem.scale_blocks == (128, 128, None)
     assert "fp8" in str(plan)
+    by_triton = tw.explain(q, k, v, device="a100")
+    assert by_triton.backend == "triton"
+    assert by_triton.quantised is not None
+    assert "widened to fp16 in registers" in by_triton.quantised
+    assert "widened to fp16" in str(by_triton)
+    odd = [fp8.quantize(torch.randn(1, 2, 20, 15)) for _ in range(3)]
+    assert "odd head_dim" in str(tw.explain(*odd, device="a100"))
+    assert "dequantised" in str(tw.explain(q, k, v, backend="reference"))
+    assert tw.explain(*(t.dequantize() for t in (q, k, v))).quantised is None
     compiled = torch.compile(lambda *qkv: tw.attention(*qkv, backend="reference"), fullgraph=True, backend="eager")
     assert torch.equal(compiled(q, k, v), tw.attention(q, k, v, backend="reference"))
 

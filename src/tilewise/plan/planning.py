@@ -44,6 +44,7 @@ class Plan:
     `lengths_read` is False where the lengths of packed sequences could not be read and their bounds stand in.
     `tile` is the backend's own, chosen by measurement; `advice` says what the device has room for, and why.
     `cascade` says what becomes of a shared prefix that was named; figures count every sequence's keys all the same.
+    `quantised` says how the backend computes with e4m3 operands.
     """
 
     problem: AttentionProblem
@@ -61,6 +62,7 @@ class Plan:
     tiled: Work
     advice: TileAdvice
     cascade: str | None = None
+    quantised: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain dicts, lists, strings and numbers."""
@@ -162,6 +164,7 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -
         naive=naive_work(problem, bands, memory, rated),
         tiled=tiled_work(problem, bands, grid, memory, rated),
         advice=advise(problem, rated),
+        quantised=_quantised(problem, backend),
     )
 
 
@@ -220,6 +223,14 @@ def _choose(
     except Unsupported as refusal:
         return None, tuple(Rejection(*reason) for reason in refusal.reasons)
     return selection.backend.name, selection.rejected
+
+
+def _quantised(problem: AttentionProblem, backend: str | None) -> str | None:
+    """What the backend says of e4m3 operands; one that says nothing dequantises them before its kernels."""
+    if not problem.fp8 or backend is None:
+        return None
+    say = getattr(dispatch.load(backend), "fp8_path", None)
+    return "dequantised before the kernels" if say is None else str(say(problem))
 
 
 def _bands(problem: AttentionProblem, operands: Operands | None) -> Counter[Band]:

@@ -38,6 +38,7 @@ def render(plan: Plan) -> str:
         ("problem", _problem(plan)),
         ("backend", _backend(plan)),
         *((f"  not {name}", reason) for name, reason in plan.rejected),
+        *(() if plan.quantised is None else (("fp8", plan.quantised),)),
         *(() if plan.cascade is None else (("cascade", plan.cascade),)),
         ("tiles", _tiles(plan)),
         ("tile advice", str(plan.advice)),

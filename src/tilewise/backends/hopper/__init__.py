@@ -70,6 +70,10 @@ class HopperBackend:
             config = importlib.import_module("tilewise.backends.hopper.configs").forward_config(problem)
         return TileShape(64 * config.NUM_WARPGROUPS, config.BLOCK_N)
 
+    def fp8_path(self, problem: AttentionProblem) -> str:
+        """What becomes of e4m3 operands, for `explain()`."""
+        return f"{', '.join(problem.fp8)} multiplied as e4m3 by FP8 tensor cores, probabilities rounded to e4m3"
+
     def launch_path(self) -> str:
         """How kernels are started here, for `tilewise doctor`."""
         return str(importlib.import_module("tilewise.backends.gpu.driver").launch_path())

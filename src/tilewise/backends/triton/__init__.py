@@ -74,6 +74,17 @@ class TritonBackend:
         config = configs.choose("forward", device, traits.element_size(problem), width, traits.is_rich(problem))
         return TileShape(config.block_m, config.block_n)
 
+    def fp8_path(self, problem: AttentionProblem) -> str:
+        """What becomes of e4m3 operands, for `explain()`."""
+        if problem.head_dim % 2 or problem.head_dim_v % 2:
+            return (
+                "dequantised to fp32 before the kernels: rows of an odd head_dim cannot be read two columns at a time"
+            )
+        dtype = "fp32" if problem.dtype == torch.float32 else "fp16"
+        return (
+            f"{', '.join(problem.fp8)} read as e4m3 and widened to {dtype} in registers; scales go into scores and sums"
+        )
+
     def launch_path(self) -> str:
         """How kernels are started here, for `tilewise doctor`."""
         return str(importlib.import_module("tilewise.backends.gpu.driver").launch_path())
