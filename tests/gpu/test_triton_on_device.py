@@ -3,6 +3,9 @@
 The conformance suite runs there with `pytest tests/backends/test_conformance.py --backend triton --device cuda`.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, valid-type, name-defined"
+# ruff: noqa: N803
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -15,6 +18,10 @@ from torch import Tensor
 import tilewise as tw
 
 triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+quantised = pytest.importorskip("tilewise.backends.triton.quantised")
+columns_of, CODE_UNIT = quantised.columns_of, quantised.CODE_UNIT
+Traits = pytest.importorskip("tilewise.backends.triton.traits").Traits
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -198,3 +205,24 @@ def test_runs_on_the_device_of_its_tensors() -> None:
     there = attend(*(t.to("cuda:0") for t in (q, k, v)))
     assert here.device == q.device
     assert torch.equal(here.cpu(), there.cpu())
+
+
+@triton.jit
+def widening_kernel(codes, even, odd, T: tl.constexpr):
+    at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    left, right = columns_of(tl.load(codes + at), T)
+    tl.store(even + at, left)
+    tl.store(odd + at, right)
+
+
+@pytest.mark.parametrize("instruction", [True, False])
+def test_every_pair_of_codes_widens_exactly(instruction: bool) -> None:
+    """By the instruction, and as on GPUs that lack it."""
+    facts: dict[str, Any] = dict.fromkeys(Traits.__dataclass_fields__, False) | {"PRECISION": "ieee"}
+    pairs = torch.arange(65536, device="cuda")
+    halves = [torch.full((65536,), torch.nan, device="cuda", dtype=torch.float16) for _ in range(2)]
+    widening_kernel[(64,)](pairs.to(torch.uint16), *halves, T=Traits(**facts | {"E4M3_INSTRUCTION": instruction}))
+    numbers = torch.arange(256, device="cuda").to(torch.uint8).view(torch.float8_e4m3fn).float()
+    for half, codes in zip(halves, (pairs & 255, pairs >> 8), strict=True):
+        found = half.float() * (1.0 if instruction else CODE_UNIT.value)
+        assert torch.equal(found.nan_to_num(999.0), numbers[codes].nan_to_num(999.0))

@@ -35,17 +35,12 @@ def decode_kernel(
     q, k, v, q_scale, k_scale, v_scale, out, lse, out_parts, lse_parts, bias, mask, alibi_slopes, sinks, seed_ptr,
     lengths, sizes, band, scalars, num_splits,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    HEADS_FASTEST: tl.constexpr,
 ):  # fmt: skip
     """(out, lse) of one split of the keys for all query tokens of a (group of heads, sequence); final unless SPLIT."""
     num_kv_heads = sizes.num_heads // T.GROUP_SIZE
+    split = tl.program_id(0) % num_splits
+    kv_head = tl.program_id(0) // num_splits % num_kv_heads
     batch_idx = tl.program_id(0) // num_splits // num_kv_heads
-    if HEADS_FASTEST:
-        kv_head = tl.program_id(0) % num_kv_heads
-        split = tl.program_id(0) // num_kv_heads % num_splits
-    else:
-        split = tl.program_id(0) % num_splits
-        kv_head = tl.program_id(0) // num_splits % num_kv_heads
     q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
     k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     rows = tl.arange(0, BLOCK_M)

@@ -96,7 +96,7 @@ def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
         "lse_parts": Address("workspace", torch.float32) if num_lse else None,
     }
     arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views) | parts
-    arguments |= {"num_splits": splits, "SPLIT": num_out > 0, "HEADS_FASTEST": problem.kind == "paged"}
+    arguments |= {"num_splits": splits, "SPLIT": num_out > 0}
     rows = plan.sizes.seqlen_q * problem.group_size
     config = Config(
         max(config.block_m, triton.next_power_of_2(rows)), config.block_n, config.num_warps, config.num_stages

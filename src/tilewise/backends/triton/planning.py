@@ -68,5 +68,7 @@ def plan_for(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, prec
     plan = Plan(problem, device, traits, sizes, Band(left or 0, right or 0), scalars, 0)
     if sizes.seqlen_q * problem.group_size > MAX_DECODE_ROWS or problem.seqlen_k < MIN_DECODE_KEYS:
         return plan
-    tiles = triton.cdiv(problem.seqlen_k, plan.config("decode").block_n)
-    return plan._replace(num_splits=configs.num_splits(device, problem.batch * problem.num_kv_heads, tiles))
+    config = plan.config("decode")
+    programs = configs.decode_programs(config, device, element_size(problem), traits.BLOCK_D + traits.BLOCK_DV)
+    tiles = triton.cdiv(problem.seqlen_k, config.block_n)
+    return plan._replace(num_splits=configs.num_splits(device, programs, problem.batch * problem.num_kv_heads, tiles))
