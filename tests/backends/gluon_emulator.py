@@ -148,7 +148,7 @@ class Memory:
     """A view of shared memory."""
 
     def __init__(self, data: Tensor) -> None:
-        self.data, self.dtype = data, data.dtype
+        self.data, self.dtype, self.shape = data, data.dtype, list(data.shape)
 
     def index(self, i: Any) -> Memory:
         return Memory(self.data[int(i)])

@@ -100,41 +100,59 @@ def make_ring(NUM_SLOTS: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
 
 @aggregate
 class Mailbox:
-    """One integer from the producer to every consumer, in shared memory."""
+    """A few integers from the producer to every consumer, in shared memory: a tile's number, packed also its place."""
 
-    value: gl.shared_memory_descriptor
+    values: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, value, ready, empty):
-        self.value = value
+    def __init__(self, values, ready, empty):
+        self.values = values
         self.ready = ready
         self.empty = empty
 
     @gluon.jit
-    def send(self, at, number):
-        """Producer (one warp): wait until the last number has been read by all, then hand over this one."""
+    def send(self, at, words):
+        """Producer (one warp): wait until all have read what the slot held, then hand over words, or a number alone."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        mbarrier.wait(self.empty, at.parity ^ 1)
-        self.value.store(gl.full([1], 0, gl.int32, LAYOUT) + number)
-        mbarrier.arrive(self.ready, count=1)
+        NUM_WORDS: gl.constexpr = self.values.shape[1]
+        mbarrier.wait(self.empty.index(at.slot), at.parity ^ 1)
+        self.values.index(at.slot).store(gl.full([NUM_WORDS], 0, gl.int32, LAYOUT) + words)
+        mbarrier.arrive(self.ready.index(at.slot), count=1)
+
+    @gluon.jit
+    def wait(self, at):
+        """Consumer: wait until the words are there."""
+        mbarrier.wait(self.ready.index(at.slot), at.parity)
+
+    @gluon.jit
+    def word(self, at, WORD: gl.constexpr, NUM_WARPS: gl.constexpr):
+        """One of the words that are there, for a role of NUM_WARPS."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+        return gl.max(self.values.index(at.slot).slice(WORD, 1).load(LAYOUT), axis=0)
+
+    @gluon.jit
+    def release(self, at):
+        """Consumer: this warpgroup has read the words it needs."""
+        mbarrier.arrive(self.empty.index(at.slot), count=1)
 
     @gluon.jit
     def receive(self, at):
-        """Consumer (four warps): the number, once it is there."""
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        mbarrier.wait(self.ready, at.parity)
-        number = gl.max(self.value.load(LAYOUT), axis=0)
-        mbarrier.arrive(self.empty, count=1)
+        """Consumer (four warps): the first word, once it is there, and no other."""
+        self.wait(at)
+        number = self.word(at, 0, 4)
+        self.release(at)
         return number
 
 
 @gluon.jit
-def make_mailbox(NUM_CONSUMERS: gl.constexpr):
+def make_mailbox(NUM_CONSUMERS: gl.constexpr, NUM_SLOTS: gl.constexpr = 1, NUM_WORDS: gl.constexpr = 1):
     """Allocate and initialise an empty mailbox."""
-    value = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(barriers.index(0), count=1)
-    mbarrier.init(barriers.index(1), count=NUM_CONSUMERS)
-    return Mailbox(value, barriers.index(0), barriers.index(1))
+    values = gl.allocate_shared_memory(gl.int32, [NUM_SLOTS, NUM_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM_SLOTS):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=NUM_CONSUMERS)
+    return Mailbox(values, ready, empty)

@@ -28,13 +28,14 @@ from tilewise.backends.hopper.channels import Mailbox, Ring, make_mailbox, make_
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import NEG_INF, exp2, opaque, pin
 from tilewise.backends.hopper.schedule import (
-    key_span,
+    LIST_SLOTS,
+    LIST_WORDS,
+    announce,
     key_tiles,
-    lengths_of,
     next_tile,
-    place_of,
-    query_span,
-    skip_empty,
+    place_at,
+    spans_at,
+    take_tile,
     whole_tiles,
 )
 from tilewise.backends.hopper.scores import capped, finish_rows, mask_scores, sum_rows
@@ -125,7 +126,7 @@ def load_values(desc, smem, slot, ready, paging, span, head, row, C: gl.constexp
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, paging, sizes, pipe, C: gl.constexpr):
+def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe, C: gl.constexpr):
     """Feed the rings. With MERGE_KV the tiles K_i and V_{i-1}, used together, share a slot and its barriers."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * C.NUM_WARPGROUPS
@@ -133,21 +134,18 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, paging, sizes, pip
     Q_BYTES: gl.constexpr = 64 * (C.D + C.D_REST) * 2
     K_BYTES: gl.constexpr = C.BLOCK_N * (C.D + C.D_REST) * 2
     V_BYTES: gl.constexpr = C.BLOCK_N * (C.DV + C.DV_REST) * 2
+    TILE_SLOTS: gl.constexpr = LIST_SLOTS if C.IS_VARLEN else 1
     kv_at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
-    tile_turn = start(1)
+    tile_turn = start(TILE_SLOTS)
     tile = gl.program_id(0)
     if C.IS_VARLEN:
-        tile = skip_empty(tile, counter_ptr, cu_seqlens[0], sizes, BLOCK_M, C.HAS_RIGHT, C)
-        pipe.tiles.send(tile_turn, tile)
-        tile_turn = tile_turn.next()
+        num_entries = gl.load(work_ptr)
+        tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
     while tile < sizes.num_tiles:
-        block, item = place_of(tile, sizes, C.HAS_RIGHT)
-        batch_idx = item // sizes.num_heads
-        head = item - batch_idx * sizes.num_heads
+        block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 1, C)
+        head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
         kv_head = head // sizes.group_size
-        q_span = query_span(cu_seqlens, batch_idx, sizes, C)
-        kv_span = key_span(cu_seqlens, batch_idx, sizes, C)
         last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
         # The first K right after the first warpgroup's Q: that warpgroup can start.
         for w in gl.static_range(NUM_WARPGROUPS):
@@ -159,9 +157,11 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, paging, sizes, pip
                 load_keys(k_desc, pipe.k_smem, kv_at.slot, ready, paging, kv_span, kv_head, last * BLOCK_N, C)
         q_at = q_at.next()
         # Early, so that the atomic's latency hides behind this tile.
-        tile = next_tile(counter_ptr, sizes)
-        tile = skip_empty(tile, counter_ptr, cu_seqlens[0], sizes, BLOCK_M, C.HAS_RIGHT, C)
-        pipe.tiles.send(tile_turn, tile)
+        if C.IS_VARLEN:
+            tile = take_tile(counter_ptr, num_entries * sizes.num_items)
+        else:
+            tile = next_tile(counter_ptr, sizes)
+            pipe.tiles.send(tile_turn, tile)
         tile_turn = tile_turn.next()
         for i in range(1, count):
             row = (last - i) * BLOCK_N
@@ -184,6 +184,8 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, paging, sizes, pip
             ready = pipe.v_ring.acquire(kv_at, V_BYTES)
         load_values(v_desc, pipe.v_smem, kv_at.slot, ready, paging, kv_span, kv_head, row, C)
         kv_at = kv_at.next()
+        if C.IS_VARLEN:
+            tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
 
 
 # ---- consumer: the two products and what surrounds them
@@ -316,15 +318,10 @@ def attend(
 
 
 @gluon.jit
-def store_lse(lse, lse_ptr, item, row, seqlen_q, cu_seqlens, sizes, C: gl.constexpr):
+def store_lse(lse, lse_ptr, item, row, q_first, seqlen_q, sizes, C: gl.constexpr):
     """Write one warpgroup's lse: rows of (batch, head) or, packed, of (head, total_q)."""
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
-    if C.IS_VARLEN:
-        batch_idx = item // sizes.num_heads
-        head = item - batch_idx * sizes.num_heads
-        first = head.to(gl.int64) * sizes.total_q + gl.load(cu_seqlens[0] + batch_idx)
-    else:
-        first = item.to(gl.int64) * seqlen_q
+    first = item.to(gl.int64) * (sizes.total_q if C.IS_VARLEN else seqlen_q) + q_first
     gl.store(lse_ptr + first + rows, lse, mask=rows < seqlen_q)
 
 
@@ -349,24 +346,26 @@ def store_output(acc, acc_rest, out_desc, slot, span, head, row, pipe, C: gl.con
 
 @gluon.jit
 def consumer(
-    out_desc, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe,
-    WARPGROUP: gl.constexpr, C: gl.constexpr,
+    out_desc, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
+    TILE_SLOTS: gl.constexpr = LIST_SLOTS if C.IS_VARLEN else 1
     at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
-    tile_turn = start(1)
+    tile_turn = start(TILE_SLOTS)
     tile = gl.program_id(0)
     if C.IS_VARLEN:
-        tile = pipe.tiles.receive(tile_turn)
-        tile_turn = tile_turn.next()
+        pipe.tiles.wait(tile_turn)
+        tile = pipe.tiles.word(tile_turn, 0, 4)
     while tile < sizes.num_tiles:
-        block, item = place_of(tile, sizes, C.HAS_RIGHT)
+        block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 4, C)
         row = block * BLOCK_M + WARPGROUP * 64
-        seqlen_q, seqlen_k = lengths_of(cu_seqlens, item, sizes, C)
+        head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
+        seqlen_q = q_span[2]
+        seqlen_k = kv_span[2]
         last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
 
@@ -391,7 +390,15 @@ def consumer(
                     seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
 
         # The last P V; what does not depend on it runs under it.
-        tile = pipe.tiles.receive(tile_turn)
+        if C.IS_VARLEN:
+            next_turn = tile_turn.next()
+            pipe.tiles.wait(next_turn)
+            tile = pipe.tiles.word(next_turn, 0, 4)
+        else:
+            tile = pipe.tiles.receive(tile_turn)
+        head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
+        if C.IS_VARLEN:
+            pipe.tiles.release(tile_turn)
         tile_turn = tile_turn.next()
         if not C.OUT_IN_Q:
             pipe.q_ring.release(q_lane)
@@ -408,7 +415,7 @@ def consumer(
         if C.SPLIT_SUM:
             row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROW_LAYOUT)
         factor, lse = finish_rows(row_max, row_sum, sinks_ptr, item, scale_log2, sizes, C)
-        store_lse(lse, lse_ptr, item, row, seqlen_q, cu_seqlens, sizes, C)
+        store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
         if C.MERGE_KV:
             pipe.k_ring.release(at)
@@ -416,9 +423,7 @@ def consumer(
             pipe.v_ring.release(at)
         at = at.next()
         acc, acc_rest = scale_output(acc, acc_rest, factor, C)
-        batch_idx = item // sizes.num_heads
-        span = query_span(cu_seqlens, batch_idx, sizes, C)
-        store_output(acc, acc_rest, out_desc, WARPGROUP, span, item - batch_idx * sizes.num_heads, row, pipe, C)
+        store_output(acc, acc_rest, out_desc, WARPGROUP, q_span, head, row, pipe, C)
         if C.OUT_IN_Q:
             tma.store_wait(0)  # Q's slot is free once TMA has read O out of it
             pipe.q_ring.release(q_lane)
@@ -452,7 +457,9 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
     out_smem = q_smem
     if not C.OUT_IN_Q:
         out_smem = make_parts(out_desc, C.NUM_WARPGROUPS, 64, C.DV, C.DV_REST, C)
-    tiles = make_mailbox(C.NUM_WARPGROUPS)
+    TILE_SLOTS: gl.constexpr = LIST_SLOTS if C.IS_VARLEN else 1
+    TILE_WORDS: gl.constexpr = LIST_WORDS if C.IS_VARLEN else 1
+    tiles = make_mailbox(C.NUM_WARPGROUPS, TILE_SLOTS, TILE_WORDS)
     q_ring = make_ring(NUM_Q, 1)
     k_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
     v_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
@@ -462,32 +469,31 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=["scale_log2", "cap_scale", "table_stride", "k_page_rows", "v_page_rows", "sizes"],
-    do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "cu_seqlens_k", "counter_ptr", "block_table"],
+    do_not_specialize_on_alignment=["sinks_ptr", "counter_ptr", "block_table"],
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, cu_seqlens_q, cu_seqlens_k,
-    counter_ptr, block_table, table_stride, k_page_rows, v_page_rows, scale_log2, cap_scale, sizes, C: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, counter_ptr,
+    work_ptr, block_table, table_stride, k_page_rows, v_page_rows, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Descriptors come twice, for the two column parts; a second one is None where there is no second part.
 
-    Paged keys: cu_seqlens_k holds the lengths of the sequences, block_table their pages; a page begins every
-    k_page_rows (v_page_rows) rows of K (V). All four are None otherwise.
+    Packed queries: work_ptr is the list of their blocks (work_list.py). Paged keys: block_table holds the pages of the
+    sequences; a page begins every k_page_rows (v_page_rows) rows of K (V). All are None otherwise.
     """
     queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
-    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     paging = (block_table, table_stride, k_page_rows, v_page_rows)
     pipe = make_pipeline(queries, keys, values, outputs, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     if C.NUM_WARPGROUPS == 2:
         gl.warp_specialize([
-            (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 0, C)),
-            (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 1, C)),
-            (producer, (queries, keys, values, counter_ptr, cu_seqlens, paging, sizes, pipe, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
+            (producer, (queries, keys, values, counter_ptr, work_ptr, paging, sizes, pipe, C)),
         ], [4, 1], [C.CONSUMER_REGS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 0, C)),
-            (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 1, C)),
-            (consumer, (outputs, lse_ptr, sinks_ptr, cu_seqlens, scale_log2, cap_scale, sizes, pipe, 2, C)),
-            (producer, (queries, keys, values, counter_ptr, cu_seqlens, paging, sizes, pipe, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 2, C)),
+            (producer, (queries, keys, values, counter_ptr, work_ptr, paging, sizes, pipe, C)),
         ], [4, 4, 1], [C.CONSUMER_REGS, C.CONSUMER_REGS, 24])  # fmt: skip

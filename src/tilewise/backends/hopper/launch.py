@@ -27,6 +27,7 @@ from tilewise.backends.hopper.launching import (
     page_rows,
     rows_allocation,
 )
+from tilewise.backends.hopper.listing import list_allocation, list_call, most_blocks
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.backends.hopper.tails import clear_tail_kernel
 from tilewise.device import DeviceSpec
@@ -51,7 +52,7 @@ L2_BYTES, MAX_WAVE_ITEMS = 48 << 20, 64
 # Programs that clear packed rows past the last sequence.
 TAIL_PROGRAMS = 132
 # In which order tensors are handed to the launches.
-TENSORS = (*Operands._fields, "out", "lse", "counter")
+TENSORS = (*Operands._fields, "out", "lse", "work", "counter")
 
 RawViews = tuple[RawView | None, ...]
 
@@ -62,6 +63,7 @@ class ForwardPass(NamedTuple):
     copies: tuple[str, ...]
     out: Allocation
     lse: Allocation
+    work: Allocation | None
     launches: Launches
 
 
@@ -81,7 +83,8 @@ def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Ten
         operands = operands._replace(**{name: contiguous(getattr(operands, name)) for name in ready.copies})
         ready = forward_pass(problem, device, index, raw_views(operands))
     out, lse = ready.out.new(q), ready.lse.new(q)
-    ready.launches.run((*operands, out, lse, counter_for(q)))
+    work = None if ready.work is None else ready.work.new(q)
+    ready.launches.run((*operands, out, lse, work, counter_for(q)))
     return out, lse
 
 
@@ -95,7 +98,8 @@ def forward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw:
     if "block_table" in views and views["block_table"].strides[1] != 1:
         copies += ("block_table",)
     calls = [] if copies else forward_calls(problem, device, views | {name: a.view for name, a in made.items()})
-    return ForwardPass(copies, made["out"], made["lse"], Launches(calls, TENSORS, device, index))
+    work = None if problem.kind == "dense" else list_allocation(_sizes(problem, forward_config(problem)).num_blocks)
+    return ForwardPass(copies, made["out"], made["lse"], work, Launches(calls, TENSORS, device, index))
 
 
 def result_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
@@ -116,15 +120,15 @@ def shapes_of(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
 
 
 def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
-    """The forward kernel, after the one that clears packed rows past the last sequence."""
+    """The forward kernel, after the one that lists the blocks of packed sequences."""
     config = forward_config(problem)
-    sizes = sizes_of(problem, config, problem.dtype.itemsize)
+    sizes = _sizes(problem, config)
+    work = Address("work", torch.int32) if config.IS_VARLEN else None
     arguments = _descriptors(problem, config, views) | {
         "lse_ptr": Address("lse", torch.float32),
         "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
-        "cu_seqlens_q": index_address(views, "cu_seqlens_q"),
-        "cu_seqlens_k": index_address(views, "seqlens_k" if config.IS_PAGED else "cu_seqlens_k"),
         "counter_ptr": Address("counter", torch.int32, aligned=False),
+        "work_ptr": work,
         "block_table": index_address(views, "block_table"),
         "table_stride": views["block_table"].strides[0] if config.IS_PAGED else None,
         "k_page_rows": page_rows(problem, views["k"]) if config.IS_PAGED else None,
@@ -135,17 +139,44 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
         "C": config,
     }
     call = KernelCall(forward_kernel, (min(device.num_sms, sizes.num_tiles), 1, 1), arguments)
-    if not config.IS_VARLEN:
+    if work is None:
         return [call]
-    shape = (problem.total_q, problem.num_heads, problem.head_dim_v)
-    return [clear_tail_call("out", shape, problem, "cu_seqlens_q", with_lse=True), call]
+    listing = list_call(
+        problem,
+        work,
+        64 * config.NUM_WARPGROUPS,
+        chunk_rows=max(L2_BYTES // (_row_bytes(problem, problem.dtype.itemsize) * sizes.items_per_wave), 1),
+        banded=config.HAS_RIGHT or config.HAS_LEFT,
+        cleared=("out", "lse", None, None),
+    )
+    return [listing, call]
+
+
+def _sizes(problem: AttentionProblem, config: ForwardConfig) -> Sizes:
+    """The numbers of a launch; those of packed sequences are bounds of what is listed on the device."""
+    sizes = sizes_of(problem, config, problem.dtype.itemsize)
+    if not config.IS_VARLEN:
+        return sizes
+    blocks = most_blocks(problem.total_q, 64 * config.NUM_WARPGROUPS, problem.batch)
+    head_bytes = problem.seqlen_k * _row_bytes(problem, problem.dtype.itemsize)
+    return sizes._replace(
+        num_items=problem.num_heads,
+        num_blocks=blocks,
+        num_tiles=blocks * problem.num_heads,
+        items_per_wave=max(1, min(problem.num_heads, L2_BYTES // max(head_bytes, 1))),
+    )
+
+
+def _row_bytes(problem: AttentionProblem, itemsize: int) -> int:
+    """Of a row of K and V."""
+    return (problem.head_dim + problem.head_dim_v) * itemsize
 
 
 def sizes_of(problem: AttentionProblem, config: ForwardConfig | Fp8Config, itemsize: int) -> Sizes:
     """The numbers of a forward launch; K and V have elements of `itemsize` bytes."""
     num_blocks = -(-problem.seqlen_q // (64 * config.NUM_WARPGROUPS))
     num_items = problem.batch * problem.num_heads
-    head_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * itemsize
+    head_bytes = problem.seqlen_k * _row_bytes(problem, itemsize)
     banded = config.HAS_RIGHT or config.HAS_LEFT
     left, right = problem.band
     return Sizes(
@@ -158,6 +189,7 @@ def sizes_of(problem: AttentionProblem, config: ForwardConfig | Fp8Config, items
         num_blocks=num_blocks,
         num_tiles=num_blocks * num_items,
         items_per_wave=max(1, min(num_items, MAX_WAVE_ITEMS, L2_BYTES // max(head_bytes, 1))) if banded else 1,
+        row_tiles=0,
         window_left=(left or 0) if config.HAS_LEFT else 0,
         window_right=(right or 0) if config.HAS_RIGHT else 0,
     )
@@ -201,6 +233,5 @@ def clear_tail_call(
         "total": total,
         "num_heads": heads,
         "row_width": heads * width,
-        "lse_value": float("-inf") if with_lse else 0.0,
     }
     return KernelCall(clear_tail_kernel, (TAIL_PROGRAMS, 1, 1), arguments)

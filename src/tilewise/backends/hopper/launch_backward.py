@@ -142,6 +142,7 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, heads: int, num_bl
         num_blocks=num_blocks,
         num_tiles=num_blocks * num_items,
         items_per_wave=max(1, min(num_items, L2_BYTES // streamed)) if banded else 1,
+        row_tiles=-(-problem.seqlen_q // config.BLOCK_M),
         window_left=(left or 0) if config.HAS_LEFT else 0,
         window_right=(right or 0) if config.HAS_RIGHT else 0,
     )

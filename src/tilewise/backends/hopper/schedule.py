@@ -4,6 +4,10 @@ One CTA per SM starts with the tile of its own number and takes every further on
 that a CTA with cheap tiles simply takes more of them. Under a causal mask the late query blocks are the expensive ones
 and come first; heads are walked in groups whose K and V fit into L2. D=128 causal, N = 1k/4k/16k: 394/514/567 TFLOP/s
 with a fixed assignment, 430/590/654 with the counter.
+
+Packed sequences have different numbers of blocks. A small kernel lists their blocks first (work_list.py), heavy ones
+first; a tile is then an entry of the list and a head, and its words travel to the consumers through the mailbox, so
+that nobody else has to look for its sequence.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -16,23 +20,40 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 __all__ = [
+    "LIST_SLOTS",
+    "LIST_WORDS",
     "Sizes",
+    "announce",
     "key_span",
     "key_tiles",
     "lengths_of",
     "next_tile",
+    "place_at",
     "place_of",
     "query_span",
     "query_tiles",
     "right_of",
+    "row_tile_of",
     "skip_empty",
+    "spans_at",
+    "take_tile",
     "whole_query_tiles",
     "whole_tiles",
 ]
 
+# Words of an entry of the list, and of the mailbox: the tile's number, block, head, sequence, first query row, query
+# rows, first key row, keys. A head is not part of an entry, the number neither.
+LIST_WORDS = gl.constexpr(8)
+# The words of a tile stay until its consumers are done; the producer is at most two tiles ahead of them.
+LIST_SLOTS = gl.constexpr(3)
+
 
 class Sizes(NamedTuple):
-    """The numbers of a launch that no kernel is specialised on; an item is a (batch, head) pair."""
+    """The numbers of a launch that no kernel is specialised on; an item is a (batch, head) pair, packed a head.
+
+    Packed, num_blocks and num_tiles are bounds of what the list on the device says. row_tiles: query tiles of the
+    backward's row statistics that an item has room for.
+    """
 
     num_heads: int
     group_size: int
@@ -43,6 +64,7 @@ class Sizes(NamedTuple):
     num_blocks: int
     num_tiles: int
     items_per_wave: int
+    row_tiles: int
     window_left: int
     window_right: int
 
@@ -50,16 +72,67 @@ class Sizes(NamedTuple):
 @gluon.jit
 def place_of(tile, sizes, LAST_FIRST: gl.constexpr):
     """(block, item) of a tile number: waves of `items_per_wave` items, within a wave all items of a block together."""
-    wave_tiles = sizes.items_per_wave * sizes.num_blocks
+    block, item = _place(tile, sizes.num_blocks, sizes)
+    if LAST_FIRST:
+        block = sizes.num_blocks - 1 - block
+    return block, item
+
+
+@gluon.jit
+def _place(tile, num_blocks, sizes):
+    wave_tiles = sizes.items_per_wave * num_blocks
     wave = tile // wave_tiles
     rank = tile - wave * wave_tiles
     first_item = wave * sizes.items_per_wave
     wave_items = min(sizes.num_items - first_item, sizes.items_per_wave)
     block = rank // wave_items
     item = first_item + (rank - block * wave_items)
-    if LAST_FIRST:
-        block = sizes.num_blocks - 1 - block
     return block, item
+
+
+@gluon.jit
+def announce(tile, num_entries, work_ptr, tiles, at, sizes):
+    """Producer: send a tile of the list; its number, or sizes.num_tiles if the list has no such tile."""
+    WORDS: gl.constexpr = LIST_WORDS
+    words = gl.arange(0, WORDS, gl.BlockedLayout([1], [32], [1], [0]))
+    num_tiles = num_entries * sizes.num_items
+    exists = tile < num_tiles
+    entry, head = _place(gl.where(exists, tile, 0), max(num_entries, 1), sizes)
+    listed = gl.load(work_ptr + (entry + 1) * WORDS + words, mask=exists & (words >= 0), other=0)
+    number = gl.where(exists, tile, sizes.num_tiles)
+    tiles.send(at, gl.where(words == 0, number, gl.where(words == 2, head, listed)))
+    return number
+
+
+@gluon.jit
+def place_at(tile, tiles, at, sizes, LAST_FIRST: gl.constexpr, NUM_WARPS: gl.constexpr, C: gl.constexpr):
+    """(block, item) of the tile whose words lie at `at` or, of dense tensors, that has this number."""
+    if C.IS_VARLEN:
+        return tiles.word(at, 1, NUM_WARPS), tiles.word(at, 2, NUM_WARPS)
+    else:
+        return place_of(tile, sizes, LAST_FIRST)
+
+
+@gluon.jit
+def spans_at(item, tiles, at, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
+    """(head, queries, keys) of a tile: spans are (batch_idx, first packed row, length)."""
+    if C.IS_VARLEN:
+        batch_idx = tiles.word(at, 3, NUM_WARPS)
+        queries = batch_idx, tiles.word(at, 4, NUM_WARPS), tiles.word(at, 5, NUM_WARPS)
+        return item, queries, (batch_idx, tiles.word(at, 6, NUM_WARPS), tiles.word(at, 7, NUM_WARPS))
+    else:
+        batch_idx = item // sizes.num_heads
+        head = item - batch_idx * sizes.num_heads
+        return head, (batch_idx, 0, sizes.seqlen_q), (batch_idx, 0, sizes.seqlen_k)
+
+
+@gluon.jit
+def row_tile_of(item, q_span, sizes, C: gl.constexpr):
+    """Where the row statistics of a query item's first tile lie; packed sequences start on a tile of their own."""
+    if C.IS_VARLEN:
+        return item * sizes.row_tiles + q_span[1] // C.BLOCK_M + q_span[0]
+    else:
+        return item * sizes.row_tiles
 
 
 @gluon.jit
@@ -143,13 +216,19 @@ def whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
 
 @gluon.jit
 def next_tile(counter_ptr, sizes):
-    """Take a tile from the counter.
+    """Take a tile from the counter."""
+    return take_tile(counter_ptr, sizes.num_tiles)
+
+
+@gluon.jit
+def take_tile(counter_ptr, num_tiles):
+    """Take one of num_tiles from the counter.
 
     A launch takes exactly num_tiles times, once for every tile it has had, so whoever takes last finds num_tiles - 1
     and leaves 0 for the next launch on this counter.
     """
     taken = gl.atomic_add(counter_ptr, 1)
-    if taken == sizes.num_tiles - 1:
+    if taken == num_tiles - 1:
         gl.atomic_xchg(counter_ptr, 0)
     return taken + gl.num_programs(0)
 
