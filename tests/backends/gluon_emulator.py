@@ -438,6 +438,7 @@ LANGUAGE: dict[str, Any] = {
     "maximum": elementwise(torch.maximum),
     "minimum": elementwise(torch.minimum),
     "max": lambda x, axis: x.amax(axis),
+    "min": lambda x, axis: x.amin(axis),
     "sum": lambda x, axis: x.sum(axis),
     "reshape": lambda x, shape: x.reshape(shape),
     "permute": lambda x, order: x.permute(*order),

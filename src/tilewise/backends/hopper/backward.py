@@ -22,19 +22,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from tilewise.backends.hopper.channels import Mailbox, Ring, make_mailbox, make_ring, start
+from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.dq_tiles import add_block, row_units
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import barrier_sync, exp2, uniform
 from tilewise.backends.hopper.schedule import (
-    key_span,
-    lengths_of,
+    announce,
+    first_tile,
+    first_turn,
+    following_tile,
+    make_tiles,
     next_tile,
-    place_of,
-    query_span,
+    place_at,
     query_tiles,
     right_of,
-    skip_empty,
+    row_tile_of,
+    spans_at,
+    take_tile,
     whole_query_tiles,
 )
 from tilewise.backends.hopper.scores import capped, through_cap
@@ -79,9 +83,7 @@ class Pipeline:
 
 
 @gluon.jit
-def load_queries(
-    q_desc, dout_desc, stats_desc, units_desc, pipe, at, span, head, item, m_block, num_m, C: gl.constexpr
-):
+def load_queries(q_desc, dout_desc, stats_desc, units_desc, pipe, at, span, head, row_tile, m_block, C: gl.constexpr):
     """Start the copies of one query tile: Q, dO and its row statistics; the next slot."""
     UNITS_BYTES: gl.constexpr = 4 * C.BLOCK_M if C.FIXED_POINT else 0
     BYTES: gl.constexpr = 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes + UNITS_BYTES
@@ -89,10 +91,10 @@ def load_queries(
     ready = pipe.query_ring.acquire(at, BYTES)
     tma.async_copy_global_to_shared(q_desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, pipe.q_smem.index(at.slot))
     tma.async_copy_global_to_shared(
-        stats_desc, [(item * num_m + m_block) * (2 * C.BLOCK_M)], ready, pipe.stats_smem.index(at.slot)
+        stats_desc, [(row_tile + m_block) * (2 * C.BLOCK_M)], ready, pipe.stats_smem.index(at.slot)
     )
     if C.FIXED_POINT:
-        place = [(item * num_m + m_block) * C.BLOCK_M]
+        place = [(row_tile + m_block) * C.BLOCK_M]
         tma.async_copy_global_to_shared(units_desc, place, ready, pipe.units_smem.index(at.slot))
     tma.async_copy_global_to_shared(
         dout_desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, pipe.dout_smem.index(at.slot)
@@ -102,31 +104,27 @@ def load_queries(
 
 @gluon.jit
 def producer(
-    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counter_ptr, cu_seqlens, sizes, pipe, C: gl.constexpr
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counter_ptr, work_ptr, sizes, pipe, C: gl.constexpr
 ):
     """Feed the rings."""
     KEY_BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes
     at = start(C.NUM_STAGES)
     key_turn = start(1)
-    tile_turn = start(1)
-    num_m = gl.cdiv(sizes.seqlen_q, C.BLOCK_M)
+    tile_turn = first_turn(C)
     tile = gl.program_id(0)
     if C.IS_VARLEN:
-        tile = skip_empty(tile, counter_ptr, cu_seqlens[1], sizes, 128, False, C)
-        pipe.tiles.send(tile_turn, tile)
-        tile_turn = tile_turn.next()
+        num_entries = gl.load(work_ptr)
+        tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
     while tile < sizes.num_tiles:
-        block, item = place_of(tile, sizes, False)
-        batch_idx = item // sizes.num_heads
-        kv_head = item - batch_idx * sizes.num_heads
+        block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 1, C)
+        kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
         group = sizes.group_size
         first = block * 128
-        q_span = query_span(cu_seqlens, batch_idx, sizes, C)
-        kv_span = key_span(cu_seqlens, batch_idx, sizes, C)
+        row_tile = row_tile_of(item * group, q_span, sizes, C)
         lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
         if lo < hi:  # the first query tile ahead of K and V: its place in the ring is free before theirs
             at = load_queries(
-                q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group, item * group, lo, num_m, C
+                q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group, row_tile, lo, C
             )
         ready = pipe.key_ring.acquire(key_turn, KEY_BYTES)
         key_turn = key_turn.next()
@@ -136,15 +134,19 @@ def producer(
         for w in gl.static_range(2):
             place = tile_at(kv_span, kv_head, first + w * 64, 0, C.IS_VARLEN)
             tma.async_copy_global_to_shared(v_desc, place, ready, pipe.v_smem.index(w))
+        if C.IS_VARLEN:  # early, so that the atomic's latency hides behind this tile
+            taken = take_tile(counter_ptr, num_entries * sizes.num_items)
         for g in range(group):
             begin = gl.where(g == 0, lo + 1, lo)
             for m_block in range(begin, hi):
                 at = load_queries(
-                    q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group + g, item * group + g,
-                    m_block, num_m, C)  # fmt: skip
-        if C.PERSISTENT:
+                    q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group + g,
+                    row_tile + g * sizes.row_tiles, m_block, C)  # fmt: skip
+        if C.IS_VARLEN:
+            tile_turn = tile_turn.next()
+            tile = announce(taken, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
+        elif C.PERSISTENT:
             tile = next_tile(counter_ptr, sizes)
-            tile = skip_empty(tile, counter_ptr, cu_seqlens[1], sizes, 128, False, C)
             pipe.tiles.send(tile_turn, tile)
             tile_turn = tile_turn.next()
         else:
@@ -289,22 +291,22 @@ def store_key_gradients(
 
 @gluon.jit
 def consumer(
-    dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe,
+    dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe,
     WARPGROUP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Sum dK and dV of 64 of the tile's keys, over all query tiles of all query heads of the group."""
     D: gl.constexpr = C.D
     at = start(C.NUM_STAGES)
     key_turn = start(1)
-    tile_turn = start(1)
-    tile = gl.program_id(0)
-    if C.IS_VARLEN:
-        tile = uniform(pipe.tiles.receive(tile_turn))
-        tile_turn = tile_turn.next()
+    tile_turn = first_turn(C)
+    tile = uniform(first_tile(pipe.tiles, tile_turn, C))
     while tile < sizes.num_tiles:
-        block, item = place_of(tile, sizes, False)
+        block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 4, C)
+        kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         first = block * 128
-        seqlen_q, seqlen_k = lengths_of(cu_seqlens, item, sizes, C)
+        seqlen_q = q_span[2]
+        seqlen_k = kv_span[2]
+        row_tile = row_tile_of(item * sizes.group_size, q_span, sizes, C)
         lo, hi = query_tiles(first, seqlen_q, seqlen_k, sizes, C)
         begin, end = whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C)
         dk = gl.zeros([64, D], gl.float32, accumulator_layout(D))
@@ -314,7 +316,7 @@ def consumer(
             barrier_sync(8, 256)
         pipe.key_ring.wait(key_turn)
         for g in range(sizes.group_size):
-            row = (item * sizes.group_size + g) * gl.cdiv(sizes.seqlen_q, C.BLOCK_M)
+            row = row_tile + g * sizes.row_tiles
             if C.HAS_RIGHT or not C.EVEN_K:
                 for m_block in range(lo, begin):
                     dk, dv, at = backward_step(
@@ -329,15 +331,14 @@ def consumer(
                     dk, dv, at = backward_step(
                         m_block, row + m_block, first, dk, dv, at, dq_desc, scale_log2, cap_scale, seqlen_q, seqlen_k,
                         sizes, pipe, WARPGROUP, True, C)  # fmt: skip
-        batch_idx = item // sizes.num_heads
-        span = key_span(cu_seqlens, batch_idx, sizes, C)
+        kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         store_key_gradients(
-            dk, dv, dk_desc, dv_desc, span, item - batch_idx * sizes.num_heads, first + WARPGROUP * 64, scale, key_turn,
-            pipe, WARPGROUP, C)  # fmt: skip
+            dk, dv, dk_desc, dv_desc, kv_span, kv_head, first + WARPGROUP * 64, scale, key_turn, pipe, WARPGROUP, C
+        )
         key_turn = key_turn.next()
         if C.PERSISTENT:
-            tile = uniform(pipe.tiles.receive(tile_turn))
-            tile_turn = tile_turn.next()
+            tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
+            tile = uniform(tile)
         else:
             tile = sizes.num_tiles
     tma.store_wait(0)
@@ -369,7 +370,7 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
         units_smem = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, BLOCK_M], units_desc.layout)
     key_ring = make_ring(1, 2)
     query_ring = make_ring(NUM_STAGES, 2)
-    tiles = make_mailbox(2)
+    tiles = make_tiles(2, C)
     fence_async_shared()  # the barriers are initialised before TMA reports to them
     return Pipeline(
         q_smem, dout_smem, stats_smem, units_smem, k_smem, v_smem, ds_smem, dq_smem, query_ring, key_ring, tiles
@@ -378,18 +379,17 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
 
 @gluon.jit(
     do_not_specialize=["scale_log2", "cap_scale", "scale", "sizes"],
-    do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "counter_ptr"],
+    do_not_specialize_on_alignment=["counter_ptr"],
 )
 def backward_kernel(
-    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, dk_desc, dv_desc, cu_seqlens_q, cu_seqlens_k,
-    counter_ptr, scale_log2, cap_scale, scale, sizes, C: gl.constexpr,
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, dk_desc, dv_desc, counter_ptr, work_ptr,
+    scale_log2, cap_scale, scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and (FUSED) the dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys."""
-    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C)
     gl.warp_specialize([
-        (consumer, (dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
-        (consumer, (dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
+        (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
+        (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
         (producer, (
-            q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counter_ptr, cu_seqlens, sizes, pipe, C)),
+            q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counter_ptr, work_ptr, sizes, pipe, C)),
     ], [4, 1], [240, 24])  # fmt: skip

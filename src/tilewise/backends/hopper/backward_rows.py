@@ -22,6 +22,8 @@ UNIT = tl.constexpr(8)
 BOUND_PARTS = tl.constexpr(32)
 # Units in a row's bound: half of what 32 bits hold.
 BOUND_UNITS = tl.constexpr(2.0**30)
+# Sequences that are searched for a tile at a time.
+SEARCHED = tl.constexpr(64)
 # A row with a smaller bound gets the smallest unit whose inverse is a finite normal number.
 SMALLEST_BOUND, MOST_UNITS = tl.constexpr(2.0**-96), tl.constexpr(2.0**126)
 
@@ -34,6 +36,41 @@ def row_span(cu_seqlens, batch_idx, seqlen_q, PACKED: tl.constexpr):
         return first, tl.load(cu_seqlens + batch_idx + 1) - first
     else:
         return batch_idx * 0, seqlen_q + batch_idx * 0
+
+
+@triton.jit
+def row_tile_at(cu_seqlens, tile, batch, BLOCK_M: tl.constexpr):
+    """(sequence, first packed row, length, query tile) of a tile of row statistics; see schedule.row_tile_of.
+
+    A sequence's tiles begin at cu_seqlens // BLOCK_M + its number: there is room for every one, and some to spare,
+    which belongs to no sequence or lies past the end of one.
+    """
+    sequence = -1
+    first = 0
+    last = 2147483647
+    begin = 0
+    for base in range(0, batch + 1, SEARCHED):
+        sequences = base + tl.arange(0, SEARCHED)
+        inside = sequences <= batch
+        rows = tl.load(cu_seqlens + sequences, mask=inside, other=2147483647)
+        begins = rows // BLOCK_M + sequences
+        before = (begins <= tile) & inside
+        sequence += tl.sum(before.to(tl.int32), 0)
+        first = tl.maximum(first, tl.max(tl.where(before, rows, 0), 0))
+        last = tl.minimum(last, tl.min(tl.where(before, 2147483647, rows), 0))
+        begin = tl.maximum(begin, tl.max(tl.where(before, begins, 0), 0))
+    return tl.minimum(sequence, batch - 1), first, tl.where(sequence < batch, last - first, 0), tile - begin
+
+
+@triton.jit
+def tile_of(item, row_tile, cu_seqlens, num_heads, seqlen_q, batch, BLOCK_M: tl.constexpr, PACKED: tl.constexpr):
+    """(sequence, batch_idx in memory, first row there, length, query tile) of an item's tile of row statistics."""
+    if PACKED:
+        sequence, first, length, m_block = row_tile_at(cu_seqlens, row_tile, batch, BLOCK_M)
+        return sequence, (item * 0).to(tl.int64), first, length, m_block
+    else:
+        batch_idx = item // num_heads
+        return batch_idx, batch_idx.to(tl.int64), item * 0, seqlen_q + item * 0, row_tile
 
 
 @triton.jit
@@ -92,41 +129,51 @@ def units_of(dout, delta, lse, bounds_ptr, item, group_size):
 
 
 @triton.jit(
-    do_not_specialize=["out_strides", "dout_strides", "num_heads", "group_size", "seqlen_q", "total_q"],
+    do_not_specialize=[
+        "out_strides",
+        "dout_strides",
+        "num_heads",
+        "group_size",
+        "seqlen_q",
+        "total_q",
+        "batch",
+        "num_items",
+    ],
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_seqlens"],
 )
 def prepare_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, dq_acc_ptr, bounds_ptr, cu_seqlens, out_strides,
-    dout_strides, num_heads, group_size, seqlen_q, total_q,
+    dout_strides, num_heads, group_size, seqlen_q, total_q, batch, num_items,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """[lse * log2(e) | delta - dlse] of one query tile, packed for one TMA load; its tile of the accumulator zeroed.
 
-    dlse enters here: dS = P (dP - delta + dlse). With units_ptr also the rows' units of a sum in fixed point.
+    dlse enters here: dS = P (dP - delta + dlse). With units_ptr also the rows' units of a sum in fixed point. Programs:
+    row tiles x items; packed, an item is a head.
     """
-    item = tl.program_id(0)
-    m_block = tl.program_id(1)
-    batch_idx = (item // num_heads).to(tl.int64)
+    item = tl.program_id(0) % num_items
+    row_tile = tl.program_id(0) // num_items
+    sequence, batch_idx, first, length, m_block = tile_of(
+        item, row_tile, cu_seqlens, num_heads, seqlen_q, batch, BLOCK_M, PACKED
+    )
     head = (item % num_heads).to(tl.int64)
-    first, length = row_span(cu_seqlens, batch_idx, seqlen_q, PACKED)
     rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < length
     memory_rows = (first + rows).to(tl.int64)
-    memory_batch = batch_idx * 0 if PACKED else batch_idx
-    out = load_rows(out_ptr, out_strides, memory_batch, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
-    dout = load_rows(dout_ptr, dout_strides, memory_batch, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
+    out = load_rows(out_ptr, out_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
+    dout = load_rows(dout_ptr, dout_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
     delta = tl.sum(out * dout, 1)
     at = (head * total_q if PACKED else item.to(tl.int64) * seqlen_q) + memory_rows
     lse = tl.load(lse_ptr + at, mask=inside, other=float("inf"))
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + at, mask=inside, other=0.0)
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    tile = (item * tl.num_programs(1) + m_block).to(tl.int64)
+    tile = item.to(tl.int64) * (tl.num_programs(0) // num_items) + row_tile
     stats = stats_ptr + tile * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     tl.store(stats, lse * LOG2E)
     tl.store(stats + BLOCK_M, delta)
     if units_ptr is not None:
-        units = units_of(dout, delta, lse, bounds_ptr, item, group_size)
+        units = units_of(dout, delta, lse, bounds_ptr, sequence * num_heads + head, group_size)
         tl.store(units_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M), units)
     if dq_acc_ptr is not None:
         for block in tl.static_range(DQ_BLOCKS):
@@ -135,30 +182,31 @@ def prepare_rows_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["scale", "dq_strides", "num_heads", "seqlen_q"], do_not_specialize_on_alignment=["cu_seqlens"]
+    do_not_specialize=["scale", "dq_strides", "num_heads", "seqlen_q", "batch", "num_items"],
+    do_not_specialize_on_alignment=["cu_seqlens"],
 )
 def finish_queries_kernel(
-    dq_acc_ptr, units_ptr, dq_ptr, cu_seqlens, scale, dq_strides, num_heads, seqlen_q,
+    dq_acc_ptr, units_ptr, dq_ptr, cu_seqlens, scale, dq_strides, num_heads, seqlen_q, batch, num_items,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One 64 x 64 block of dQ: scaled, rounded, in rows again."""
-    item = tl.program_id(0)
-    block = tl.program_id(1)
+    """One 64 x 64 block of dQ: scaled, rounded, in rows again. Programs: blocks of the row tiles x items."""
+    item = tl.program_id(0) % num_items
+    block = tl.program_id(0) // num_items
     part = block % DQ_BLOCKS
-    batch_idx = (item // num_heads).to(tl.int64)
+    _, batch_idx, first, length, m_block = tile_of(
+        item, block // DQ_BLOCKS, cu_seqlens, num_heads, seqlen_q, batch, BLOCK_M, PACKED
+    )
     head = (item % num_heads).to(tl.int64)
-    first, length = row_span(cu_seqlens, batch_idx, seqlen_q, PACKED)
-    at = (item * tl.num_programs(1) + block).to(tl.int64) * 4096
+    place = item.to(tl.int64) * (tl.num_programs(0) // num_items) + block
+    at = place * 4096
     x = tl.load(dq_acc_ptr + at + tl.arange(0, 4096)) * scale
     x = tl.reshape(tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5)), [64, 64])
     row_in_tile = part * 64 // BLOCK_D * 64 + tl.arange(0, 64)
     if units_ptr is not None:
-        tile = (item * (tl.num_programs(1) // DQ_BLOCKS) + block // DQ_BLOCKS).to(tl.int64)
-        x = x / tl.load(units_ptr + tile * BLOCK_M + row_in_tile)[:, None]
-    rows = block // DQ_BLOCKS * BLOCK_M + row_in_tile
+        x = x / tl.load(units_ptr + place // DQ_BLOCKS * BLOCK_M + row_in_tile)[:, None]
+    rows = m_block * BLOCK_M + row_in_tile
     cols = part * 64 % BLOCK_D + tl.arange(0, 64)
-    memory_batch = batch_idx * 0 if PACKED else batch_idx
-    base = dq_ptr + (memory_batch * dq_strides[0] + head * dq_strides[1]) * UNIT
+    base = dq_ptr + (batch_idx * dq_strides[0] + head * dq_strides[1]) * UNIT
     memory_rows = (first + rows).to(tl.int64)
     target = base + memory_rows[:, None] * (dq_strides[2] * UNIT) + cols[None, :]
     keep = (rows < length)[:, None]

@@ -22,19 +22,23 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.hopper.backward import mask_transposed
-from tilewise.backends.hopper.channels import Mailbox, Ring, make_mailbox, make_ring, start
+from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.dq_tiles import add_block, from_register_order, in_register_order, row_units
 from tilewise.backends.hopper.forward import load_tile, make_parts
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
 from tilewise.backends.hopper.primitives import barrier_arrive, barrier_at, barrier_sync, exp2, uniform
 from tilewise.backends.hopper.schedule import (
-    key_span,
-    lengths_of,
+    announce,
+    first_tile,
+    first_turn,
+    following_tile,
+    make_tiles,
     next_tile,
-    place_of,
-    query_span,
+    place_at,
     query_tiles,
-    skip_empty,
+    row_tile_of,
+    spans_at,
+    take_tile,
     whole_query_tiles,
 )
 from tilewise.backends.hopper.scores import capped, through_cap
@@ -95,14 +99,14 @@ class Pipeline:
 
 @gluon.jit
 def load_queries(
-    q_desc, dout_desc, stats_desc, units_desc, pipe, q_at, dout_at, span, head, item, m_block, num_m, C: gl.constexpr
+    q_desc, dout_desc, stats_desc, units_desc, pipe, q_at, dout_at, span, head, row_tile, m_block, C: gl.constexpr
 ):
     """Start the copies of one query tile, Q and its row statistics into one ring, dO into the other; the next slots."""
     BLOCK_M: gl.constexpr = C.BLOCK_M
     UNITS_BYTES: gl.constexpr = 4 * C.BLOCK_M if C.FIXED_POINT else 0
     Q_BYTES: gl.constexpr = 2 * C.BLOCK_M * (C.D + C.D_REST) + stats_desc.block_type.nbytes + UNITS_BYTES
     DOUT_BYTES: gl.constexpr = 2 * C.BLOCK_M * (C.DV + C.DV_REST)
-    tile = item * num_m + m_block
+    tile = row_tile + m_block
     ready = pipe.q_ring.acquire(q_at, Q_BYTES)
     load_tile(q_desc, pipe.q_smem, q_at.slot, ready, span, head, m_block * BLOCK_M, C.D, C.D_REST, C)
     tma.async_copy_global_to_shared(stats_desc, [tile * (2 * BLOCK_M)], ready, pipe.stats_smem.index(q_at.slot))
@@ -115,47 +119,48 @@ def load_queries(
 
 @gluon.jit
 def producer(
-    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counter_ptr, cu_seqlens, sizes, pipe, C: gl.constexpr
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counter_ptr, work_ptr, sizes, pipe, C: gl.constexpr
 ):
     """Feed the rings."""
     KEY_BYTES: gl.constexpr = 2 * C.BLOCK_N * (C.D + C.D_REST + C.DV + C.DV_REST)
     q_at = start(C.NUM_STAGES)
     dout_at = start(C.DOUT_STAGES)
     key_turn = start(1)
-    tile_turn = start(1)
-    num_m = gl.cdiv(sizes.seqlen_q, C.BLOCK_M)
+    tile_turn = first_turn(C)
     tile = gl.program_id(0)
     if C.IS_VARLEN:
-        tile = skip_empty(tile, counter_ptr, cu_seqlens[1], sizes, C.BLOCK_N, False, C)
-        pipe.tiles.send(tile_turn, tile)
-        tile_turn = tile_turn.next()
+        num_entries = gl.load(work_ptr)
+        tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
     while tile < sizes.num_tiles:
-        block, item = place_of(tile, sizes, False)
-        batch_idx = item // sizes.num_heads
-        kv_head = item - batch_idx * sizes.num_heads
+        block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 1, C)
+        kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
         group = sizes.group_size
         first = block * C.BLOCK_N
-        q_span = query_span(cu_seqlens, batch_idx, sizes, C)
-        kv_span = key_span(cu_seqlens, batch_idx, sizes, C)
+        row_tile = row_tile_of(item * group, q_span, sizes, C)
         lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
         if lo < hi:  # the first query tile ahead of K and V: its place in the ring is free before theirs
             q_at, dout_at = load_queries(
-                q_desc, dout_desc, stats_desc, units_desc, pipe, q_at, dout_at, q_span, kv_head * group, item * group,
-                lo, num_m, C)  # fmt: skip
+                q_desc, dout_desc, stats_desc, units_desc, pipe, q_at, dout_at, q_span, kv_head * group, row_tile, lo,
+                C)  # fmt: skip
         ready = pipe.key_ring.acquire(key_turn, KEY_BYTES)
         key_turn = key_turn.next()
         load_tile(k_desc, pipe.k_smem, 0, ready, kv_span, kv_head, first, C.D, C.D_REST, C)
         load_tile(v_desc, pipe.v_smem, 0, ready, kv_span, kv_head, first, C.DV, C.DV_REST, C)
+        if C.IS_VARLEN:  # early, so that the atomic's latency hides behind this tile
+            taken = take_tile(counter_ptr, num_entries * sizes.num_items)
         for g in range(group):
             begin = gl.where(g == 0, lo + 1, lo)
             for m_block in range(begin, hi):
                 q_at, dout_at = load_queries(
                     q_desc, dout_desc, stats_desc, units_desc, pipe, q_at, dout_at, q_span, kv_head * group + g,
-                    item * group + g, m_block, num_m, C)  # fmt: skip
-        tile = next_tile(counter_ptr, sizes)
-        tile = skip_empty(tile, counter_ptr, cu_seqlens[1], sizes, C.BLOCK_N, False, C)
-        pipe.tiles.send(tile_turn, tile)
-        tile_turn = tile_turn.next()
+                    row_tile + g * sizes.row_tiles, m_block, C)  # fmt: skip
+        if C.IS_VARLEN:
+            tile_turn = tile_turn.next()
+            tile = announce(taken, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
+        else:
+            tile = next_tile(counter_ptr, sizes)
+            pipe.tiles.send(tile_turn, tile)
+            tile_turn = tile_turn.next()
 
 
 # ---- consumers: the products
@@ -375,7 +380,7 @@ def store_sum(
 
 @gluon.jit
 def consumer(
-    dq_desc, dk_desc, dv_desc, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe,
+    dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe,
     ROLE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Sum dV (VALUES) or dK (KEYS) of the tile's keys, over all query tiles of all query heads of the group."""
@@ -384,21 +389,21 @@ def consumer(
     q_at = start(C.NUM_STAGES)
     dout_at = start(C.DOUT_STAGES)
     key_turn = start(1)
-    tile_turn = start(1)
-    tile = gl.program_id(0)
-    if C.IS_VARLEN:
-        tile = uniform(pipe.tiles.receive(tile_turn))
-        tile_turn = tile_turn.next()
+    tile_turn = first_turn(C)
+    tile = uniform(first_tile(pipe.tiles, tile_turn, C))
     while tile < sizes.num_tiles:
-        block, item = place_of(tile, sizes, False)
+        block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 4, C)
+        kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         first = block * C.BLOCK_N
-        seqlen_q, seqlen_k = lengths_of(cu_seqlens, item, sizes, C)
+        seqlen_q = q_span[2]
+        seqlen_k = kv_span[2]
+        row_tile = row_tile_of(item * sizes.group_size, q_span, sizes, C)
         lo, hi = query_tiles(first, seqlen_q, seqlen_k, sizes, C)
         begin, end = whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C)
         acc, acc_rest = make_sum(WIDTH, WIDTH_REST)
         pipe.key_ring.wait(key_turn)
         for g in range(sizes.group_size):
-            row = (item * sizes.group_size + g) * gl.cdiv(sizes.seqlen_q, C.BLOCK_M)
+            row = row_tile + g * sizes.row_tiles
             if ROLE == KEYS:  # masks are the other role's business: P is 0 there
                 for m_block in range(lo, hi):
                     acc, acc_rest, q_at, dout_at = keys_step(
@@ -418,18 +423,16 @@ def consumer(
                         acc, acc_rest, q_at, dout_at = values_step(
                             m_block, row + m_block, first, acc, acc_rest, q_at, dout_at, dq_desc, scale_log2, cap_scale,
                             seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
-        batch_idx = item // sizes.num_heads
-        kv_head = item - batch_idx * sizes.num_heads
-        span = key_span(cu_seqlens, batch_idx, sizes, C)
+        kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         barrier_sync(ALL_DONE, 256)  # both warpgroups have read K and V for the last time
         if ROLE == VALUES:
-            store_sum(acc, acc_rest, 1.0, dv_desc, pipe.v_smem, span, kv_head, first, C.DV, C.DV_REST, C)
+            store_sum(acc, acc_rest, 1.0, dv_desc, pipe.v_smem, kv_span, kv_head, first, C.DV, C.DV_REST, C)
         else:
-            store_sum(acc, acc_rest, scale, dk_desc, pipe.k_smem, span, kv_head, first, C.D, C.D_REST, C)
+            store_sum(acc, acc_rest, scale, dk_desc, pipe.k_smem, kv_span, kv_head, first, C.D, C.D_REST, C)
         pipe.key_ring.release(key_turn)
         key_turn = key_turn.next()
-        tile = uniform(pipe.tiles.receive(tile_turn))
-        tile_turn = tile_turn.next()
+        tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
+        tile = uniform(tile)
 
 
 # ---- kernel
@@ -460,7 +463,7 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
     key_ring = make_ring(1, 2)
     q_ring = make_ring(C.NUM_STAGES, 2)
     dout_ring = make_ring(C.DOUT_STAGES, 2)
-    tiles = make_mailbox(2)
+    tiles = make_tiles(2, C)
     fence_async_shared()  # the barriers are initialised before TMA reports to them
     return Pipeline(
         q_smem, dout_smem, k_smem, v_smem, stats_smem, units_smem, p_smem, ds_smem, dq_smem, q_ring, dout_ring,
@@ -469,20 +472,19 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
 
 @gluon.jit(
     do_not_specialize=["scale_log2", "cap_scale", "scale", "sizes"],
-    do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "counter_ptr"],
+    do_not_specialize_on_alignment=["counter_ptr"],
 )
 def backward_wide_kernel(
     q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, q_rest, dout_rest, k_rest, v_rest, dk_rest, dv_rest,
-    stats_desc, units_desc, dq_desc, cu_seqlens_q, cu_seqlens_k, counter_ptr, scale_log2, cap_scale, scale, sizes,
+    stats_desc, units_desc, dq_desc, counter_ptr, work_ptr, scale_log2, cap_scale, scale, sizes,
     C: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and (FUSED) the dQ accumulator; items are (batch, kv head) pairs, blocks 64 keys."""
     queries, douts, keys, values = (q_desc, q_rest), (dout_desc, dout_rest), (k_desc, k_rest), (v_desc, v_rest)
     key_sums, value_sums = (dk_desc, dk_rest), (dv_desc, dv_rest)
-    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     pipe = make_pipeline(queries, douts, keys, values, stats_desc, units_desc, dq_desc, C)
     gl.warp_specialize([
-        (consumer, (dq_desc, key_sums, value_sums, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
-        (consumer, (dq_desc, key_sums, value_sums, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
-        (producer, (queries, douts, keys, values, stats_desc, units_desc, counter_ptr, cu_seqlens, sizes, pipe, C)),
+        (consumer, (dq_desc, key_sums, value_sums, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
+        (consumer, (dq_desc, key_sums, value_sums, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
+        (producer, (queries, douts, keys, values, stats_desc, units_desc, counter_ptr, work_ptr, sizes, pipe, C)),
     ], [4, 1], [240, 24])  # fmt: skip

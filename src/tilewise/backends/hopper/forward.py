@@ -24,14 +24,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from tilewise.backends.hopper.channels import Mailbox, Ring, make_mailbox, make_ring, start
+from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import NEG_INF, exp2, opaque, pin
 from tilewise.backends.hopper.schedule import (
-    LIST_SLOTS,
-    LIST_WORDS,
     announce,
+    first_tile,
+    first_turn,
+    following_tile,
     key_tiles,
+    make_tiles,
     next_tile,
     place_at,
     spans_at,
@@ -134,10 +136,9 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
     Q_BYTES: gl.constexpr = 64 * (C.D + C.D_REST) * 2
     K_BYTES: gl.constexpr = C.BLOCK_N * (C.D + C.D_REST) * 2
     V_BYTES: gl.constexpr = C.BLOCK_N * (C.DV + C.DV_REST) * 2
-    TILE_SLOTS: gl.constexpr = LIST_SLOTS if C.IS_VARLEN else 1
     kv_at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
-    tile_turn = start(TILE_SLOTS)
+    tile_turn = first_turn(C)
     tile = gl.program_id(0)
     if C.IS_VARLEN:
         num_entries = gl.load(work_ptr)
@@ -352,14 +353,10 @@ def consumer(
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
-    TILE_SLOTS: gl.constexpr = LIST_SLOTS if C.IS_VARLEN else 1
     at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
-    tile_turn = start(TILE_SLOTS)
-    tile = gl.program_id(0)
-    if C.IS_VARLEN:
-        pipe.tiles.wait(tile_turn)
-        tile = pipe.tiles.word(tile_turn, 0, 4)
+    tile_turn = first_turn(C)
+    tile = first_tile(pipe.tiles, tile_turn, C)
     while tile < sizes.num_tiles:
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 4, C)
         row = block * BLOCK_M + WARPGROUP * 64
@@ -390,16 +387,8 @@ def consumer(
                     seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
 
         # The last P V; what does not depend on it runs under it.
-        if C.IS_VARLEN:
-            next_turn = tile_turn.next()
-            pipe.tiles.wait(next_turn)
-            tile = pipe.tiles.word(next_turn, 0, 4)
-        else:
-            tile = pipe.tiles.receive(tile_turn)
         head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
-        if C.IS_VARLEN:
-            pipe.tiles.release(tile_turn)
-        tile_turn = tile_turn.next()
+        tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
         if not C.OUT_IN_Q:
             pipe.q_ring.release(q_lane)
         q_at = q_at.next()
@@ -457,9 +446,7 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
     out_smem = q_smem
     if not C.OUT_IN_Q:
         out_smem = make_parts(out_desc, C.NUM_WARPGROUPS, 64, C.DV, C.DV_REST, C)
-    TILE_SLOTS: gl.constexpr = LIST_SLOTS if C.IS_VARLEN else 1
-    TILE_WORDS: gl.constexpr = LIST_WORDS if C.IS_VARLEN else 1
-    tiles = make_mailbox(C.NUM_WARPGROUPS, TILE_SLOTS, TILE_WORDS)
+    tiles = make_tiles(C.NUM_WARPGROUPS, C)
     q_ring = make_ring(NUM_Q, 1)
     k_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
     v_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from tilewise.backends.hopper.backward_rows import (
 )
 from tilewise.backends.hopper.backward_wide import backward_wide_kernel
 from tilewise.backends.hopper.configs import BackwardConfig, backward_config, dq_blocks
-from tilewise.backends.hopper.launch import clear_tail_call, index_address, shapes_of
+from tilewise.backends.hopper.launch import index_address, shapes_of
 from tilewise.backends.hopper.launching import (
     addressable,
     contiguous,
@@ -30,6 +31,7 @@ from tilewise.backends.hopper.launching import (
     describe_flat,
     rows_allocation,
 )
+from tilewise.backends.hopper.listing import list_call, list_size, most_blocks
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.device import DeviceSpec
@@ -43,6 +45,8 @@ __all__ = ["BackwardPass", "BackwardPlan", "backward_calls", "backward_pass", "b
 L2_BYTES = 32 << 20
 # The kernels of backward_rows take strides in units of 16 bytes, 8 elements.
 STRIDE_UNIT = 8
+# Queries of a block of the kernel that computes dQ alone.
+QUERY_BLOCK = 128
 # Keys that a program of bound_keys_kernel reads at a time.
 BOUND_BLOCK_N = 64
 # In which order tensors are handed to the launches.
@@ -60,12 +64,16 @@ class BackwardPlan(NamedTuple):
     key_sizes: Sizes
     query_sizes: Sizes
     key_grid: tuple[int, int, int]
-    num_m: int
+
+    @property
+    def query_items(self) -> int:
+        """What has row statistics of its own: (batch, head) pairs or, packed, heads."""
+        return self.problem.num_heads * (1 if self.config.IS_VARLEN else self.problem.batch)
 
     @property
     def num_rows(self) -> int:
         """Query rows in whole tiles."""
-        return self.problem.batch * self.problem.num_heads * self.num_m * self.config.BLOCK_M
+        return self.query_items * self.key_sizes.row_tiles * self.config.BLOCK_M
 
     @property
     def stats(self) -> Address:
@@ -91,16 +99,37 @@ class BackwardPlan(NamedTuple):
 
     @property
     def bounds(self) -> Address | None:
-        """What the units are derived from, last."""
+        """What the units are derived from, behind them."""
         offset = (3 + self.sums_width) * 4 * self.num_rows
         return Address("workspace", torch.int32, offset=offset) if self.config.FIXED_POINT else None
+
+    @property
+    def num_bounds(self) -> int:
+        """Of every head of keys."""
+        heads = self.problem.batch * self.problem.num_kv_heads
+        return 2 * int(BOUND_PARTS) * heads if self.config.FIXED_POINT else 0
+
+    @property
+    def key_work(self) -> Address | None:
+        """The list of packed blocks of keys."""
+        width = 2 + self.sums_width + (1 if self.config.FIXED_POINT else 0)
+        offset = 4 * (width * self.num_rows + self.num_bounds)
+        return Address("workspace", torch.int32, offset=offset) if self.config.IS_VARLEN else None
+
+    @property
+    def query_work(self) -> Address | None:
+        """The list of packed blocks of queries, where dQ has a kernel of its own."""
+        if self.key_work is None or self.config.FUSED:
+            return None
+        return replace(self.key_work, offset=self.key_work.offset + 4 * list_size(self.key_sizes.num_blocks))
 
     @property
     def workspace(self) -> Allocation:
         """Room for all of them."""
         width = 2 + self.sums_width + (1 if self.config.FIXED_POINT else 0)
-        bounds = 2 * int(BOUND_PARTS) * self.key_sizes.num_items if self.config.FIXED_POINT else 0
-        return Allocation.contiguous((width * self.num_rows + bounds,), torch.float32)
+        lists = [sizes.num_blocks for sizes in (self.key_sizes, self.query_sizes) if self.config.IS_VARLEN]
+        words = width * self.num_rows + self.num_bounds + sum(map(list_size, lists))
+        return Allocation.contiguous((words,), torch.float32)
 
 
 class BackwardPass(NamedTuple):
@@ -118,20 +147,24 @@ class BackwardPass(NamedTuple):
 def backward_plan(problem: AttentionProblem, device: DeviceSpec) -> BackwardPlan:
     """Everything about a call that needs no tensor."""
     config = backward_config(problem)
-    # Q, dO in 16 bits and dQ in 32, of every query head of the group; K and V in 16 bits.
-    query_bytes = problem.seqlen_q * (problem.head_dim * 6 + problem.head_dim_v * 2) * problem.group_size
-    key_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * 2
-    keys = _sizes(problem, config, problem.num_kv_heads, -(-problem.seqlen_k // config.BLOCK_N), query_bytes)
-    queries = _sizes(problem, config, problem.num_heads, -(-problem.seqlen_q // 128), key_bytes)
+    keys = _sizes(problem, config, of_keys=True)
+    queries = _sizes(problem, config, of_keys=False)
     programs = min(device.num_sms, keys.num_tiles) if config.PERSISTENT else keys.num_tiles
-    num_m = -(-problem.seqlen_q // config.BLOCK_M)
-    return BackwardPlan(problem, config, keys, queries, (programs, 1, 1), num_m)
+    return BackwardPlan(problem, config, keys, queries, (programs, 1, 1))
 
 
-def _sizes(problem: AttentionProblem, config: BackwardConfig, heads: int, num_blocks: int, streamed: int) -> Sizes:
+def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) -> Sizes:
     left, right = problem.band
-    num_items = problem.batch * heads
-    banded = config.HAS_RIGHT or config.HAS_LEFT
+    packed = config.IS_VARLEN
+    heads = problem.num_kv_heads if of_keys else problem.num_heads
+    longest, total, block = problem.seqlen_q, problem.total_q, QUERY_BLOCK
+    if of_keys:
+        longest, total, block = problem.seqlen_k, problem.total_k, config.BLOCK_N
+    num_items = heads if packed else problem.batch * heads
+    num_blocks = most_blocks(total, block, problem.batch) if packed else -(-longest // block)
+    in_waves = packed or config.HAS_RIGHT or config.HAS_LEFT
+    streamed = _streamed_bytes(problem, of_keys=of_keys) * (problem.seqlen_q if of_keys else problem.seqlen_k)
+    rows = config.BLOCK_M
     return Sizes(
         num_heads=heads,
         group_size=problem.group_size,
@@ -141,11 +174,21 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, heads: int, num_bl
         total_q=problem.total_q,
         num_blocks=num_blocks,
         num_tiles=num_blocks * num_items,
-        items_per_wave=max(1, min(num_items, L2_BYTES // streamed)) if banded else 1,
-        row_tiles=-(-problem.seqlen_q // config.BLOCK_M),
+        items_per_wave=max(1, min(num_items, L2_BYTES // streamed)) if in_waves else 1,
+        row_tiles=most_blocks(problem.total_q, rows, problem.batch) if packed else -(-problem.seqlen_q // rows),
         window_left=(left or 0) if config.HAS_LEFT else 0,
         window_right=(right or 0) if config.HAS_RIGHT else 0,
     )
+
+
+def _streamed_bytes(problem: AttentionProblem, *, of_keys: bool) -> int:
+    """Of a row that passes by a block of keys (of queries): what the blocks of a head share.
+
+    Q and dO in 16 bits and dQ in 32, of every query head of the group; K and V in 16 bits.
+    """
+    if of_keys:
+        return (problem.head_dim * 6 + problem.head_dim_v * 2) * problem.group_size
+    return (problem.head_dim + problem.head_dim_v) * 2
 
 
 def run_backward(
@@ -211,25 +254,32 @@ def gradient_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
 
 def backward_calls(plan: BackwardPlan, views: dict[str, View]) -> Iterator[KernelCall]:
     """All kernels in order; without a view of dq, none that only dQ needs."""
-    problem = plan.problem
-    shapes = shapes_of(problem)
     if plan.config.FIXED_POINT:
         yield _bound_call(plan, views)
+    if plan.key_work is not None:
+        yield _list_call(plan, plan.key_work, views, of_keys=True)
     yield _prepare_call(plan, views)
-    if plan.config.IS_VARLEN:
-        for name, like in (("dk", "k"), ("dv", "v")):
-            yield clear_tail_call(name, _packed(shapes[like]), problem, "cu_seqlens_k", with_lse=False)
     yield _key_gradient_call(plan, views)
     if "dq" not in views:
         return
-    if plan.config.IS_VARLEN:
-        yield clear_tail_call("dq", _packed(shapes["q"]), problem, "cu_seqlens_q", with_lse=False)
+    if plan.query_work is not None:
+        yield _list_call(plan, plan.query_work, views, of_keys=False)
     yield _finish_call(plan, views) if plan.config.FUSED else _query_gradient_call(plan, views)
 
 
-def _packed(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    total, heads, width = shape
-    return total, heads, width
+def _list_call(plan: BackwardPlan, work: Address, views: dict[str, View], *, of_keys: bool) -> KernelCall:
+    """List packed blocks; with those of keys, clear the gradients of rows past the last sequence."""
+    problem, config = plan.problem, plan.config
+    sizes = plan.key_sizes if of_keys else plan.query_sizes
+    return list_call(
+        problem,
+        work,
+        config.BLOCK_N if of_keys else QUERY_BLOCK,
+        chunk_rows=max(L2_BYTES // (_streamed_bytes(problem, of_keys=of_keys) * sizes.items_per_wave), 1),
+        banded=config.HAS_RIGHT or config.HAS_LEFT,
+        of_keys=of_keys,
+        cleared=("dq" if "dq" in views else None, None, "dk", "dv") if of_keys else (None, None, None, None),
+    )
 
 
 def _bound_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
@@ -251,7 +301,8 @@ def _bound_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "BLOCK_DV": _power_of_two(problem.head_dim_v),
         "PACKED": plan.config.IS_VARLEN,
     }
-    return KernelCall(bound_keys_kernel, (plan.key_sizes.num_items, int(BOUND_PARTS), 1), arguments)
+    heads = problem.batch * problem.num_kv_heads
+    return KernelCall(bound_keys_kernel, (heads, int(BOUND_PARTS), 1), arguments)
 
 
 def _power_of_two(width: int) -> int:
@@ -277,13 +328,15 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "group_size": problem.group_size,
         "seqlen_q": problem.seqlen_q,
         "total_q": problem.total_q,
+        "batch": problem.batch,
+        "num_items": plan.query_items,
         "BLOCK_M": config.BLOCK_M,
         "HEAD_DIM": problem.head_dim_v,
         "BLOCK_D": _power_of_two(problem.head_dim_v),
         "DQ_BLOCKS": dq_blocks(config),
         "PACKED": config.IS_VARLEN,
     }
-    return KernelCall(prepare_rows_kernel, (problem.batch * problem.num_heads, plan.num_m, 1), arguments)
+    return KernelCall(prepare_rows_kernel, (plan.query_items * plan.key_sizes.row_tiles, 1, 1), arguments)
 
 
 def _tiles(
@@ -313,22 +366,21 @@ def _key_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall
         sums = describe_flat(accumulator, (plan.num_rows * plan.sums_width // 32, 32), [128, 32])
     if plan.units is not None:
         units = describe_flat(plan.units, (plan.num_rows,), [config.BLOCK_M])
-    arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=config.WIDE) | _shared(plan, views)
+    arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=config.WIDE) | _shared(plan)
     arguments |= {
         "stats_desc": describe_flat(plan.stats, (2 * plan.num_rows,), [2 * config.BLOCK_M]),
         "units_desc": units,
         "dq_desc": sums,
         "counter_ptr": Address("counter", torch.int32, aligned=False),
+        "work_ptr": plan.key_work,
         "sizes": plan.key_sizes,
     }
     return KernelCall(backward_wide_kernel if config.WIDE else backward_kernel, plan.key_grid, arguments)
 
 
-def _shared(plan: BackwardPlan, views: dict[str, View]) -> dict[str, Any]:
+def _shared(plan: BackwardPlan) -> dict[str, Any]:
     scale, softcap = plan.problem.scale, plan.problem.softcap
     return {
-        "cu_seqlens_q": index_address(views, "cu_seqlens_q"),
-        "cu_seqlens_k": index_address(views, "cu_seqlens_k"),
         "scale_log2": (scale if softcap is None else softcap) * LOG2E,
         "cap_scale": None if softcap is None else scale / softcap,
         "scale": scale,
@@ -348,21 +400,27 @@ def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "dq_strides": _stride_units(views["dq"]),
         "num_heads": problem.num_heads,
         "seqlen_q": problem.seqlen_q,
+        "batch": problem.batch,
+        "num_items": plan.query_items,
         "BLOCK_M": config.BLOCK_M,
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": plan.sums_width,
         "DQ_BLOCKS": dq_blocks(config),
         "PACKED": config.IS_VARLEN,
     }
-    blocks = plan.num_m * dq_blocks(config)
-    return KernelCall(finish_queries_kernel, (problem.batch * problem.num_heads, blocks, 1), arguments)
+    blocks = plan.key_sizes.row_tiles * dq_blocks(config)
+    return KernelCall(finish_queries_kernel, (plan.query_items * blocks, 1, 1), arguments)
 
 
 def _query_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
     """DQ alone, every row summed in order."""
     rows = {"q": 64, "dout": 64, "k": plan.config.BLOCK_N, "v": plan.config.BLOCK_N, "dq": 64}
-    arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=True) | _shared(plan, views)
-    arguments |= {"stats_ptr": Address("workspace", torch.float32, aligned=False), "sizes": plan.query_sizes}
+    arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=True) | _shared(plan)
+    arguments |= {
+        "stats_ptr": Address("workspace", torch.float32, aligned=False),
+        "work_ptr": plan.query_work,
+        "sizes": plan.query_sizes,
+    }
     return KernelCall(query_gradient_kernel, (plan.query_sizes.num_tiles, 1, 1), arguments)
 
 
@@ -370,8 +428,7 @@ def _sink_gradient(plan: BackwardPlan, sinks: Tensor | None, workspace: Tensor) 
     """Sum over rows of exp(sink - lse) * (dlse - delta), from the packed statistics."""
     if sinks is None:
         return None
-    problem = plan.problem
-    shape = (problem.batch, problem.num_heads, plan.num_m, 2, plan.config.BLOCK_M)
+    shape = (-1, plan.problem.num_heads, plan.key_sizes.row_tiles, 2, plan.config.BLOCK_M)
     rows = workspace[: 2 * plan.num_rows].view(shape)
     weight = torch.exp2(sinks.float().view(1, -1, 1, 1) * LOG2E - rows[:, :, :, 0])
     return -(weight * rows[:, :, :, 1]).sum((0, 2, 3)).to(sinks.dtype)

@@ -9,7 +9,7 @@ from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.hopper.work_list import ENTRY_WORDS, LISTED_BLOCKS, list_blocks_kernel
 from tilewise.problem import AttentionProblem
 
-__all__ = ["list_allocation", "list_call", "most_blocks"]
+__all__ = ["list_allocation", "list_call", "list_size", "most_blocks"]
 
 # At least so many programs, to share the rows past the last sequence.
 CLEARING_PROGRAMS = 132
@@ -24,9 +24,14 @@ def most_blocks(total: int, block: int, batch: int) -> int:
     return total // block + batch
 
 
+def list_size(blocks: int) -> int:
+    """Words of a list of so many blocks."""
+    return (1 + blocks) * int(ENTRY_WORDS)
+
+
 def list_allocation(blocks: int) -> Allocation:
-    """Room for the list."""
-    return Allocation.contiguous(((1 + blocks) * int(ENTRY_WORDS),), torch.int32)
+    """Room for a list."""
+    return Allocation.contiguous((list_size(blocks),), torch.int32)
 
 
 def list_call(

@@ -18,7 +18,7 @@ from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.forward import load_tile, make_parts
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
 from tilewise.backends.hopper.primitives import exp2
-from tilewise.backends.hopper.schedule import key_span, key_tiles, lengths_of, place_of, query_span, whole_tiles
+from tilewise.backends.hopper.schedule import key_tiles, own_tile, row_tile_of, whole_tiles
 from tilewise.backends.hopper.scores import capped, mask_scores, through_cap
 
 __all__ = ["query_gradient_kernel"]
@@ -48,17 +48,13 @@ class Pipeline:
 
 
 @gluon.jit
-def producer(q_desc, dout_desc, k_desc, v_desc, cu_seqlens, sizes, pipe, C: gl.constexpr):
+def producer(q_desc, dout_desc, k_desc, v_desc, work_ptr, sizes, pipe, C: gl.constexpr):
     """Load the queries once, then the key tiles they see."""
     QUERY_BYTES: gl.constexpr = 2 * 64 * (C.D + C.D_REST + C.DV + C.DV_REST)
     K_BYTES: gl.constexpr = 2 * C.BLOCK_N * (C.D + C.D_REST)
     V_BYTES: gl.constexpr = 2 * C.BLOCK_N * (C.DV + C.DV_REST)
-    block, item = place_of(gl.program_id(0), sizes, C.HAS_RIGHT)
-    batch_idx = item // sizes.num_heads
-    head = item - batch_idx * sizes.num_heads
+    block, _, head, q_span, kv_span = own_tile(work_ptr, sizes, C.HAS_RIGHT, C)
     kv_head = head // sizes.group_size
-    q_span = query_span(cu_seqlens, batch_idx, sizes, C)
-    kv_span = key_span(cu_seqlens, batch_idx, sizes, C)
     last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
     for w in gl.static_range(2):
         ready = pipe.query_ring.acquire(start(1).lane(w, 2), QUERY_BYTES)
@@ -133,13 +129,12 @@ def step(
 
 
 @gluon.jit
-def load_statistics(stats_ptr, item, row, sizes, C: gl.constexpr):
-    """(lse, delta) of 64 queries."""
-    num_m = gl.cdiv(sizes.seqlen_q, C.BLOCK_M)
+def load_statistics(stats_ptr, row_tile, row, seqlen_q, C: gl.constexpr):
+    """(lse, delta) of 64 queries; row_tile is where their sequence's first tile lies."""
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
-    at = stats_ptr + (item * num_m + rows // C.BLOCK_M).to(gl.int64) * (2 * C.BLOCK_M) + rows % C.BLOCK_M
-    lse = gl.load(at, mask=rows < num_m * C.BLOCK_M, other=float("inf"))
-    delta = gl.load(at + C.BLOCK_M, mask=rows < num_m * C.BLOCK_M, other=0.0)
+    at = stats_ptr + (row_tile + rows // C.BLOCK_M).to(gl.int64) * (2 * C.BLOCK_M) + rows % C.BLOCK_M
+    lse = gl.load(at, mask=rows < seqlen_q, other=float("inf"))
+    delta = gl.load(at + C.BLOCK_M, mask=rows < seqlen_q, other=0.0)
     return lse, delta
 
 
@@ -163,18 +158,19 @@ def store_gradient(dq, dq_rest, dq_desc, span, head, row, scale, pipe, WARPGROUP
 
 @gluon.jit
 def consumer(
-    dq_desc, stats_ptr, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe,
+    dq_desc, stats_ptr, work_ptr, scale_log2, cap_scale, scale, sizes, pipe,
     WARPGROUP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Sum dQ of 64 queries."""
     D: gl.constexpr = C.D
     D_REST: gl.constexpr = C.D_REST
-    block, item = place_of(gl.program_id(0), sizes, C.HAS_RIGHT)
+    block, item, head, q_span, kv_span = own_tile(work_ptr, sizes, C.HAS_RIGHT, C)
     row = block * 128 + WARPGROUP * 64
-    seqlen_q, seqlen_k = lengths_of(cu_seqlens, item, sizes, C)
+    seqlen_q = q_span[2]
+    seqlen_k = kv_span[2]
     last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
     begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
-    lse, delta = load_statistics(stats_ptr, item, row, sizes, C)
+    lse, delta = load_statistics(stats_ptr, row_tile_of(item, q_span, sizes, C), row, seqlen_q, C)
     dq = gl.zeros([64, D], gl.float32, accumulator_layout(D))
     dq_rest = 0
     if D_REST:
@@ -198,22 +194,20 @@ def consumer(
             dq, dq_rest, k_at, v_at = step(
                 last - i, row, lse, delta, dq, dq_rest, k_at, v_at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes,
                 pipe, WARPGROUP, True, C)  # fmt: skip
-    batch_idx = item // sizes.num_heads
-    span = query_span(cu_seqlens, batch_idx, sizes, C)
-    store_gradient(dq, dq_rest, dq_desc, span, item - batch_idx * sizes.num_heads, row, scale, pipe, WARPGROUP, C)
+    store_gradient(dq, dq_rest, dq_desc, q_span, head, row, scale, pipe, WARPGROUP, C)
 
 
 @gluon.jit(
     do_not_specialize=["scale_log2", "cap_scale", "scale", "sizes"],
-    do_not_specialize_on_alignment=["stats_ptr", "cu_seqlens_q", "cu_seqlens_k"],
+    do_not_specialize_on_alignment=["stats_ptr", "work_ptr"],
 )
 def query_gradient_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dq_desc, q_rest, dout_rest, k_rest, v_rest, dq_rest, stats_ptr, cu_seqlens_q,
-    cu_seqlens_k, scale_log2, cap_scale, scale, sizes, C: gl.constexpr,
+    q_desc, dout_desc, k_desc, v_desc, dq_desc, q_rest, dout_rest, k_rest, v_rest, dq_rest, stats_ptr, work_ptr,
+    scale_log2, cap_scale, scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Write dQ of one (block of 128 queries, head); items are (batch, head) pairs."""
     queries, douts, keys, values = (q_desc, q_rest), (dout_desc, dout_rest), (k_desc, k_rest), (v_desc, v_rest)
-    gradients, cu_seqlens = (dq_desc, dq_rest), (cu_seqlens_q, cu_seqlens_k)
+    gradients = (dq_desc, dq_rest)
     q_smem = make_parts(queries, 2, 64, C.D, C.D_REST, C)
     dout_smem = make_parts(douts, 2, 64, C.DV, C.DV_REST, C)
     k_smem = make_parts(keys, C.NUM_STAGES, C.BLOCK_N, C.D, C.D_REST, C)
@@ -224,7 +218,7 @@ def query_gradient_kernel(
     fence_async_shared()  # the barriers are initialised before TMA reports to them
     pipe = Pipeline(q_smem, dout_smem, k_smem, v_smem, query_ring, k_ring, v_ring)
     gl.warp_specialize([
-        (consumer, (gradients, stats_ptr, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
-        (consumer, (gradients, stats_ptr, cu_seqlens, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
-        (producer, (queries, douts, keys, values, cu_seqlens, sizes, pipe, C)),
+        (consumer, (gradients, stats_ptr, work_ptr, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
+        (consumer, (gradients, stats_ptr, work_ptr, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
+        (producer, (queries, douts, keys, values, work_ptr, sizes, pipe, C)),
     ], [4, 1], [240, 24])  # fmt: skip

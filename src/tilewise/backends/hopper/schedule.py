@@ -19,15 +19,20 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.hopper.channels import make_mailbox, start
+
 __all__ = [
-    "LIST_SLOTS",
-    "LIST_WORDS",
     "Sizes",
     "announce",
+    "first_tile",
+    "first_turn",
+    "following_tile",
     "key_span",
     "key_tiles",
     "lengths_of",
+    "make_tiles",
     "next_tile",
+    "own_tile",
     "place_at",
     "place_of",
     "query_span",
@@ -91,6 +96,46 @@ def _place(tile, num_blocks, sizes):
 
 
 @gluon.jit
+def make_tiles(NUM_CONSUMERS: gl.constexpr, C: gl.constexpr):
+    """The mailbox of a kernel's tiles: a number or, of packed sequences, the words of an entry."""
+    if C.IS_VARLEN:
+        return make_mailbox(NUM_CONSUMERS, LIST_SLOTS, LIST_WORDS)
+    else:
+        return make_mailbox(NUM_CONSUMERS, 1, 1)
+
+
+@gluon.jit
+def first_turn(C: gl.constexpr):
+    """Where in the mailbox a role starts."""
+    if C.IS_VARLEN:
+        return start(LIST_SLOTS)
+    else:
+        return start(1)
+
+
+@gluon.jit
+def first_tile(tiles, at, C: gl.constexpr):
+    """Consumer: the CTA's first tile."""
+    tile = gl.program_id(0)
+    if C.IS_VARLEN:
+        tiles.wait(at)
+        tile = tiles.word(at, 0, 4)
+    return tile
+
+
+@gluon.jit
+def following_tile(tiles, at, C: gl.constexpr):
+    """Consumer: the next tile and its place in the mailbox; this one's words are not read any more."""
+    if C.IS_VARLEN:
+        tiles.release(at)
+        following = at.next()
+        tiles.wait(following)
+        return tiles.word(following, 0, 4), following
+    else:
+        return tiles.receive(at), at.next()
+
+
+@gluon.jit
 def announce(tile, num_entries, work_ptr, tiles, at, sizes):
     """Producer: send a tile of the list; its number, or sizes.num_tiles if the list has no such tile."""
     WORDS: gl.constexpr = LIST_WORDS
@@ -124,6 +169,27 @@ def spans_at(item, tiles, at, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
         batch_idx = item // sizes.num_heads
         head = item - batch_idx * sizes.num_heads
         return head, (batch_idx, 0, sizes.seqlen_q), (batch_idx, 0, sizes.seqlen_k)
+
+
+@gluon.jit
+def own_tile(work_ptr, sizes, LAST_FIRST: gl.constexpr, C: gl.constexpr):
+    """(block, item, head, queries, keys) of the tile with the program's number; no rows if the list is shorter."""
+    tile = gl.program_id(0)
+    if C.IS_VARLEN:
+        WORDS: gl.constexpr = LIST_WORDS
+        num_entries = gl.load(work_ptr)
+        exists = tile < num_entries * sizes.num_items
+        entry, head = _place(gl.where(exists, tile, 0), max(num_entries, 1), sizes)
+        at = work_ptr + (entry + 1) * WORDS
+        batch_idx = gl.load(at + 3, mask=exists, other=0)
+        queries = batch_idx, gl.load(at + 4, mask=exists, other=0), gl.load(at + 5, mask=exists, other=0)
+        keys = batch_idx, gl.load(at + 6, mask=exists, other=0), gl.load(at + 7, mask=exists, other=0)
+        return gl.load(at + 1, mask=exists, other=0), head, head, queries, keys
+    else:
+        block, item = place_of(tile, sizes, LAST_FIRST)
+        batch_idx = item // sizes.num_heads
+        head = item - batch_idx * sizes.num_heads
+        return block, item, head, (batch_idx, 0, sizes.seqlen_q), (batch_idx, 0, sizes.seqlen_k)
 
 
 @gluon.jit
