@@ -306,7 +306,6 @@ def consumer(
         first = block * 128
         seqlen_q = q_span[2]
         seqlen_k = kv_span[2]
-        row_tile = row_tile_of(item * sizes.group_size, q_span, sizes, C)
         lo, hi = query_tiles(first, seqlen_q, seqlen_k, sizes, C)
         begin, end = whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C)
         dk = gl.zeros([64, D], gl.float32, accumulator_layout(D))
@@ -316,7 +315,7 @@ def consumer(
             barrier_sync(8, 256)
         pipe.key_ring.wait(key_turn)
         for g in range(sizes.group_size):
-            row = row_tile + g * sizes.row_tiles
+            row = row_tile_of(item * sizes.group_size + g, q_span, sizes, C)
             if C.HAS_RIGHT or not C.EVEN_K:
                 for m_block in range(lo, begin):
                     dk, dv, at = backward_step(

@@ -52,7 +52,7 @@ L2_BYTES, MAX_WAVE_ITEMS = 48 << 20, 64
 # Programs that clear packed rows past the last sequence.
 TAIL_PROGRAMS = 132
 # In which order tensors are handed to the launches.
-TENSORS = (*Operands._fields, "out", "lse", "work", "counter")
+TENSORS = (*Operands._fields, "out", "lse", "counter", "work")
 
 RawViews = tuple[RawView | None, ...]
 
@@ -84,7 +84,7 @@ def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Ten
         ready = forward_pass(problem, device, index, raw_views(operands))
     out, lse = ready.out.new(q), ready.lse.new(q)
     work = None if ready.work is None else ready.work.new(q)
-    ready.launches.run((*operands, out, lse, work, counter_for(q)))
+    ready.launches.run((*operands, out, lse, counter_for(q), work))
     return out, lse
 
 
