@@ -51,11 +51,13 @@ def blocks_of(
     the rows begin that its blocks stream.
     """
     q_first, q_rows, k_first, keys = lengths
+    query_blocks = (q_rows + BLOCK - 1) // BLOCK
+    key_blocks = (keys + BLOCK - 1) // BLOCK
     if OF_KEYS:
-        return (keys + BLOCK - 1) // BLOCK, sequences * 0, q_first // chunk_rows
+        return key_blocks, sequences * 0, q_first // chunk_rows
     else:
         begin = sequences * seqlen_k if IS_PAGED else k_first
-        return (q_rows + BLOCK - 1) // BLOCK, (keys - q_rows) // BLOCK, begin // chunk_rows
+        return query_blocks, key_blocks - query_blocks, begin // chunk_rows
 
 
 @triton.jit

@@ -1,0 +1,111 @@
+"""The list of packed blocks that the persistent Hopper kernels walk: complete, and heavy blocks first."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from gluon_emulator import Pointer
+from test_hopper_protocol import emulated  # noqa: F401  (a fixture)
+from tilewise.problem import AttentionProblem
+
+pytestmark = pytest.mark.slow
+
+BLOCK = 128
+GENERATOR = random.Random(5)
+LENGTHS: dict[str, tuple[list[int], list[int]]] = {
+    "mixed": ([4096, 7, 640, 0, 129, 300], [4096, 7, 640, 5, 0, 1300]),
+    "many": ([GENERATOR.randrange(400) for _ in range(150)], [GENERATOR.randrange(400) for _ in range(150)]),
+    "one huge, many tiny": ([3] * 70 + [9000], [3] * 70 + [9000]),
+    "all empty": ([0, 0, 0], [0, 5, 0]),
+}
+
+
+class Entry(NamedTuple):
+    """What an entry of the list says."""
+
+    block: int
+    sequence: int
+    q_first: int
+    q_rows: int
+    k_first: int
+    keys: int
+
+
+def listed(
+    lengths: tuple[list[int], list[int]], module: Callable[[str], Any], *, paged: bool = False, **options: Any
+) -> list[Entry]:
+    """Run the kernel."""
+    problem = AttentionProblem(
+        kind="paged" if paged else "varlen", dtype=torch.bfloat16, batch=len(lengths[0]),
+        seqlen_q=max(lengths[0]) + 300, seqlen_k=max(lengths[1]) + 1, total_q=sum(lengths[0]) + 3,
+        total_k=sum(lengths[1]) + 2, num_heads=2, num_kv_heads=1, head_dim=64, head_dim_v=64, scale=1.0,
+        page_size=64 if paged else None,
+    )  # fmt: skip
+    listing = module("listing")
+    cu = [torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in lengths]
+    tensors = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "seqlens_k": torch.tensor(lengths[1]).to(torch.int32)}
+    total = problem.total_k if options.get("of_keys") else problem.total_q
+    most = listing.most_blocks(total, BLOCK, problem.batch)
+    tensors["work"] = torch.full((listing.list_size(most),), -1, dtype=torch.int32)
+    call = listing.list_call(problem, listing.Address("work", torch.int32), BLOCK, **options)
+    call.kernel[call.grid](*[tensors[a.name] if hasattr(a, "name") else a for a in call.ordered])
+    words = tensors["work"].view(-1, 8).tolist()
+    return [Entry(w[1], *w[3:]) for w in words[1 : 1 + words[0][0]]]
+
+
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+@pytest.mark.parametrize("banded", [False, True], ids=["full", "banded"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_every_block_is_listed_once(
+    lengths: tuple[list[int], list[int]],
+    banded: bool,
+    of_keys: bool,
+    emulated: Callable[[str], Any],  # noqa: F811
+) -> None:
+    chunk_rows = 1000
+    entries = listed(lengths, emulated, chunk_rows=chunk_rows, banded=banded, of_keys=of_keys)
+    own, other = lengths[::-1] if of_keys else lengths
+    wanted = {(i, b) for i, n in enumerate(own) for b in range(-(-n // BLOCK))}
+    assert len(entries) == len(wanted)
+    assert {(e.sequence, e.block) for e in entries} == wanted
+    for e in entries:
+        assert (e.q_rows, e.keys) == (lengths[0][e.sequence], lengths[1][e.sequence])
+        assert (e.q_first, e.k_first) == tuple(sum(n[: e.sequence]) for n in lengths)
+    if banded:
+        order = [((e.q_first if of_keys else e.k_first) // chunk_rows, -weight(e, of_keys)) for e in entries]
+        assert order == sorted(order)
+    else:
+        streamed = [other[e.sequence] for e in entries]
+        assert streamed == sorted(streamed, reverse=True)
+
+
+def weight(entry: Entry, of_keys: bool) -> int:
+    """Blocks of the other side that a block sees under a causal mask, up to a constant."""
+    if of_keys:
+        return -(-entry.keys // BLOCK) - entry.block
+    return entry.block + -(-entry.keys // BLOCK) - -(-entry.q_rows // BLOCK)
+
+
+def test_paged_keys_have_lengths_only(emulated: Callable[[str], Any]) -> None:  # noqa: F811
+    lengths = LENGTHS["mixed"]
+    entries = listed(lengths, emulated, paged=True, chunk_rows=10000, banded=True)
+    assert {(e.sequence, e.keys) for e in entries} == {(i, n) for i, n in enumerate(lengths[1]) if lengths[0][i]}
+
+
+def test_row_tiles_have_room_for_every_sequence(emulated: Callable[[str], Any]) -> None:  # noqa: F811
+    """The search of the row kernels inverts schedule.row_tile_of, and no two sequences share a tile."""
+    find = emulated("backward_rows").row_tile_at
+    for lengths in (LENGTHS["mixed"][0], LENGTHS["many"][0], LENGTHS["one huge, many tiny"][0]):
+        cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        total, batch = sum(lengths) + 70, len(lengths)
+        found = [[int(x) for x in find(Pointer(cu), tile, batch, 64)] for tile in range(total // 64 + batch)]
+        tiles = {(s, m): tile for tile, (s, _, length, m) in enumerate(found) if m * 64 < length}
+        assert tiles == {
+            (i, m): sum(lengths[:i]) // 64 + i + m for i, n in enumerate(lengths) for m in range(-(-n // 64))
+        }
+        assert all(first == sum(lengths[:s]) for s, first, length, m in found if m * 64 < length)
