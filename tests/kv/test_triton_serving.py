@@ -79,7 +79,7 @@ def test_the_kernel_that_quantises_compiles_without_a_gpu(device: str, rows: int
 
 
 @inside
-@pytest.mark.parametrize(("page_size", "prompts"), [(1, False), (3, True), (16, False), (16, True)])
+@pytest.mark.parametrize(("page_size", "prompts"), [(1, False), (3, True), (16, False)])
 def test_the_kernel_that_quantises_writes_the_bits_of_torch(
     page_size: int, prompts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +90,7 @@ def test_the_kernel_that_quantises_writes_the_bits_of_torch(
     monkeypatch.setattr(quantised_rows, "MANY_ROWS", 0 if prompts else 2048)
     quantised_rows._prepared.cache_clear()
     torch.manual_seed(2)
-    dims, heads, num_pages = (24, 40), 3, 3 * -(-30 // page_size)
+    dims, heads, num_pages = (24, 40), 2, 3 * -(-30 // page_size)
     mine, theirs = (
         [torch.randint(0, 256, (num_pages, page_size, heads, dim), dtype=torch.uint8) for dim in dims] for _ in range(2)
     )

@@ -27,6 +27,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.gpu.launching import Launches, RawView, on_device, raw_views
 from tilewise.backends.gpu.symbols import Address, KernelCall
+from tilewise.backends.triton.serving import strides_of
 from tilewise.fp8.kernels import AMAX_FLOOR, E4M3_MAX, LARGEST, e4m3_bits
 
 __all__ = ["append_call", "append_quantised"]
@@ -66,7 +67,7 @@ def encoded(x, factor, HARDWARE: tl.constexpr):
 
 @triton.jit
 def append_to_page(
-    new, codes, scale_ptr, place, count, page_size, new_stride, slot_stride,
+    new, codes, scale_ptr, place, count, new_stride, slot_stride, PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """`count` rows from `new` on into slots `place` .. of one (page, head)."""
@@ -85,9 +86,9 @@ def append_to_page(
     tl.store(scale_ptr, scale)
     if (scale > held) & (place > 0):
         ratio = tl.div_rn(held, scale)
-        for first in tl.range(0, page_size, ROWS):
+        for first in tl.range(0, PAGE_SIZE, ROWS):
             at = first + within
-            old = (at < page_size) & ((at < place) | (at >= place + count))
+            old = (at < PAGE_SIZE) & ((at < place) | (at >= place + count))
             there = codes + at[:, None] * slot_stride + cols[None, :]
             inside = old[:, None] & (cols < DIM)[None, :]
             values = e4m3_values(tl.load(there, mask=inside, other=0), HARDWARE)
@@ -103,9 +104,9 @@ def append_to_page(
 
 @triton.jit
 def append_kernel(
-    k, v, k_pages, v_pages, k_scale, v_scale, slots, num_rows, page_size, num_heads,
+    k, v, k_pages, v_pages, k_scale, v_scale, slots, num_rows, num_heads,
     k_strides, v_strides, k_page_strides, v_page_strides,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr,
     ROWS: tl.constexpr, ROWS_SEEN: tl.constexpr, WINDOW: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Strides are of (row, head) and of (page, slot, head); scales are contiguous (pages, heads)."""
@@ -114,23 +115,23 @@ def append_kernel(
         row = tl.program_id(0).to(tl.int64) * ROWS_SEEN + n
         slot = tl.load(slots + row, mask=row < num_rows, other=-1)
         before = tl.load(slots + row - 1, mask=(row > 0) & (row < num_rows), other=-1)
-        page = slot // page_size
-        if (slot >= 0) & ((before < 0) | (before // page_size != page)):
+        page = slot // PAGE_SIZE
+        if (slot >= 0) & ((before < 0) | (before // PAGE_SIZE != page)):
             ahead = row + tl.arange(0, WINDOW)
             theirs = tl.load(slots + ahead, mask=ahead < num_rows, other=-1)
-            count = tl.sum(((theirs >= 0) & (theirs // page_size == page)).to(tl.int32))
-            place, scale_at = (slot % page_size).to(tl.int32), page * num_heads + head
+            count = tl.sum(((theirs >= 0) & (theirs // PAGE_SIZE == page)).to(tl.int32))
+            place, scale_at = (slot % PAGE_SIZE).to(tl.int32), page * num_heads + head
             if tl.program_id(2) == 0:
                 append_to_page(
                     k + row * k_strides[0] + head * k_strides[1],
                     k_pages + page * k_page_strides[0] + head * k_page_strides[2], k_scale + scale_at,
-                    place, count, page_size, k_strides[0], k_page_strides[1], DIM, COLUMNS, ROWS, HARDWARE,
+                    place, count, k_strides[0], k_page_strides[1], PAGE_SIZE, DIM, COLUMNS, ROWS, HARDWARE,
                 )  # fmt: skip
             else:
                 append_to_page(
                     v + row * v_strides[0] + head * v_strides[1],
                     v_pages + page * v_page_strides[0] + head * v_page_strides[2], v_scale + scale_at,
-                    place, count, page_size, v_strides[0], v_page_strides[1], DIM_V, COLUMNS_V, ROWS, HARDWARE,
+                    place, count, v_strides[0], v_page_strides[1], PAGE_SIZE, DIM_V, COLUMNS_V, ROWS, HARDWARE,
                 )  # fmt: skip
 
 
@@ -173,12 +174,12 @@ def append_call(sizes: tuple[int, ...], views: Views, *, hardware: bool) -> Kern
         addresses
         | {
             "num_rows": rows,
-            "page_size": page_size,
             "num_heads": heads,
-            "k_strides": known[0][0][:2],
-            "v_strides": known[1][0][:2],
-            "k_page_strides": known[2][0][:3],
-            "v_page_strides": known[3][0][:3],
+            "k_strides": strides_of(views[0], 2),
+            "v_strides": strides_of(views[1], 2),
+            "k_page_strides": strides_of(views[2], 3),
+            "v_page_strides": strides_of(views[3], 3),
+            "PAGE_SIZE": page_size,
             "DIM": dim,
             "DIM_V": dim_v,
             "COLUMNS": triton.next_power_of_2(dim),

@@ -23,7 +23,7 @@ from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multip
 from tilewise.numerics import LN2 as LN2_FLOAT
 from tilewise.numerics import LOG2E as LOG2E_FLOAT
 
-__all__ = ["merge_rows", "write_rows"]
+__all__ = ["merge_rows", "strides_of", "write_rows"]
 
 LOG2E = tl.constexpr(LOG2E_FLOAT)
 LN2 = tl.constexpr(LN2_FLOAT)
@@ -127,10 +127,10 @@ def write_call(sizes: tuple[int, ...], views: Views) -> KernelCall:
     arguments = dict(zip(WRITTEN, map(_address, WRITTEN, views), strict=True)) | {
         "page_size": page_size,
         "num_heads": heads,
-        "k_strides": _strides(views[0], 2),
-        "v_strides": _strides(views[1], 2),
-        "k_page_strides": _strides(views[2], 3),
-        "v_page_strides": _strides(views[3], 3),
+        "k_strides": strides_of(views[0], 2),
+        "v_strides": strides_of(views[1], 2),
+        "k_page_strides": strides_of(views[2], 3),
+        "v_page_strides": strides_of(views[3], 3),
         "DIM": dim,
         "DIM_V": dim_v,
         "BLOCK": min(MOST_ELEMENTS, triton.next_power_of_2(heads * dim)),
@@ -161,7 +161,7 @@ def _stride(view: RawView | None) -> int:
     return view[0][0]
 
 
-def _strides(view: RawView | None, count: int) -> tuple[int | Multiple, ...]:
+def strides_of(view: RawView | None, count: int) -> tuple[int | Multiple, ...]:
     """The first strides; multiples of 16 bytes are named as such, so that a thread loads that many at once."""
     assert view is not None
     strides, dtype, _ = view
