@@ -187,6 +187,8 @@ def test_modules(make: Callable[[], torch.nn.Module]) -> None:
     close(run("cuda"), expected, factor=2.0)
 
 
+# Importing torch's compiler warns about its own use of torch.jit.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_compiles_by_inductor_with_dynamic_lengths() -> None:
     torch._dynamo.reset()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.fp8 import Fp8Tensor
+from tilewise.integrations.flash_attn_interface import flash_attn_with_kvcache
 from tilewise.kv.quantised import append_quantised, new_scales, write_quantised
 
 pytestmark = [
@@ -105,20 +108,42 @@ def check(cache: tw.PagedKVCache, q: Tensor, out: Tensor, seats: list[int], v: T
     assert bool(((stored - v[seats]).abs() <= v[seats].abs() / 16 + v.abs().max() / 2**14).all())
 
 
-def test_appending_does_not_wait_for_the_device() -> None:
+def test_appending_does_not_wait_for_the_device(no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
     cache = cache_of(4)
     requests = [cache.add([n] * 20) for n in range(4)]
     cache.append(*rows_of(cache.step(requests)))
     k, v = rows_of(4)
-    for number in range(20):
-        if number == 2:
-            torch.cuda.synchronize()
-            mode = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            cache.step(requests, tokens=[number] * 4, fixed=number % 2 == 0)
-            cache.append(k, v)
-        except RuntimeError:
-            torch.cuda.set_sync_debug_mode("default")
-            raise
-    torch.cuda.set_sync_debug_mode(mode)
+
+    def decode(number: int) -> None:
+        cache.step(requests, tokens=[number] * 4, fixed=number % 2 == 0)
+        cache.append(k, v)
+
+    for number in range(4):
+        decode(number)
+    with no_waiting():
+        for number in range(4, 30):
+            decode(number)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_fa3_appends_to_fp8_caches_and_attends(paged: bool) -> None:
+    """The same bytes in the cache as on a CPU, and the same result but for rounding."""
+    torch.manual_seed(3)
+    q, cache, new = (torch.randn(2, n, h, DIM).to(E4M3) for n, h in ((1, HEADS), (128, KV_HEADS), (1, KV_HEADS)))
+    if paged:
+        cache = cache.view(torch.uint8).view(8, 32, KV_HEADS, DIM).view(E4M3)
+    found = []
+    for device in ("cpu", "cuda"):
+        k, v = (cache.clone().to(device) for _ in range(2))
+        options: dict[str, Any] = {"cache_seqlens": torch.tensor([77, 30], dtype=torch.int32, device=device)}
+        if paged:
+            options["page_table"] = torch.arange(7, -1, -1, dtype=torch.int32, device=device).view(2, 4)
+        for name, value in (("q", 0.5), ("k", 2.0), ("v", 3.0)):
+            options[f"{name}_descale"] = torch.tensor([[value, 1.0], [1.0, value]], device=device)
+        rows = new.to(device)
+        out = flash_attn_with_kvcache(q.to(device), k, v, rows, rows, causal=True, **options)
+        assert isinstance(out, Tensor)
+        found.append((out.float().cpu(), k.view(torch.uint8).cpu(), v.view(torch.uint8).cpu()))
+    (mine, *caches), (theirs, *their_caches) = found
+    assert all(torch.equal(a, b) for a, b in zip(caches, their_caches, strict=True))
+    torch.testing.assert_close(mine, theirs, atol=2e-2, rtol=2e-2)
