@@ -149,7 +149,8 @@ def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tens
 def _is_wide(shared: SharedPrefix, operands: Operands) -> bool:
     """Whether there are K/V heads and groups enough to give every thread many rows at a time. Where there are not, rows
     are cut until all are busy, and heads by themselves are no more work and split by keys as well (64 queries, 8 heads
-    on 2, 4096 keys, CPU time: 8.8 ms as rows and 9.5 plainly for one thread, 9.7 and 9.6 for two, 12.1 and 11.1 for four).
+    on 2, 4096 keys: 8.8 ms of CPU time as rows and 9.5 plainly for one thread, 9.7 and 9.6 for two, 12.1 and 11.1 for
+    four).
     """
     return len(shared.groups) * operands.k.shape[2] >= 2 * torch.get_num_threads()
 
