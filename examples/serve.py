@@ -1,6 +1,7 @@
 """Serve a toy language model with continuous batching from a paged KV cache, or simulate the memory of serving.
 
     python examples/serve.py                                   # random weights, random tokens, a real engine
+    python examples/serve.py --seats 64                        # decoding steps with seats: on a GPU one CUDA graph
     python examples/serve.py --simulate                        # no model: memory of three policies over a long trace
     python examples/serve.py --simulate --plot memory.svg      # and a picture of it (needs matplotlib)
     python examples/serve.py --trace requests.json             # your own trace, see load_trace in serving.py
@@ -87,12 +88,14 @@ class Toy(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, shape.width)
         self.blocks = nn.ModuleList(Block(shape, n) for n in range(shape.layers))
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
-        self.angles = rotary_table(max_seqlen, shape.head_dim)
+        self.angles: tuple[Tensor, ...] = rotary_table(max_seqlen, shape.head_dim)
 
     def forward(self, tokens: Tensor, positions: Tensor, last: Tensor, cache: tw.PagedKVCache) -> Tensor:
         """Logits of the rows in `last`; tokens and positions (rows,) are those of a step of the cache."""
         x: Tensor = self.embedding(tokens)
-        cos, sin = (table.to(x.device)[positions] for table in self.angles)
+        # Once: a graph cannot hold a copy from the host.
+        self.angles = tuple(table.to(x.device) for table in self.angles)
+        cos, sin = (table[positions] for table in self.angles)
         for block in self.blocks:
             x = block(x, cos, sin, cache)
         logits: Tensor = self.head(F.rms_norm(x[last], x.shape[-1:]))
@@ -112,13 +115,50 @@ class Tally:
     utilisation: float = 0.0
 
 
-class Engine:
-    """A model, its cache and a scheduler; `run` serves a trace, one forward pass a step."""
+class Decoder:
+    """Fixed steps of a cache with seats: the same tensors every time, so that a GPU replays one graph of the model."""
 
-    def __init__(self, model: Toy, cache: tw.PagedKVCache, *, token_budget: int = 512, max_running: int = 256) -> None:
+    @torch.no_grad()
+    def __init__(self, model: Toy, cache: tw.PagedKVCache, seats: int) -> None:
+        self.model, self.cache = model, cache
+        # Token, position and row of every seat.
+        self.inputs = torch.zeros(3, seats, dtype=torch.int64, device=cache.device)
+        self.inputs[2] = torch.arange(seats)
+        cache.step([], fixed=True)
+        self.logits = self.model(*self.inputs, cache)
+        self.graph = torch.cuda.CUDAGraph() if cache.device.type == "cuda" else None
+        if self.graph is not None:
+            with torch.cuda.graph(self.graph):
+                self.logits = self.model(*self.inputs, cache)
+
+    def __call__(self, works: list[Work]) -> Tensor:
+        """Logits of the requests of a step that yield."""
+        seats = self.cache.seats([work.number for work in works])
+        ids = [work.job.tokens[work.start] if work.token is None else work.token for work in works]
+        told = torch.tensor([ids, [work.start for work in works]])
+        self.inputs[:2, seats] = told.to(self.inputs.device)
+        if self.graph is None:
+            self.logits = self.model(*self.inputs, self.cache)
+        else:
+            self.graph.replay()
+            self.cache.mark_written()
+        yielding = [seat for seat, work in zip(seats, works, strict=True) if work.yields]
+        logits: Tensor = self.logits[yielding]
+        return logits
+
+
+class Engine:
+    """A model, its cache and a scheduler; `run` serves a trace, one forward pass a step. With `seats`, as many as the
+    cache has, steps that only decode are fixed ones.
+    """
+
+    def __init__(self, model: Toy, cache: tw.PagedKVCache, *, token_budget: int = 512, seats: int = 0) -> None:
         self.model, self.cache = model, cache
         spare = -(-SPARE_TOKENS // cache.book.page_size)
-        self.scheduler = Scheduler(cache, token_budget=token_budget, max_running=max_running, spare=spare)
+        self.decode = Decoder(model, cache, seats) if seats else None
+        self.scheduler = Scheduler(
+            cache, token_budget=token_budget, max_running=seats or 256, spare=spare, fixed=bool(seats)
+        )
         self.finished: list[Job] = []
         self.tally = Tally()
 
@@ -128,8 +168,10 @@ class Engine:
         works = self.scheduler.step()
         if not works:
             return 0
-        tokens, positions, last = (torch.tensor(x, device=self.cache.device) for x in _packed(works))
-        logits = self.model(tokens, positions, last, self.cache)
+        if self.decode is not None and self.scheduler.is_fixed(works):
+            logits = self.decode(works)
+        else:
+            logits = self.model(*(torch.tensor(x, device=self.cache.device) for x in _packed(works)), self.cache)
         stats = self.cache.stats()
         self.tally.peak_pages = max(self.tally.peak_pages, stats.pages_held)
         self.tally.peak_running = max(self.tally.peak_running, len(self.scheduler.running))
@@ -142,7 +184,7 @@ class Engine:
         ]
         self.finished += done
         self.tally.steps += 1
-        self.tally.rows += len(tokens)
+        self.tally.rows += sum(work.count for work in works)
         self.tally.produced += len(yielding)
         return len(done)
 
@@ -185,9 +227,9 @@ def serve(trace: Trace, options: argparse.Namespace, console: Console) -> Engine
     cache = tw.PagedKVCache(
         options.memory * trace.max_seqlen // options.page_size, options.page_size, shape.layers, shape.kv_heads,
         shape.head_dim, dtype=getattr(torch, options.dtype), device=options.device, max_seqlen=trace.max_seqlen,
-        prefix_sharing=not options.no_sharing,
+        prefix_sharing=not options.no_sharing, max_requests=options.seats or None,
     )  # fmt: skip
-    engine = Engine(model, cache)
+    engine = Engine(model, cache, seats=options.seats)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
         tally = engine.run(trace, progress)
@@ -258,6 +300,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--memory", type=int, default=16, help="memory of the cache, in requests of full length")
     parser.add_argument("--page-size", type=int, default=32)
     parser.add_argument("--no-sharing", action="store_true", help="do not share prefixes")
+    parser.add_argument("--seats", type=int, default=0, help="requests at a time in fixed steps, a graph on a GPU")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))

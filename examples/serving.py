@@ -183,11 +183,14 @@ class Scheduler:
     """Continuous batching: every step takes one token of each running request, then prompts while the budget lasts.
 
     A request is admitted when its prompt fits and `spare` more pages are left for each running one. When pages run
-    out all the same, the youngest request gives its own back and starts again later from what it has.
+    out all the same, the youngest request gives its own back and starts again later from what it has. With `fixed`,
+    steps with one token for each of their requests are fixed steps of a cache with seats.
     """
 
-    def __init__(self, store: Store, *, token_budget: int = 512, max_running: int = 256, spare: int = 1) -> None:
-        self.store = store
+    def __init__(
+        self, store: Store, *, token_budget: int = 512, max_running: int = 256, spare: int = 1, fixed: bool = False
+    ) -> None:
+        self.store, self.fixed = store, fixed
         self.token_budget, self.max_running, self.spare = token_budget, max_running, spare
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
@@ -205,6 +208,10 @@ class Scheduler:
             self._preempt()
             works = self._plan()
         return works
+
+    def is_fixed(self, works: list[Work]) -> bool:
+        """Whether a step is a fixed one."""
+        return self.fixed and all(work.count == 1 for work in works)
 
     def produce(self, job: Job, token: int) -> bool:
         """The next token of a request; True when that was the last."""
@@ -244,7 +251,10 @@ class Scheduler:
     def _make_room(self, works: list[Work]) -> bool:
         numbers, counts, tokens = zip(*((w.number, w.count, w.token) for w in works), strict=True)
         try:
-            self.store.step(numbers, counts, tokens=tokens)
+            if isinstance(self.store, PagedKVCache):
+                self.store.step(numbers, counts, tokens=tokens, fixed=self.is_fixed(works))
+            else:
+                self.store.step(numbers, counts, tokens=tokens)
         except OutOfPages:
             return False
         return True

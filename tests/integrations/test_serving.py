@@ -107,16 +107,25 @@ def alone(model: serve.Toy, shape: serve.Shape, request: Request) -> list[int]:
     return tokens[len(request.prompt) :]
 
 
-@pytest.mark.parametrize("pages", [64, 14])
-@torch.no_grad()
-def test_the_engine_says_what_the_model_says_to_each_alone(pages: int) -> None:
-    """Also with so few pages that requests are preempted and start again."""
+@functools.cache
+def served() -> tuple[serve.Toy, Trace, dict[Request, list[int]]]:
+    """A model, some requests, and what it says to each of them alone."""
     torch.manual_seed(0)
     shape = serve.Shape(layers=2, heads=4, kv_heads=2, head_dim=16)
     model = serve.Toy(shape, 128).double()
     trace = make_trace(6, gap=1.0, system=20, prompt=10, output=20, max_seqlen=128)
-    cache = tw.PagedKVCache(pages, 8, 2, 2, 16, dtype=torch.float64, device="cpu", max_seqlen=128)
-    engine = serve.Engine(model, cache, token_budget=24)
+    return model, trace, {request: alone(model, shape, request) for request in trace.requests}
+
+
+@pytest.mark.parametrize(("pages", "seats"), [(64, 0), (14, 0), (64, 4), (14, 6)])
+@torch.no_grad()
+def test_the_engine_says_what_the_model_says_to_each_alone(pages: int, seats: int) -> None:
+    """Also with so few pages that requests are preempted and start again, and with seats, for all or some at a time."""
+    model, trace, expected = served()
+    cache = tw.PagedKVCache(
+        pages, 8, 2, 2, 16, dtype=torch.float64, device="cpu", max_seqlen=128, max_requests=seats or None
+    )
+    engine = serve.Engine(model, cache, token_budget=24, seats=seats)
     engine.scheduler.spare = 1
     with Progress(disable=True) as progress:
         tally = engine.run(trace, progress)
@@ -125,7 +134,7 @@ def test_the_engine_says_what_the_model_says_to_each_alone(pages: int) -> None:
     assert cache.stats().hit_tokens > 0
     assert tally.produced == sum(request.output for request in trace.requests)
     said = {job.request: job.produced for job in engine.finished}
-    assert said == {request: alone(model, shape, request) for request in trace.requests}
+    assert said == expected
 
 
 def test_the_budget_bounds_a_step() -> None:
