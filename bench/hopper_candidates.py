@@ -12,7 +12,7 @@ import torch
 from tilewise import device
 from tilewise.backends.gpu.launching import raw_views
 from tilewise.backends.hopper import BACKEND, launch_backward
-from tilewise.backends.hopper.configs import BackwardConfig, backward_config, split_config
+from tilewise.backends.hopper.configs import BackwardConfig, backward_config
 from tilewise.backends.hopper.launching import counter_for
 from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
@@ -48,8 +48,6 @@ def _configs(problem: AttentionProblem) -> dict[str, ConfigOf]:
     found: dict[str, ConfigOf] = {}
     if problem.deterministic:
         found["fused"] = lambda p: backward_config(replace(p, deterministic=False))
-    if problem.deterministic or backward_config(problem).WIDE:
-        found["split"] = lambda p: split_config(backward_config(p))
     return found
 
 

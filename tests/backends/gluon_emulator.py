@@ -361,7 +361,8 @@ def atomic(change: Callable[[Any, Any], Any]) -> Callable[[Pointer, Any], Tensor
     return run
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = 0.0) -> Tensor:
+def load(pointer: Pointer, mask: Any = None, other: Any = 0.0, eviction_policy: str = "") -> Tensor:
+    del eviction_policy
     offsets = torch.as_tensor(pointer.offset)
     if mask is None:
         return pointer.flat[offsets].clone()

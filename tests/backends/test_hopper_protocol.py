@@ -6,6 +6,7 @@ wait or a wrong mask shows up as a deadlock or as a wrong number.
 
 from __future__ import annotations
 
+import heapq
 import importlib
 import itertools
 import math
@@ -369,6 +370,22 @@ def test_backward_protocol(case: Case, deterministic: bool, late_loads: bool, em
     check_backward(replace(case, deterministic=deterministic), emulated)
 
 
+@pytest.mark.parametrize(("heads", "seqlen", "batch"), [((32, 8), 4096, 2), ((32, 8), 1024, 8), ((32, 32), 4096, 2)])
+def test_heavy_tiles_do_not_come_last(
+    heads: tuple[int, int], seqlen: int, batch: int, emulated: Callable[[str], Any]
+) -> None:
+    """Tiles handed out in their order to 132 SMs keep these busy 95 % of the time (GQA once waited 19 %)."""
+    schedule = emulated("schedule")
+    case = Case(128, batch=batch, heads=heads, seqlens=(seqlen, seqlen), causal=True)
+    plan = emulated("launch_backward").backward_plan(case.problem, device.named("h200"))
+    busy = [0] * 132
+    for tile in range(plan.key_sizes.num_tiles):
+        block, _ = schedule.place_of(tile, plan.key_sizes, False)
+        lo, hi = schedule.query_tiles(block * 128, seqlen, seqlen, plan.key_sizes, plan.config)
+        heapq.heapreplace(busy, busy[0] + plan.key_sizes.group_size * int(hi - lo))
+    assert sum(busy) >= 0.95 * 132 * max(busy)
+
+
 @pytest.mark.parametrize("missing", ["barrier_sync", "store_wait"])
 def test_a_missing_hand_over_is_found(
     missing: str, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
@@ -378,29 +395,12 @@ def test_a_missing_hand_over_is_found(
     wide = emulated("backward_wide")
     if missing == "barrier_sync":
         monkeypatch.setattr(wide, "barrier_sync", lambda *_: None)
-        monkeypatch.setattr(wide, "barrier_arrive", lambda *_: None)
+        monkeypatch.setattr(wide, "barrier_at", lambda *_: None)
     else:
         monkeypatch.setattr(wide.tma, "store_wait", lambda _: None)
     monkeypatch.setattr(emulated("launch_backward"), "counter_for", lambda _: torch.zeros(1, dtype=torch.int32))
     with pytest.raises((AssertionError, RuntimeError)):
         check_backward(BACKWARD["d256"], emulated)
-
-
-SPLIT = ["d64 causal", "d128", "softcap", "packed causal", "d256", "d192 grouped", "d200 window", "packed unequal"]
-
-
-@pytest.mark.parametrize("late_loads", LOADS)
-@pytest.mark.parametrize("name", SPLIT)
-def test_split_backward_protocol(
-    name: str, late_loads: bool, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With dQ in a kernel of its own."""
-    MODE.late_loads = late_loads
-    launch, configs = emulated("launch_backward"), emulated("configs")
-    monkeypatch.setattr(launch, "backward_config", lambda p: configs.split_config(configs.backward_config(p)))
-    launch.backward_pass.cache_clear()
-    check_backward(replace(BACKWARD[name], deterministic=True), emulated)
-    launch.backward_pass.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["d64 causal", "d256"])

@@ -57,9 +57,9 @@ def compile_backward(problem: AttentionProblem, config: BackwardConfig | None = 
     return _compiled(calls, backward_kernel, backward_wide_kernel)
 
 
-def compile_query_gradient(problem: AttentionProblem, config: BackwardConfig) -> Any:
-    """The kernel that computes dQ alone."""
-    return _compiled(calls_of(replace(problem, needs_grad=True), HOPPER, config), query_gradient_kernel)
+def compile_query_gradient(problem: AttentionProblem) -> Any:
+    """The kernel that computes dQ alone, for wide heads."""
+    return _compiled(calls_of(replace(problem, needs_grad=True), HOPPER), query_gradient_kernel)
 
 
 def _compiled(calls: list[KernelCall], *kernels: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The main backward kernel: dK and dV of 128 keys at a time and, fused, what these keys add to dQ.
+"""The backward kernel up to 128 columns: dK and dV of 128 keys at a time, and what these keys add to dQ.
 
-Grid: fused, one CTA per SM, persistent, key tiles from the counter; alone, one CTA per key tile. Roles:
+Grid: one CTA per SM, persistent, key tiles from the counter. Roles:
   producer   one warp: K and V of the tile, then a ring of (Q, dO, row statistics) tiles of all the group's query heads
   consumers  two warpgroups of 64 keys. Per query tile
                S^T = K Q^T, dP^T = V dO^T           from shared memory
@@ -28,6 +28,7 @@ from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_la
 from tilewise.backends.hopper.primitives import barrier_sync, exp2, uniform
 from tilewise.backends.hopper.schedule import (
     announce,
+    first_seeing_tile,
     first_tile,
     first_turn,
     following_tile,
@@ -145,12 +146,10 @@ def producer(
         if C.IS_VARLEN:
             tile_turn = tile_turn.next()
             tile = announce(taken, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
-        elif C.PERSISTENT:
+        else:
             tile = next_tile(counter_ptr, sizes)
             pipe.tiles.send(tile_turn, tile)
             tile_turn = tile_turn.next()
-        else:
-            tile = sizes.num_tiles
 
 
 # ---- consumer
@@ -175,8 +174,8 @@ def mask_transposed(p, m_block, first_key, seqlen_q, seqlen_k, sizes, C: gl.cons
 
 
 @gluon.jit
-def add_query_gradient(at, dsa, q, dk, dv_issued, pa, dq_desc, dq_row, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr):
-    """Issue dQ = dS K, 64 queries x 64 columns a warpgroup, and dK += dS^T Q under it; add dQ to the accumulator.
+def issue_query_gradient(at, pipe, WARPGROUP: gl.constexpr, BLIND: gl.constexpr, C: gl.constexpr):
+    """Start dQ = dS K, 64 queries x 64 columns, once both warpgroups have stored their dS.
 
     At D=128 the warpgroups take halves of the columns, at D=64 halves of the 128 queries. Two dS buffers are enough:
     the next write to one comes after the next barrier, which the other warpgroup reaches with its dQ product finished.
@@ -190,18 +189,21 @@ def add_query_gradient(at, dsa, q, dk, dv_issued, pa, dq_desc, dq_row, pipe, WAR
     tma.store_wait(0)
     barrier_sync(8, 256)
     ds0 = pipe.ds_smem.index(at.slot * 2).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
-    ds1 = pipe.ds_smem.index(at.slot * 2 + 1).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
     k0 = pipe.k_smem.index(0).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
-    k1 = pipe.k_smem.index(1).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
     zeros = gl.zeros([64, 64], gl.float32, accumulator_layout(64))
     dq = warpgroup_mma(ds0, k0, zeros, use_acc=False, is_async=True)
-    dq = warpgroup_mma(ds1, k1, dq, is_async=True)
-    dv, pa = warpgroup_mma_wait(2, deps=[dv_issued, pa])  # retires P^T: its registers are needed
-    dk_issued = warpgroup_mma(dsa, q, dk, is_async=True)
-    dq = warpgroup_mma_wait(1, deps=[dq])
-    units = row_units(pipe.units_smem, at.slot, FIRST_QUERY, C)
+    if not BLIND:
+        ds1 = pipe.ds_smem.index(at.slot * 2 + 1).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
+        k1 = pipe.k_smem.index(1).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
+        dq = warpgroup_mma(ds1, k1, dq, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_query_gradient(dq, at, dq_desc, dq_row, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr):
+    """Start adding this warpgroup's block of dQ to the accumulator."""
+    units = row_units(pipe.units_smem, at.slot, WARPGROUP * 64 if C.D == 64 else 0, C)
     add_block(dq, units, dq_desc, dq_row * 2 + WARPGROUP, pipe.dq_smem.index(WARPGROUP), C)
-    return dk_issued, dv
 
 
 @gluon.jit
@@ -237,56 +239,54 @@ def backward_step(
     delta = pipe.stats_smem.index(at.slot).slice(BLOCK_M, BLOCK_M).load(QUERIES)
     ds = (p * (dp - delta[None, :])).to(DTYPE)
     dsa = gl.convert_layout(ds, OPERAND)
-    if C.FUSED:
-        pipe.ds_smem.index(at.slot * 2 + WARPGROUP).store(ds)
+    pipe.ds_smem.index(at.slot * 2 + WARPGROUP).store(ds)
     dv_issued = warpgroup_mma(pa, dout, dv, is_async=True)
-    if C.FUSED:
-        dk_issued, dv = add_query_gradient(
-            at, dsa, q, dk, dv_issued, pa, dq_desc, dq_row, pipe, WARPGROUP, C)  # fmt: skip
-    else:
-        dk_issued = warpgroup_mma(dsa, q, dk, is_async=True)
-        dv, pa = warpgroup_mma_wait(1, deps=[dv_issued, pa])
+    dq = issue_query_gradient(at, pipe, WARPGROUP, False, C)
+    dv, pa = warpgroup_mma_wait(2, deps=[dv_issued, pa])  # retires P^T: its registers are needed
+    dk_issued = warpgroup_mma(dsa, q, dk, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=[dq])
+    add_query_gradient(dq, at, dq_desc, dq_row, pipe, WARPGROUP, C)
     dk, dsa = warpgroup_mma_wait(0, deps=[dk_issued, dsa])
     pipe.query_ring.release(at)
     return dk, dv, at.next()
 
 
 @gluon.jit
+def blind_step(dq_row, at, dq_desc, pipe, C: gl.constexpr):
+    """The second warpgroup's part of a query tile that sees none of its keys: dS = 0, and its columns of dQ."""
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    pipe.query_ring.wait(at)
+    nothing = gl.zeros([64, BLOCK_M], gl.float32, accumulator_layout(BLOCK_M))
+    pipe.ds_smem.index(at.slot * 2 + 1).store(nothing.to(pipe.q_smem.dtype))
+    dq = warpgroup_mma_wait(0, deps=[issue_query_gradient(at, pipe, 1, True, C)])
+    add_query_gradient(dq, at, dq_desc, dq_row, pipe, 1, C)
+    pipe.query_ring.release(at)
+    return at.next()
+
+
+@gluon.jit
 def store_key_gradients(
     dk, dv, dk_desc, dv_desc, span, kv_head, row, scale, key_turn, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr
 ):
-    """Write 64 keys' dK and dV by TMA.
-
-    Fused: through the dQ and dS buffers, so that the next K and V can come at once. Alone: through V's and K's own.
-    """
+    """Write 64 keys' dK and dV by TMA, through the dQ and dS buffers, so that the next K and V can come at once."""
     D: gl.constexpr = C.D
     DTYPE: gl.constexpr = pipe.k_smem.dtype
     place = tile_at(span, kv_head, row, 0, C.IS_VARLEN)
-    if C.FUSED:
-        pipe.key_ring.release(key_turn)
-        DV_SLOTS: gl.constexpr = 16384 // (64 * C.D)
-        DK_SLOTS: gl.constexpr = 2 * C.NUM_STAGES * C.BLOCK_M // C.D
-        dv_slots = pipe.dq_smem._reinterpret(DTYPE, slots_shape(DV_SLOTS, 64, D, C.IS_VARLEN), dv_desc.layout)  # noqa: SLF001
-        dk_slots = pipe.ds_smem._reinterpret(DTYPE, slots_shape(DK_SLOTS, 64, D, C.IS_VARLEN), dk_desc.layout)  # noqa: SLF001
-        tma.store_wait(0)  # this warpgroup's last dQ tile has left its buffer
-        dv_smem = dv_slots.index(WARPGROUP * (128 // D))
-        dv_smem.reshape([64, D]).store(dv.to(DTYPE))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dv_desc, place, dv_smem)
-        barrier_sync(8, 256)  # the other warpgroup has finished its dQ product, which reads dS
-        dk_smem = dk_slots.index(WARPGROUP)
-    else:
-        dv_smem = pipe.v_smem.index(WARPGROUP)
-        dv_smem.reshape([64, D]).store(dv.to(DTYPE))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dv_desc, place, dv_smem)
-        dk_smem = pipe.k_smem.index(WARPGROUP)
+    pipe.key_ring.release(key_turn)
+    DV_SLOTS: gl.constexpr = 16384 // (64 * C.D)
+    DK_SLOTS: gl.constexpr = 2 * C.NUM_STAGES * C.BLOCK_M // C.D
+    dv_slots = pipe.dq_smem._reinterpret(DTYPE, slots_shape(DV_SLOTS, 64, D, C.IS_VARLEN), dv_desc.layout)  # noqa: SLF001
+    dk_slots = pipe.ds_smem._reinterpret(DTYPE, slots_shape(DK_SLOTS, 64, D, C.IS_VARLEN), dk_desc.layout)  # noqa: SLF001
+    tma.store_wait(0)  # this warpgroup's last dQ tile has left its buffer
+    dv_smem = dv_slots.index(WARPGROUP * (128 // D))
+    dv_smem.reshape([64, D]).store(dv.to(DTYPE))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dv_desc, place, dv_smem)
+    barrier_sync(8, 256)  # the other warpgroup has finished its dQ product, which reads dS
+    dk_smem = dk_slots.index(WARPGROUP)
     dk_smem.reshape([64, D]).store((dk * scale).to(DTYPE))
     fence_async_shared()
     tma.async_copy_shared_to_global(dk_desc, place, dk_smem)
-    if not C.FUSED:
-        tma.store_wait(0)
-        pipe.key_ring.release(key_turn)
 
 
 @gluon.jit
@@ -310,14 +310,18 @@ def consumer(
         begin, end = whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C)
         dk = gl.zeros([64, D], gl.float32, accumulator_layout(D))
         dv = gl.zeros([64, D], gl.float32, accumulator_layout(D))
-        if C.FUSED:  # the last tile's dK and dV have left the dS and dQ buffers
-            tma.store_wait(0)
-            barrier_sync(8, 256)
+        tma.store_wait(0)  # the last tile's dK and dV have left the dS and dQ buffers
+        barrier_sync(8, 256)
         pipe.key_ring.wait(key_turn)
         for g in range(sizes.group_size):
             row = row_tile_of(item * sizes.group_size + g, q_span, sizes, C)
+            seeing = lo
+            if C.SKIP_HIDDEN and WARPGROUP == 1:
+                seeing = first_seeing_tile(first + 64, lo, hi, seqlen_q, seqlen_k, sizes, C)
+                for m_block in range(lo, seeing):
+                    at = blind_step(row + m_block, at, dq_desc, pipe, C)
             if C.HAS_RIGHT or not C.EVEN_K:
-                for m_block in range(lo, begin):
+                for m_block in range(seeing, begin):
                     dk, dv, at = backward_step(
                         m_block, row + m_block, first, dk, dv, at, dq_desc, scale_log2, cap_scale, seqlen_q, seqlen_k,
                         sizes, pipe, WARPGROUP, True, C)  # fmt: skip
@@ -335,11 +339,8 @@ def consumer(
             dk, dv, dk_desc, dv_desc, kv_span, kv_head, first + WARPGROUP * 64, scale, key_turn, pipe, WARPGROUP, C
         )
         key_turn = key_turn.next()
-        if C.PERSISTENT:
-            tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
-            tile = uniform(tile)
-        else:
-            tile = sizes.num_tiles
+        tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
+        tile = uniform(tile)
     tma.store_wait(0)
 
 
@@ -358,13 +359,10 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
     k_smem = gl.allocate_shared_memory(DTYPE, slots_shape(2, 64, D, C.IS_VARLEN), k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, slots_shape(2, 64, D, C.IS_VARLEN), v_desc.layout)
     stats_smem = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 2 * BLOCK_M], stats_desc.layout)
-    ds_smem = q_smem
-    dq_smem = q_smem
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
+    ds_smem = gl.allocate_shared_memory(DTYPE, [2 * NUM_STAGES, 64, BLOCK_M], DS_LAYOUT)
+    dq_smem = gl.allocate_shared_memory(dq_desc.dtype, [2, 128, 32], dq_desc.layout)
     units_smem = stats_smem
-    if C.FUSED:
-        DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
-        ds_smem = gl.allocate_shared_memory(DTYPE, [2 * NUM_STAGES, 64, BLOCK_M], DS_LAYOUT)
-        dq_smem = gl.allocate_shared_memory(dq_desc.dtype, [2, 128, 32], dq_desc.layout)
     if C.FIXED_POINT:
         units_smem = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, BLOCK_M], units_desc.layout)
     key_ring = make_ring(1, 2)
@@ -384,7 +382,7 @@ def backward_kernel(
     q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, dk_desc, dv_desc, counter_ptr, work_ptr,
     scale_log2, cap_scale, scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and (FUSED) the dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys."""
+    """dK, dV and the dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys."""
     pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C)
     gl.warp_specialize([
         (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),

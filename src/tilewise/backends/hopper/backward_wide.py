@@ -1,13 +1,13 @@
-"""The backward of wide heads (over 128 columns) and of unequal head dims: dK and dV of 64 keys, and their part of dQ.
+"""The backward of wide heads (over 128 columns) and of unequal head dims: dK and dV of 64 keys at a time.
 
 dK and dV of 64 keys x 256 columns take 128 registers of a thread each, so no warpgroup can hold both, and the two
 consumers have different jobs. Grid: one CTA per SM, persistent, key tiles from the counter. Roles:
   producer   one warp: K and V of 64 keys, then rings of Q (with row statistics) and dO tiles of all the group's heads
-  values     S^T = K Q^T, P^T = exp2(S^T - lse), dV += P^T dO, and dQ = dS K of the first columns
-  keys       dP^T = V dO^T, dS^T = P^T (dP^T - delta), dK += dS^T Q, and dQ of the other columns
-P^T crosses over in fp32 through shared memory, each thread reading what its counterpart wrote; dS, which both multiply
-with K, in 16 bits. While one warpgroup is at its exponentials, the other one's products keep the tensor cores busy.
-Not FUSED, dQ is left to query_gradient.py: dS stays in registers, and the values' role may run a query tile ahead.
+  values     S^T = K Q^T, P^T = exp2(S^T - lse), dV += P^T dO
+  keys       dP^T = V dO^T, dS^T = P^T (dP^T - delta), dK += dS^T Q
+P^T crosses over in fp32 through shared memory, each thread reading what its counterpart wrote, in two buffers: the
+values' role may run a query tile ahead. While one warpgroup is at its exponentials, the other one's products keep the
+tensor cores busy. dQ is left to query_gradient.py, so everything is summed in a fixed order.
 
 Head dims come in two column parts as in the forward, (128, 64) for 192; accumulators are pairs, too.
 """
@@ -23,10 +23,10 @@ from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.hopper.backward import mask_transposed
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
-from tilewise.backends.hopper.dq_tiles import add_block, from_register_order, in_register_order, row_units
+from tilewise.backends.hopper.dq_tiles import from_register_order, in_register_order
 from tilewise.backends.hopper.forward import load_tile, make_parts
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
-from tilewise.backends.hopper.primitives import barrier_arrive, barrier_at, barrier_sync, exp2, uniform
+from tilewise.backends.hopper.primitives import barrier_at, barrier_sync, exp2, uniform
 from tilewise.backends.hopper.schedule import (
     announce,
     first_tile,
@@ -48,46 +48,35 @@ __all__ = ["backward_wide_kernel"]
 # The roles of the consumer warpgroups.
 VALUES = gl.constexpr(0)
 KEYS = gl.constexpr(1)
-# Named barriers of both warpgroups: P^T has been written (not FUSED: one for each of two buffers, 10 and 11), dS has
-# been written, all products of a key tile are done.
+# Named barriers of both warpgroups: P^T has been written (8 and 9, one for each of two buffers), all products of a key
+# tile are done.
 P_READY = gl.constexpr(8)
-DS_READY = gl.constexpr(9)
-P_READY_TWICE = gl.constexpr(10)
-ALL_DONE = gl.constexpr(12)
+ALL_DONE = gl.constexpr(10)
 
 
 @aggregate
 class Pipeline:
-    """The shared memory of a CTA: K, V, the rings of Q and dO (pairs of column parts), P, dS and dQ on their way."""
+    """The shared memory of a CTA: K, V, the rings of Q and dO (pairs of column parts), P on its way."""
 
     q_smem: gl.tuple
     dout_smem: gl.tuple
     k_smem: gl.tuple
     v_smem: gl.tuple
     stats_smem: gl.shared_memory_descriptor
-    units_smem: gl.shared_memory_descriptor
     p_smem: gl.shared_memory_descriptor
-    ds_smem: gl.shared_memory_descriptor
-    dq_smem: gl.shared_memory_descriptor
     q_ring: Ring
     dout_ring: Ring
     key_ring: Ring
     tiles: Mailbox
 
     @gluon.constexpr_function
-    def __init__(
-        self, q_smem, dout_smem, k_smem, v_smem, stats_smem, units_smem, p_smem, ds_smem, dq_smem, q_ring, dout_ring,
-        key_ring, tiles,
-    ):  # fmt: skip
+    def __init__(self, q_smem, dout_smem, k_smem, v_smem, stats_smem, p_smem, q_ring, dout_ring, key_ring, tiles):
         self.q_smem = q_smem
         self.dout_smem = dout_smem
         self.k_smem = k_smem
         self.v_smem = v_smem
         self.stats_smem = stats_smem
-        self.units_smem = units_smem
         self.p_smem = p_smem
-        self.ds_smem = ds_smem
-        self.dq_smem = dq_smem
         self.q_ring = q_ring
         self.dout_ring = dout_ring
         self.key_ring = key_ring
@@ -98,33 +87,26 @@ class Pipeline:
 
 
 @gluon.jit
-def load_queries(
-    q_desc, dout_desc, stats_desc, units_desc, pipe, q_at, dout_at, span, head, row_tile, m_block, C: gl.constexpr
-):
+def load_queries(q_desc, dout_desc, stats_desc, pipe, q_at, dout_at, span, head, row_tile, m_block, C: gl.constexpr):
     """Start the copies of one query tile, Q and its row statistics into one ring, dO into the other; the next slots."""
     BLOCK_M: gl.constexpr = C.BLOCK_M
-    UNITS_BYTES: gl.constexpr = 4 * C.BLOCK_M if C.FIXED_POINT else 0
-    Q_BYTES: gl.constexpr = 2 * C.BLOCK_M * (C.D + C.D_REST) + stats_desc.block_type.nbytes + UNITS_BYTES
+    Q_BYTES: gl.constexpr = 2 * C.BLOCK_M * (C.D + C.D_REST) + stats_desc.block_type.nbytes
     DOUT_BYTES: gl.constexpr = 2 * C.BLOCK_M * (C.DV + C.DV_REST)
     tile = row_tile + m_block
     ready = pipe.q_ring.acquire(q_at, Q_BYTES)
     load_tile(q_desc, pipe.q_smem, q_at.slot, ready, span, head, m_block * BLOCK_M, C.D, C.D_REST, C)
     tma.async_copy_global_to_shared(stats_desc, [tile * (2 * BLOCK_M)], ready, pipe.stats_smem.index(q_at.slot))
-    if C.FIXED_POINT:
-        tma.async_copy_global_to_shared(units_desc, [tile * BLOCK_M], ready, pipe.units_smem.index(q_at.slot))
     ready = pipe.dout_ring.acquire(dout_at, DOUT_BYTES)
     load_tile(dout_desc, pipe.dout_smem, dout_at.slot, ready, span, head, m_block * BLOCK_M, C.DV, C.DV_REST, C)
     return q_at.next(), dout_at.next()
 
 
 @gluon.jit
-def producer(
-    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counter_ptr, work_ptr, sizes, pipe, C: gl.constexpr
-):
+def producer(q_desc, dout_desc, k_desc, v_desc, stats_desc, counter_ptr, work_ptr, sizes, pipe, C: gl.constexpr):
     """Feed the rings."""
     KEY_BYTES: gl.constexpr = 2 * C.BLOCK_N * (C.D + C.D_REST + C.DV + C.DV_REST)
     q_at = start(C.NUM_STAGES)
-    dout_at = start(C.DOUT_STAGES)
+    dout_at = start(C.NUM_STAGES)
     key_turn = start(1)
     tile_turn = first_turn(C)
     tile = gl.program_id(0)
@@ -140,8 +122,8 @@ def producer(
         lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
         if lo < hi:  # the first query tile ahead of K and V: its place in the ring is free before theirs
             q_at, dout_at = load_queries(
-                q_desc, dout_desc, stats_desc, units_desc, pipe, q_at, dout_at, q_span, kv_head * group, row_tile, lo,
-                C)  # fmt: skip
+                q_desc, dout_desc, stats_desc, pipe, q_at, dout_at, q_span, kv_head * group, row_tile, lo, C
+            )
         ready = pipe.key_ring.acquire(key_turn, KEY_BYTES)
         key_turn = key_turn.next()
         load_tile(k_desc, pipe.k_smem, 0, ready, kv_span, kv_head, first, C.D, C.D_REST, C)
@@ -152,7 +134,7 @@ def producer(
             begin = gl.where(g == 0, lo + 1, lo)
             for m_block in range(begin, hi):
                 q_at, dout_at = load_queries(
-                    q_desc, dout_desc, stats_desc, units_desc, pipe, q_at, dout_at, q_span, kv_head * group + g,
+                    q_desc, dout_desc, stats_desc, pipe, q_at, dout_at, q_span, kv_head * group + g,
                     row_tile + g * sizes.row_tiles, m_block, C)  # fmt: skip
         if C.IS_VARLEN:
             tile_turn = tile_turn.next()
@@ -194,65 +176,42 @@ def issue_sum(weights, smem, slot, acc, acc_rest, D: gl.constexpr, D_REST: gl.co
 
 
 @gluon.jit
-def wait_sum(acc, acc_rest, operand, LATER: gl.constexpr, D_REST: gl.constexpr):
-    """The sum, with LATER products still running."""
+def wait_sum(acc, acc_rest, operand, D_REST: gl.constexpr):
+    """The sum, finished."""
     if D_REST:
-        acc, acc_rest, operand = warpgroup_mma_wait(LATER, deps=[acc, acc_rest, operand])
+        acc, acc_rest, operand = warpgroup_mma_wait(0, deps=[acc, acc_rest, operand])
     else:
-        acc, operand = warpgroup_mma_wait(LATER, deps=[acc, operand])
+        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
     return acc, acc_rest
-
-
-@gluon.jit
-def issue_query_block(pipe, BLOCK: gl.constexpr, C: gl.constexpr):
-    """Start dQ = dS K, 64 queries x 64 columns."""
-    D: gl.constexpr = C.D
-    D_REST: gl.constexpr = C.D_REST
-    zeros = gl.zeros([64, 64], gl.float32, accumulator_layout(64))
-    if BLOCK * 64 < D:
-        k = pipe.k_smem[0].index(0).reshape([64, D]).slice(BLOCK * 64, 64, dim=1)
-    else:
-        k = pipe.k_smem[1].index(0).reshape([64, D_REST]).slice(BLOCK * 64 - D, 64, dim=1)
-    return warpgroup_mma(pipe.ds_smem.permute([1, 0]), k, zeros, use_acc=False, is_async=True)
 
 
 # ---- consumers: one query tile
 
 
 @gluon.jit
-def hand_over(p, slot, pipe, C: gl.constexpr):
+def hand_over(p, slot, pipe):
     """Values' role: P^T for the other one, without waiting for it.
 
-    Not FUSED there are two buffers: the tile that finds this one in use again comes with Q in a slot that the other
-    role has released, after it had read P^T.
+    There are two buffers: the tile that finds this one in use again comes with Q in a slot that the other role has
+    released, after it had read P^T.
     """
-    if C.FUSED:
-        tma.store_wait(0)  # the last tile's dQ has left P's buffer
-        pipe.p_smem.index(0).store(in_register_order(p))
-        barrier_arrive(P_READY, 256)
-    else:
-        pipe.p_smem.index(slot).store(in_register_order(p))
-        barrier_at("arrive", P_READY_TWICE + slot, 256)
+    pipe.p_smem.index(slot).store(in_register_order(p))
+    barrier_at("arrive", P_READY + slot, 256)
 
 
 @gluon.jit
-def take_over(like, slot, pipe, C: gl.constexpr):
+def take_over(like, slot, pipe):
     """Keys' role: P^T, once it is there."""
-    if C.FUSED:
-        barrier_sync(P_READY, 256)
-        p = from_register_order(pipe.p_smem.index(0), like)
-    else:
-        barrier_at("sync", P_READY_TWICE + slot, 256)
-        p = from_register_order(pipe.p_smem.index(slot), like)
-    return p
+    barrier_at("sync", P_READY + slot, 256)
+    return from_register_order(pipe.p_smem.index(slot), like)
 
 
 @gluon.jit
 def values_step(
-    m_block, dq_row, first, dv, dv_rest, q_at, dout_at, dq_desc, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
+    m_block, first, dv, dv_rest, q_at, dout_at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
     MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """P^T and dV += P^T dO, and the first half of dQ's blocks."""
+    """P^T and dV += P^T dO."""
     QUERIES: gl.constexpr = gl.SliceLayout(0, accumulator_layout(C.BLOCK_M))
     DTYPE: gl.constexpr = pipe.k_smem[0].dtype
     pipe.q_ring.wait(q_at)
@@ -263,46 +222,18 @@ def values_step(
     if MASKED:
         p = mask_transposed(p, m_block, first, seqlen_q, seqlen_k, sizes, C)
     weights = p.to(DTYPE)
-    hand_over(through_cap(p, s, C), q_at.slot, pipe, C)
+    hand_over(through_cap(p, s, C), q_at.slot, pipe)
     pipe.dout_ring.wait(dout_at)
     dv, dv_rest, operand = issue_sum(weights, pipe.dout_smem, dout_at.slot, dv, dv_rest, C.DV, C.DV_REST, C)
-    if C.FUSED:
-        dv, dv_rest = add_first_blocks(dq_row, dv, dv_rest, operand, q_at, dout_at, dq_desc, pipe, C)
-    else:
-        dv, dv_rest = wait_sum(dv, dv_rest, operand, 0, C.DV_REST)
-        pipe.dout_ring.release(dout_at)
+    dv, dv_rest = wait_sum(dv, dv_rest, operand, C.DV_REST)
+    pipe.dout_ring.release(dout_at)
     pipe.q_ring.release(q_at)
     return dv, dv_rest, q_at.next(), dout_at.next()
 
 
 @gluon.jit
-def add_first_blocks(dq_row, dv, dv_rest, operand, q_at, dout_at, dq_desc, pipe, C: gl.constexpr):
-    """The first half of dQ's blocks, under and behind dV: one through a buffer of its own, one through P's."""
-    BLOCKS: gl.constexpr = (C.D + C.D_REST) // 64
-    units = row_units(pipe.units_smem, q_at.slot, 0, C)
-    barrier_sync(DS_READY, 256)
-    # Both warpgroups are past P^T: its buffer is free until the next tile's.
-    dq = issue_query_block(pipe, 0, C)
-    if BLOCKS > 2:
-        dq_next = issue_query_block(pipe, 1, C)
-        dv, dv_rest = wait_sum(dv, dv_rest, operand, 2, C.DV_REST)
-        pipe.dout_ring.release(dout_at)
-        dq = warpgroup_mma_wait(1, deps=[dq])
-        add_block(dq, units, dq_desc, dq_row * BLOCKS, pipe.dq_smem.index(VALUES), C)
-        dq_next = warpgroup_mma_wait(0, deps=[dq_next])
-        spare = pipe.p_smem.index(0)._reinterpret(dq_desc.dtype, [128, 32], dq_desc.layout)  # noqa: SLF001
-        add_block(dq_next, units, dq_desc, dq_row * BLOCKS + 1, spare, C)
-    else:
-        dv, dv_rest = wait_sum(dv, dv_rest, operand, 1, C.DV_REST)
-        pipe.dout_ring.release(dout_at)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        add_block(dq, units, dq_desc, dq_row * BLOCKS, pipe.dq_smem.index(VALUES), C)
-    return dv, dv_rest
-
-
-@gluon.jit
-def keys_step(dq_row, dk, dk_rest, q_at, dout_at, dq_desc, pipe, C: gl.constexpr):
-    """dS^T and dK += dS^T Q, and the second half of dQ's blocks."""
+def keys_step(dk, dk_rest, q_at, dout_at, pipe, C: gl.constexpr):
+    """dS^T and dK += dS^T Q."""
     QUERIES: gl.constexpr = gl.SliceLayout(0, accumulator_layout(C.BLOCK_M))
     DTYPE: gl.constexpr = pipe.k_smem[0].dtype
     pipe.dout_ring.wait(dout_at)
@@ -311,42 +242,11 @@ def keys_step(dq_row, dk, dk_rest, q_at, dout_at, dq_desc, pipe, C: gl.constexpr
     pipe.q_ring.wait(q_at)
     delta = pipe.stats_smem.index(q_at.slot).slice(C.BLOCK_M, C.BLOCK_M).load(QUERIES)
     dp = dp - delta[None, :]
-    weights = (take_over(dp, q_at.slot, pipe, C) * dp).to(DTYPE)
-    if C.FUSED:
-        dk, dk_rest = add_last_blocks(weights, dq_row, dk, dk_rest, q_at, dq_desc, pipe, C)
-    else:
-        dk, dk_rest, operand = issue_sum(weights, pipe.q_smem, q_at.slot, dk, dk_rest, C.D, C.D_REST, C)
-        dk, dk_rest = wait_sum(dk, dk_rest, operand, 0, C.D_REST)
+    weights = (take_over(dp, q_at.slot, pipe) * dp).to(DTYPE)
+    dk, dk_rest, operand = issue_sum(weights, pipe.q_smem, q_at.slot, dk, dk_rest, C.D, C.D_REST, C)
+    dk, dk_rest = wait_sum(dk, dk_rest, operand, C.D_REST)
     pipe.q_ring.release(q_at)
     return dk, dk_rest, q_at.next(), dout_at.next()
-
-
-@gluon.jit
-def add_last_blocks(weights, dq_row, dk, dk_rest, q_at, dq_desc, pipe, C: gl.constexpr):
-    """Share dS; under dK += dS^T Q, the second half of dQ's blocks."""
-    BLOCKS: gl.constexpr = (C.D + C.D_REST) // 64
-    FIRST_BLOCK: gl.constexpr = (BLOCKS + 1) // 2
-    SUMS: gl.constexpr = 2 if C.D_REST else 1
-    pipe.ds_smem.store(weights)
-    fence_async_shared()  # orders the stores of dS before the products that read it
-    tma.store_wait(0)  # the last dQ block has left its buffer
-    units = row_units(pipe.units_smem, q_at.slot, 0, C)
-    barrier_sync(DS_READY, 256)
-    if FIRST_BLOCK < BLOCKS:
-        dq = issue_query_block(pipe, FIRST_BLOCK, C)
-    dk, dk_rest, operand = issue_sum(weights, pipe.q_smem, q_at.slot, dk, dk_rest, C.D, C.D_REST, C)
-    if FIRST_BLOCK < BLOCKS:
-        dq = warpgroup_mma_wait(SUMS, deps=[dq])
-        add_block(dq, units, dq_desc, dq_row * BLOCKS + FIRST_BLOCK, pipe.dq_smem.index(KEYS), C)
-    if FIRST_BLOCK + 1 < BLOCKS:
-        dq = issue_query_block(pipe, FIRST_BLOCK + 1, C)
-        dk, dk_rest = wait_sum(dk, dk_rest, operand, 1, C.D_REST)
-        tma.store_wait(0)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        add_block(dq, units, dq_desc, dq_row * BLOCKS + FIRST_BLOCK + 1, pipe.dq_smem.index(KEYS), C)
-    else:
-        dk, dk_rest = wait_sum(dk, dk_rest, operand, 0, C.D_REST)
-    return dk, dk_rest
 
 
 # ---- consumers: one key tile
@@ -379,15 +279,12 @@ def store_sum(
 
 
 @gluon.jit
-def consumer(
-    dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe,
-    ROLE: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+def consumer(dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, ROLE: gl.constexpr, C: gl.constexpr):
     """Sum dV (VALUES) or dK (KEYS) of the tile's keys, over all query tiles of all query heads of the group."""
     WIDTH: gl.constexpr = C.DV if ROLE == VALUES else C.D
     WIDTH_REST: gl.constexpr = C.DV_REST if ROLE == VALUES else C.D_REST
     q_at = start(C.NUM_STAGES)
-    dout_at = start(C.DOUT_STAGES)
+    dout_at = start(C.NUM_STAGES)
     key_turn = start(1)
     tile_turn = first_turn(C)
     tile = uniform(first_tile(pipe.tiles, tile_turn, C))
@@ -397,32 +294,29 @@ def consumer(
         first = block * C.BLOCK_N
         seqlen_q = q_span[2]
         seqlen_k = kv_span[2]
-        row_tile = row_tile_of(item * sizes.group_size, q_span, sizes, C)
         lo, hi = query_tiles(first, seqlen_q, seqlen_k, sizes, C)
         begin, end = whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C)
         acc, acc_rest = make_sum(WIDTH, WIDTH_REST)
         pipe.key_ring.wait(key_turn)
-        for g in range(sizes.group_size):
-            row = row_tile + g * sizes.row_tiles
+        for _ in range(sizes.group_size):
             if ROLE == KEYS:  # masks are the other role's business: P is 0 there
-                for m_block in range(lo, hi):
-                    acc, acc_rest, q_at, dout_at = keys_step(
-                        row + m_block, acc, acc_rest, q_at, dout_at, dq_desc, pipe, C)  # fmt: skip
+                for _m_block in range(lo, hi):
+                    acc, acc_rest, q_at, dout_at = keys_step(acc, acc_rest, q_at, dout_at, pipe, C)
             else:
                 if C.HAS_RIGHT or not C.EVEN_K:
                     for m_block in range(lo, begin):
                         acc, acc_rest, q_at, dout_at = values_step(
-                            m_block, row + m_block, first, acc, acc_rest, q_at, dout_at, dq_desc, scale_log2, cap_scale,
-                            seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+                            m_block, first, acc, acc_rest, q_at, dout_at, scale_log2, cap_scale, seqlen_q, seqlen_k,
+                            sizes, pipe, True, C)  # fmt: skip
                 for m_block in range(begin, end):
                     acc, acc_rest, q_at, dout_at = values_step(
-                        m_block, row + m_block, first, acc, acc_rest, q_at, dout_at, dq_desc, scale_log2, cap_scale,
-                        seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip
+                        m_block, first, acc, acc_rest, q_at, dout_at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes,
+                        pipe, False, C)  # fmt: skip
                 if C.HAS_LEFT:
                     for m_block in range(end, hi):
                         acc, acc_rest, q_at, dout_at = values_step(
-                            m_block, row + m_block, first, acc, acc_rest, q_at, dout_at, dq_desc, scale_log2, cap_scale,
-                            seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+                            m_block, first, acc, acc_rest, q_at, dout_at, scale_log2, cap_scale, seqlen_q, seqlen_k,
+                            sizes, pipe, True, C)  # fmt: skip
         kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         barrier_sync(ALL_DONE, 256)  # both warpgroups have read K and V for the last time
         if ROLE == VALUES:
@@ -439,35 +333,22 @@ def consumer(
 
 
 @gluon.jit
-def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C: gl.constexpr):
+def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, C: gl.constexpr):
     """Allocate everything the roles share."""
-    DTYPE: gl.constexpr = q_desc[0].dtype
     BLOCK_M: gl.constexpr = C.BLOCK_M
     q_smem = make_parts(q_desc, C.NUM_STAGES, BLOCK_M, C.D, C.D_REST, C)
-    dout_smem = make_parts(dout_desc, C.DOUT_STAGES, BLOCK_M, C.DV, C.DV_REST, C)
+    dout_smem = make_parts(dout_desc, C.NUM_STAGES, BLOCK_M, C.DV, C.DV_REST, C)
     k_smem = make_parts(k_desc, 1, 64, C.D, C.D_REST, C)
     v_smem = make_parts(v_desc, 1, 64, C.DV, C.DV_REST, C)
     stats_smem = gl.allocate_shared_memory(gl.float32, [C.NUM_STAGES, 2 * BLOCK_M], stats_desc.layout)
-    units_smem = stats_smem
-    if C.FIXED_POINT:
-        units_smem = gl.allocate_shared_memory(gl.float32, [C.NUM_STAGES, BLOCK_M], units_desc.layout)
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 32], gl.float32)
-    P_SLOTS: gl.constexpr = 1 if C.FUSED else C.NUM_STAGES
-    p_smem = gl.allocate_shared_memory(gl.float32, [P_SLOTS, 128, 32], P_LAYOUT)
-    ds_smem = p_smem
-    dq_smem = p_smem
-    if C.FUSED:
-        DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
-        ds_smem = gl.allocate_shared_memory(DTYPE, [64, BLOCK_M], DS_LAYOUT)
-        dq_smem = gl.allocate_shared_memory(dq_desc.dtype, [2, 128, 32], dq_desc.layout)
+    p_smem = gl.allocate_shared_memory(gl.float32, [C.NUM_STAGES, 128, 32], P_LAYOUT)
     key_ring = make_ring(1, 2)
     q_ring = make_ring(C.NUM_STAGES, 2)
-    dout_ring = make_ring(C.DOUT_STAGES, 2)
+    dout_ring = make_ring(C.NUM_STAGES, 2)
     tiles = make_tiles(2, C)
     fence_async_shared()  # the barriers are initialised before TMA reports to them
-    return Pipeline(
-        q_smem, dout_smem, k_smem, v_smem, stats_smem, units_smem, p_smem, ds_smem, dq_smem, q_ring, dout_ring,
-        key_ring, tiles)  # fmt: skip
+    return Pipeline(q_smem, dout_smem, k_smem, v_smem, stats_smem, p_smem, q_ring, dout_ring, key_ring, tiles)
 
 
 @gluon.jit(
@@ -476,15 +357,14 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
 )
 def backward_wide_kernel(
     q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, q_rest, dout_rest, k_rest, v_rest, dk_rest, dv_rest,
-    stats_desc, units_desc, dq_desc, counter_ptr, work_ptr, scale_log2, cap_scale, scale, sizes,
-    C: gl.constexpr,
+    stats_desc, counter_ptr, work_ptr, scale_log2, cap_scale, scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and (FUSED) the dQ accumulator; items are (batch, kv head) pairs, blocks 64 keys."""
+    """Write dK and dV; items are (batch, kv head) pairs, blocks 64 keys."""
     queries, douts, keys, values = (q_desc, q_rest), (dout_desc, dout_rest), (k_desc, k_rest), (v_desc, v_rest)
     key_sums, value_sums = (dk_desc, dk_rest), (dv_desc, dv_rest)
-    pipe = make_pipeline(queries, douts, keys, values, stats_desc, units_desc, dq_desc, C)
+    pipe = make_pipeline(queries, douts, keys, values, stats_desc, C)
     gl.warp_specialize([
-        (consumer, (dq_desc, key_sums, value_sums, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
-        (consumer, (dq_desc, key_sums, value_sums, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
-        (producer, (queries, douts, keys, values, stats_desc, units_desc, counter_ptr, work_ptr, sizes, pipe, C)),
+        (consumer, (key_sums, value_sums, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
+        (consumer, (key_sums, value_sums, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
+        (producer, (queries, douts, keys, values, stats_desc, counter_ptr, work_ptr, sizes, pipe, C)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -6,7 +6,7 @@ TFLOP/s in the comments: bf16, 16384 tokens, 2048 = heads x head_dim, at N = 102
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tilewise.problem import AttentionProblem
 
@@ -20,7 +20,6 @@ __all__ = [
     "forward_config",
     "has_left",
     "has_right",
-    "split_config",
 ]
 
 
@@ -101,12 +100,11 @@ class ForwardConfig(ForwardTile):
 class BackwardConfig:
     """Everything the main backward kernels are compiled for; head dims are pairs of column parts.
 
-    WIDE: the kernel whose warpgroups share the work by products instead of by keys (backward_wide.py), for more than
-    128 columns and for head_dim_v other than head_dim. NUM_STAGES slots in the ring of Q, DOUT_STAGES in a wide dO's;
-    where dQ has a kernel of its own, NUM_STAGES of K and V_STAGES of V there.
-    FUSED: dQ is added to an accumulator by TMA; else a kernel of its own computes it, in a fixed order. FIXED_POINT:
-    the accumulator is of integers, so that the order of the additions does not matter (dq_tiles.py).
-    PERSISTENT: as many CTAs as SMs, tiles from the counter. EVEN_K: every key tile is whole.
+    WIDE: the kernels for more than 128 columns and for head_dim_v other than head_dim: dK and dV (backward_wide.py),
+    then dQ (query_gradient.py), all summed in a fixed order. Else one kernel (backward.py) that adds to dQ as well, in
+    any order; FIXED_POINT: in integers, so that the order does not matter (dq_tiles.py).
+    NUM_STAGES slots in the rings of Q and dO; where dQ has a kernel of its own, NUM_STAGES of K and V_STAGES of V.
+    EVEN_K: every key tile is whole.
     """
 
     D: int = 128
@@ -117,11 +115,9 @@ class BackwardConfig:
     BLOCK_M: int = 64
     BLOCK_N: int = 128
     NUM_STAGES: int = 2
-    DOUT_STAGES: int = 2
     V_STAGES: int = 2
-    FUSED: bool = True
+    SKIP_HIDDEN: bool = False
     FIXED_POINT: bool = False
-    PERSISTENT: bool = True
     EVEN_K: bool = True
     HAS_RIGHT: bool = False
     IS_CAUSAL: bool = False
@@ -129,14 +125,14 @@ class BackwardConfig:
     HAS_SOFTCAP: bool = False
     IS_VARLEN: bool = False
     IS_PAGED: bool = False  # pages have no gradient
-    # Of the kernel that computes dQ alone: its blocks are 128 queries and 128 keys.
+    # Of the kernel that computes dQ alone: its blocks are 128 queries.
     NUM_WARPGROUPS: int = 2
 
 
 # Query rows in a tile, by padded head dim: what fits beside dK and dV in 240 registers a thread.
 BACKWARD_BLOCK_M = {64: 128, 128: 64}
-# Shared memory of a wide CTA beside K, V and the rings, in 64-row tiles of 64 columns of 16 bits (8 KiB): P, dS, dQ.
-WIDE_EXTRA_TILES, WIDE_MAX_TILES = 7, 28
+# Tiles of 64 rows and 64 columns of 16 bits (8 KiB) in the shared memory of a CTA that computes dQ alone.
+QUERY_GRADIENT_TILES = 28
 
 
 def backward_config(problem: AttentionProblem) -> BackwardConfig:
@@ -154,9 +150,9 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         WIDE=wide,
         BLOCK_M=64 if wide else BACKWARD_BLOCK_M[d],
         BLOCK_N=block_n,
-        DOUT_STAGES=_second_stages(d + d_rest, dv + dv_rest),
-        V_STAGES=_second_stages(d + d_rest, dv + dv_rest),
-        FIXED_POINT=problem.deterministic,
+        V_STAGES=_value_stages(d + d_rest, dv + dv_rest),
+        FIXED_POINT=problem.deterministic and not wide,
+        SKIP_HIDDEN=not wide and d == 128 and has_right(problem),
         EVEN_K=not packed and problem.seqlen_k % block_n == 0,
         HAS_RIGHT=has_right(problem),
         IS_CAUSAL=has_right(problem) and problem.band[1] == 0,
@@ -166,27 +162,18 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
     )
 
 
-def _second_stages(width: int, width_v: int) -> int:
-    """Two where they fit beside K, V, two tiles of Q and what WIDE_EXTRA_TILES counts, else one (256 columns in both).
+def _value_stages(width: int, width_v: int) -> int:
+    """Two tiles of V where they fit beside 128 rows of Q and dO and two tiles of K, else one (256 columns in both).
 
-    >>> [_second_stages(d, dv) for d, dv in ((256, 256), (256, 192), (192, 128))]
+    >>> [_value_stages(d, dv) for d, dv in ((256, 256), (256, 192), (192, 128))]
     [1, 2, 2]
     """
-    return 2 if (3 * width + 3 * width_v) // 64 + WIDE_EXTRA_TILES <= WIDE_MAX_TILES else 1
+    return 2 if (4 * width + 4 * width_v) // 64 <= QUERY_GRADIENT_TILES else 1
 
 
 def dq_blocks(config: BackwardConfig) -> int:
     """64 x 64 blocks of dQ in a query tile."""
     return config.BLOCK_M * (config.D + config.D_REST) // 4096
-
-
-def split_config(config: BackwardConfig) -> BackwardConfig:
-    """The backward in two kernels, 7 products instead of 5: dK and dV, then dQ in a fixed order.
-
-    Without the sums of dQ a second slot of dO fits at 256 columns, too, beside two buffers of P.
-    """
-    persistent = config.IS_VARLEN or config.WIDE
-    return replace(config, FUSED=False, FIXED_POINT=False, PERSISTENT=persistent, DOUT_STAGES=2)
 
 
 def column_parts(head_dim: int) -> tuple[int, int]:

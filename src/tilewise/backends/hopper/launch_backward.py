@@ -84,12 +84,12 @@ class BackwardPlan(NamedTuple):
     def accumulator(self) -> Address | None:
         """The sums of dQ, behind the statistics."""
         dtype = torch.int32 if self.config.FIXED_POINT else torch.float32
-        return Address("workspace", dtype, offset=8 * self.num_rows) if self.config.FUSED else None
+        return None if self.config.WIDE else Address("workspace", dtype, offset=8 * self.num_rows)
 
     @property
     def sums_width(self) -> int:
         """Columns of dQ that are summed."""
-        return self.config.D + self.config.D_REST if self.config.FUSED else 0
+        return 0 if self.config.WIDE else self.config.D
 
     @property
     def units(self) -> Address | None:
@@ -119,7 +119,7 @@ class BackwardPlan(NamedTuple):
     @property
     def query_work(self) -> Address | None:
         """The list of packed blocks of queries, where dQ has a kernel of its own."""
-        if self.key_work is None or self.config.FUSED:
+        if self.key_work is None or not self.config.WIDE:
             return None
         return replace(self.key_work, offset=self.key_work.offset + 4 * list_size(self.key_sizes.num_blocks))
 
@@ -149,7 +149,7 @@ def backward_plan(problem: AttentionProblem, device: DeviceSpec) -> BackwardPlan
     config = backward_config(problem)
     keys = _sizes(problem, config, of_keys=True)
     queries = _sizes(problem, config, of_keys=False)
-    programs = min(device.num_sms, keys.num_tiles) if config.PERSISTENT else keys.num_tiles
+    programs = min(device.num_sms, keys.num_tiles)
     return BackwardPlan(problem, config, keys, queries, (programs, 1, 1))
 
 
@@ -184,10 +184,12 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
 def _streamed_bytes(problem: AttentionProblem, *, of_keys: bool) -> int:
     """Of a row that passes by a block of keys (of queries): what the blocks of a head share.
 
-    Q and dO in 16 bits and dQ in 32, of every query head of the group; K and V in 16 bits.
+    Q and dO in 16 bits and dQ in 32, of one query head: the CTAs of a group walk through its heads side by side.
+    Counted for the whole group, GQA 32/8 (4096 tokens) went two K/V heads a wave and waited for the last ones: 445
+    TFLOP/s instead of 537. K and V in 16 bits.
     """
     if of_keys:
-        return (problem.head_dim * 6 + problem.head_dim_v * 2) * problem.group_size
+        return problem.head_dim * 6 + problem.head_dim_v * 2
     return (problem.head_dim + problem.head_dim_v) * 2
 
 
@@ -264,7 +266,7 @@ def backward_calls(plan: BackwardPlan, views: dict[str, View]) -> Iterator[Kerne
         return
     if plan.query_work is not None:
         yield _list_call(plan, plan.query_work, views, of_keys=False)
-    yield _finish_call(plan, views) if plan.config.FUSED else _query_gradient_call(plan, views)
+    yield _query_gradient_call(plan, views) if plan.config.WIDE else _finish_call(plan, views)
 
 
 def _list_call(plan: BackwardPlan, work: Address, views: dict[str, View], *, of_keys: bool) -> KernelCall:
@@ -357,25 +359,30 @@ def _tiles(
 
 
 def _key_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
-    """dK, dV and the sums of dQ."""
-    config, accumulator = plan.config, plan.accumulator
+    """dK, dV and, if not WIDE, the sums of dQ."""
+    config = plan.config
     queries, keys = config.BLOCK_M, 64
     rows = {"q": queries, "dout": queries, "k": keys, "v": keys, "dk": keys, "dv": keys}
-    sums = units = None
-    if accumulator is not None:
-        sums = describe_flat(accumulator, (plan.num_rows * plan.sums_width // 32, 32), [128, 32])
-    if plan.units is not None:
-        units = describe_flat(plan.units, (plan.num_rows,), [config.BLOCK_M])
     arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=config.WIDE) | _shared(plan)
     arguments |= {
         "stats_desc": describe_flat(plan.stats, (2 * plan.num_rows,), [2 * config.BLOCK_M]),
-        "units_desc": units,
-        "dq_desc": sums,
         "counter_ptr": Address("counter", torch.int32, aligned=False),
         "work_ptr": plan.key_work,
         "sizes": plan.key_sizes,
     }
-    return KernelCall(backward_wide_kernel if config.WIDE else backward_kernel, plan.key_grid, arguments)
+    if config.WIDE:
+        return KernelCall(backward_wide_kernel, plan.key_grid, arguments)
+    return KernelCall(backward_kernel, plan.key_grid, arguments | _sums(plan))
+
+
+def _sums(plan: BackwardPlan) -> dict[str, Any]:
+    """Where dQ is added up."""
+    accumulator, units = plan.accumulator, plan.units
+    assert accumulator is not None
+    return {
+        "dq_desc": describe_flat(accumulator, (plan.num_rows * plan.sums_width // 32, 32), [128, 32]),
+        "units_desc": None if units is None else describe_flat(units, (plan.num_rows,), [plan.config.BLOCK_M]),
+    }
 
 
 def _shared(plan: BackwardPlan) -> dict[str, Any]:

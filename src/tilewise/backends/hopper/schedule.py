@@ -24,6 +24,7 @@ from tilewise.backends.hopper.channels import make_mailbox, start
 __all__ = [
     "Sizes",
     "announce",
+    "first_seeing_tile",
     "first_tile",
     "first_turn",
     "following_tile",
@@ -324,6 +325,13 @@ def query_tiles(first, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
         last = first + (C.BLOCK_N - 1) - (seqlen_k - seqlen_q) + sizes.window_left
         end = max(min(end, gl.cdiv(max(last + 1, 0), C.BLOCK_M)), begin)
     return begin, end
+
+
+@gluon.jit
+def first_seeing_tile(key, lo, hi, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
+    """The first of the query tiles lo .. hi-1 that sees a key or one after it."""
+    edge = max(key - (seqlen_k - seqlen_q) - right_of(sizes, C), 0)
+    return min(max(edge // C.BLOCK_M, lo), hi)
 
 
 @gluon.jit
