@@ -104,7 +104,7 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(BACKWARD, {"d": 192, **CAUSAL}, 168, 60),
     Recorded(BACKWARD, {"d": 192, "dv": 128, **CAUSAL}, 168, 48),
     Recorded(BACKWARD, {"d": 192, "dv": 128, **CAUSAL, **PACKED}, 168, 48),
-    Recorded(BACKWARD, {"d": 64, "dv": 128}, 168, 20),
+    Recorded(BACKWARD, {"d": 64, "dv": 128}, 168, 64, hot_spills=2),
     Recorded(BACKWARD, {"d": 256, "dv": 64, **CAUSAL}, 168, 48),
     Recorded(BACKWARD, {"d": 256}, 168, 40),
     Recorded(BACKWARD, {"d": 256, **CAUSAL}, 168, 60, fast=True),
@@ -116,7 +116,6 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(QUERIES, {"d": 192, **CAUSAL}, 168, 128),
     Recorded(QUERIES, {"d": 192, "dv": 128, **CAUSAL}, 168, 112),
     Recorded(QUERIES, {"d": 192, "dv": 128, **CAUSAL, **PACKED}, 168, 112),
-    Recorded(QUERIES, {"d": 64, "dv": 128}, 168, 32),
     Recorded(QUERIES, {"d": 256}, 168, 72, hot_spills=46, fast=True),
     Recorded(QUERIES, {"d": 256, **CAUSAL}, 168, 144, hot_spills=134),
 )

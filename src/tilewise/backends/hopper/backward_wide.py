@@ -1,4 +1,4 @@
-"""The backward of wide heads (over 128 columns) and of unequal head dims: dK and dV of 64 keys at a time.
+"""The backward of wide heads (over 128 columns in K or V): dK and dV of 64 keys at a time.
 
 dK and dV of 64 keys x 256 columns take 128 registers of a thread each, so no warpgroup can hold both, and the two
 consumers have different jobs. Grid: one CTA per SM, persistent, key tiles from the counter. Roles:

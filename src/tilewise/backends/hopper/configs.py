@@ -65,7 +65,8 @@ D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, RESCALE
 # Softcap and a left edge do not fit into the 160 registers of three warpgroups (64 spills in the hot loops).
 # Below this query length the tail of the causal triangle decides (D=64).
 SHORT_SEQLEN_Q = 2048
-# dK and dV of wider heads do not fit into the registers of one warpgroup.
+# dK and dV of wider heads do not fit into the registers of one warpgroup. Resting at D=128 (N=1k/4k/16k, causal):
+# 343/511/577 -> 343/521/599; at D=64, where half a warpgroup's tile is hidden, it cost 6 to 10 %.
 MAX_NARROW_HEAD_DIM = 128
 # Columns of a swizzled tile that lie together: what TMA fetches of a page at a time.
 PANEL = 64
@@ -100,9 +101,9 @@ class ForwardConfig(ForwardTile):
 class BackwardConfig:
     """Everything the main backward kernels are compiled for; head dims are pairs of column parts.
 
-    WIDE: the kernels for more than 128 columns and for head_dim_v other than head_dim: dK and dV (backward_wide.py),
-    then dQ (query_gradient.py), all summed in a fixed order. Else one kernel (backward.py) that adds to dQ as well, in
-    any order; FIXED_POINT: in integers, so that the order does not matter (dq_tiles.py).
+    WIDE: the kernels for more than 128 columns: dK and dV (backward_wide.py), then dQ (query_gradient.py), all summed
+    in a fixed order. Else one kernel (backward.py) that adds to dQ as well, in any order; FIXED_POINT: in integers, so
+    that the order does not matter (dq_tiles.py). SKIP_HIDDEN: its second warpgroup rests where it sees nothing.
     NUM_STAGES slots in the rings of Q and dO; where dQ has a kernel of its own, NUM_STAGES of K and V_STAGES of V.
     EVEN_K: every key tile is whole.
     """
@@ -140,7 +141,9 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
     d, d_rest = column_parts(problem.head_dim)
     dv, dv_rest = column_parts(problem.head_dim_v)
     packed = problem.kind == "varlen"
-    wide = (d, d_rest) != (dv, dv_rest) or d + d_rest > MAX_NARROW_HEAD_DIM
+    wide = max(problem.head_dim, problem.head_dim_v) > MAX_NARROW_HEAD_DIM
+    if not wide:  # the narrower of 64 and 128 columns is padded: five products of 128 are fewer cycles than seven
+        d = dv = max(d, dv)
     block_n = 64 if wide else 128
     return BackwardConfig(
         D=d,
