@@ -300,6 +300,7 @@ class Descriptor:
 
 def load_box(desc: Descriptor, corner: list[Any], barrier: Slots, target: Memory) -> None:
     grid = HERE.grid
+    corner = [int(x) for x in corner]  # what a role counts on in place is known when the copy starts
 
     def land() -> None:
         offsets, inside = desc.addresses(corner)
@@ -346,9 +347,8 @@ def assembly(
         HERE.named.join(index, int(found.group(3)), waits=found.group(1) == "sync")
     if text.startswith("cvt.rni.s32.f32"):
         return torch.round(args[0]).nan_to_num(0.0).double().clamp(-(2.0**31), 2.0**31 - 1).to(torch.int32)
-    if text.startswith("ex2"):
-        return torch.exp2(args[0])
-    return 1.0 / args[0] if text.startswith("rcp") else args[0]
+    known = {"ex2": torch.exp2, "lg2": torch.log2, "rcp": torch.reciprocal}
+    return known.get(text[:3], lambda x: x)(args[0])
 
 
 def atomic(change: Callable[[Any, Any], Any]) -> Callable[[Pointer, Any], Tensor]:
@@ -361,12 +361,12 @@ def atomic(change: Callable[[Any, Any], Any]) -> Callable[[Pointer, Any], Tensor
     return run
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = 0.0, eviction_policy: str = "") -> Tensor:
-    del eviction_policy
+def load(pointer: Pointer, mask: Any = None, other: Any = 0.0, **caching: str) -> Tensor:
+    del caching
     offsets = torch.as_tensor(pointer.offset)
     if mask is None:
         return pointer.flat[offsets].clone()
-    mask = torch.broadcast_to(mask, offsets.shape)
+    mask = torch.broadcast_to(torch.as_tensor(mask), offsets.shape)
     values = torch.full(offsets.shape, other, dtype=pointer.tensor.dtype)
     values[mask] = pointer.flat[offsets[mask]]
     return values
@@ -424,8 +424,9 @@ def cast(x: Any, dtype: torch.dtype, bitcast: bool = False) -> Any:
 
 
 LAYOUTS = [
-    f"{name}Layout" for name in ("NVMMADistributed", "DotOperand", "Slice", "NVMMAShared", "Blocked", "SwizzledShared")
-]
+    "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "NVMMASharedLayout", "BlockedLayout",
+    "SwizzledSharedLayout", "DistributedLinearLayout",
+]  # fmt: skip
 LANGUAGE: dict[str, Any] = {
     **dict.fromkeys(("tensor", "tuple", "shared_memory_descriptor", "dtype"), object),
     **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int32", "int64", "log2")},
@@ -441,6 +442,8 @@ LANGUAGE: dict[str, Any] = {
     "max": lambda x, axis: x.amax(axis),
     "min": lambda x, axis: x.amin(axis),
     "sum": lambda x, axis: x.sum(axis),
+    "associative_scan": lambda x, axis, _: x.cumsum(axis),  # sums are all that is scanned
+    "thread_barrier": lambda: None,
     "reshape": lambda x, shape: x.reshape(shape),
     "permute": lambda x, order: x.permute(*order),
     "convert_layout": lambda x, _: x,

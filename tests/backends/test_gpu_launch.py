@@ -35,6 +35,7 @@ symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 triton_launch = pytest.importorskip("tilewise.backends.triton.launch")
 hopper_launch = pytest.importorskip("tilewise.backends.hopper.launch")
 hopper_backward = pytest.importorskip("tilewise.backends.hopper.launch_backward")
+hopper_decode = pytest.importorskip("tilewise.backends.hopper.launch_decode")
 
 pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
@@ -53,12 +54,12 @@ class Compiled(NamedTuple):
 def h200(monkeypatch: pytest.MonkeyPatch, fake_cuda: FakeCuda) -> Iterator[FakeCuda]:
     """Every device is an H200, nothing is prepared yet."""
     kept = (triton_launch._kept_forward, triton_launch._kept_backward, hopper_launch.forward_pass)
-    caches = (*kept, hopper_backward.backward_pass, compilation._compiled)
+    caches = (*kept, hopper_backward.backward_pass, hopper_decode.decode_pass, compilation._compiled)
     for cache in caches:
         cache.cache_clear()
     counter = torch.zeros(1, dtype=torch.int32)
-    for module in (hopper_launch, hopper_backward):
-        monkeypatch.setattr(module, "counter_for", lambda _: counter)
+    for module in (hopper_launch, hopper_backward, hopper_decode):
+        monkeypatch.setattr(module, "counter_for", lambda *_: counter)
     fake_cuda.expect()
     with devices.overridden(devices.named("h200")):
         yield fake_cuda
@@ -120,6 +121,14 @@ def test_decoding_compiles_once_for_all_numbers_of_keys(h200: FakeCuda, compiled
         problem, ready = problem_of(Operands(q, k, k))
         TRITON.forward(problem, ready)
     assert compiled.names == ["decode_kernel", "combine_kernel"]
+
+
+def test_hopper_decoding_compiles_once_for_all_lengths_and_batches(h200: FakeCuda, compiled: Compiled) -> None:
+    for batch, keys in ((1, 300), (1, 65536), (3, 4097), (16, 8192)):
+        q, k = torch.zeros(batch, 8, 1, 64, dtype=BF16), torch.zeros(batch, 2, keys, 64, dtype=BF16)
+        problem, ready = problem_of(Operands(q, k, k))
+        HOPPER.forward(problem, ready)
+    assert compiled.names == ["decode_kernel"]
 
 
 @pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])

@@ -24,17 +24,20 @@ from tilewise.problem import AttentionProblem
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["BACKEND", "HopperBackend"]
+__all__ = ["BACKEND", "HopperBackend", "decodes"]
 
 DTYPES = (torch.float16, torch.bfloat16)
 # Rows of 16-bit numbers whose length is a multiple of this can be 16-byte aligned, as TMA wants.
 HEAD_DIM_STEP = 8
 # Narrower heads are mostly padding in a 64-column tile.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 40, 256
-# Decoding one token for 32/8 heads reads K and V at 379 to 1437 GB/s here, at 2341 to 4387 in Triton's split-KV kernel.
-FEW_ROWS = 64
-# Rows of a box that TMA fetches from one page.
-PAGE_STEP = 64
+# Query rows a K/V head up to which the decode kernel serves a call without gradients, if there are so many keys: one
+# token for 32/8 heads reads K and V at 379 to 1437 GB/s in the forward kernel.
+FEW_ROWS, MANY_KEYS = 64, 256
+# Of wider values, only so many: O is in registers.
+WIDE_HEAD_DIM, FEW_WIDE_ROWS = 128, 32
+# Rows of a box that TMA fetches from one page, in the forward and in the decode kernel: there, a swizzle repeats.
+PAGE_STEP, DECODE_PAGE_STEP = 64, 8
 # Rows of 8-bit numbers, the widths they are padded to, and the rows that share a scale: a tile of keys.
 FP8_HEAD_DIM_STEP, FP8_WIDTHS, FP8_BLOCK = 16, (64, 128, 256), 128
 # Gluon is experimental: its names move between Triton releases.
@@ -42,7 +45,9 @@ TRITON_RELEASES = ("3.6",)
 
 
 class HopperBackend:
-    """Dense, packed and (forward) paged attention in fp16 and bf16; dense and packed forward in FP8."""
+    """Dense, packed and (forward) paged attention in fp16 and bf16, decoding from FP8 pages; dense and packed forward
+    in FP8.
+    """
 
     name = "hopper"
 
@@ -64,6 +69,10 @@ class HopperBackend:
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
         """The forward tile."""
         del device
+        if decodes(problem):
+            module = importlib.import_module("tilewise.backends.hopper.decode_configs")
+            tile = module.decode_config(problem, packed_queries=True)
+            return TileShape(tile.ROWS, tile.BLOCK_N)
         if problem.fp8:
             config = importlib.import_module("tilewise.backends.hopper.fp8_configs").fp8_config(problem)
         else:
@@ -72,6 +81,8 @@ class HopperBackend:
 
     def fp8_path(self, problem: AttentionProblem) -> str:
         """What becomes of e4m3 operands, for `explain()`."""
+        if decodes(problem):
+            return f"{', '.join(problem.fp8)} read as e4m3 and widened to fp16 in registers, probabilities in fp16"
         return f"{', '.join(problem.fp8)} multiplied as e4m3 by FP8 tensor cores, probabilities rounded to e4m3"
 
     def launch_path(self) -> str:
@@ -80,7 +91,9 @@ class HopperBackend:
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse); see Backend."""
-        if problem.fp8:
+        if decodes(problem):
+            out, lse = _module("launch_decode").run_decode(problem, operands)
+        elif problem.fp8:
             out, lse = _module("fp8_launch").run_fp8_forward(problem, operands)
         else:
             out, lse = _module("launch").run_forward(problem, operands)
@@ -102,16 +115,24 @@ class HopperBackend:
         return gradients
 
 
+def decodes(problem: AttentionProblem) -> bool:
+    """Whether the decode kernel serves a problem: few query rows, many keys, no gradient."""
+    few = problem.seqlen_q * problem.group_size <= FEW_ROWS
+    return few and problem.seqlen_k >= MANY_KEYS and not problem.needs_grad
+
+
 def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
     if not device.has_wgmma:
         yield f"{device.name} has no wgmma (compute capability 9.0: H100, H200)"
     if problem.dtype not in DTYPES:
         yield f"dtype {problem.dtype} is not float16 or bfloat16"
-    if problem.page_size is not None:
+    if decodes(problem):
+        yield from _decode_refusals(problem)
+    elif problem.page_size is not None:
         yield from _paged_refusals(problem, problem.page_size)
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k):
         yield "there is nothing to compute (no sequence, no query or no key)"
-    if problem.fp8:
+    if problem.fp8 and not decodes(problem):
         yield from _fp8_refusals(problem)
     for name in ("alibi", "bias", "mask", "dropout"):
         if name in problem.features:
@@ -119,10 +140,29 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % HEAD_DIM_STEP or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             yield f"{name} {size} is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    if decodes(problem):
+        return
     if not problem.needs_grad and problem.seqlen_q * problem.group_size <= FEW_ROWS:
-        yield f"{problem.seqlen_q} query rows a K/V head fill no warpgroup: split-KV decoding is up to ten times faster"
+        yield f"{problem.seqlen_q} query rows a K/V head fill no warpgroup, {problem.seqlen_k} keys no decode kernel"
     if problem.scale <= 0:
         yield f"scale {problem.scale} is not positive (the running maximum is taken before scaling)"
+
+
+def _decode_refusals(problem: AttentionProblem) -> Iterator[str]:
+    rows, items = problem.seqlen_q * problem.group_size, problem.batch * problem.num_kv_heads
+    # One program merges the rows of all that share an item. GB/s here and in Triton's kernel by rows and items: 32, 32
+    # 3339 and 2957, 8, 8 2259 and 2165; 16, 8 1873 and 2109, 32, 8 1537 and 1914.
+    if rows > items:
+        yield f"{rows} query rows for each of {items} (sequence, K/V head) pairs: too many for one program to merge"
+    if rows > FEW_WIDE_ROWS and problem.head_dim_v > WIDE_HEAD_DIM:
+        yield f"{rows} query rows of {problem.head_dim_v} columns do not fit into the registers of a warpgroup"
+    if problem.page_size is not None and problem.page_size % DECODE_PAGE_STEP:
+        yield f"pages of {problem.page_size} rows: TMA fetches {DECODE_PAGE_STEP} rows of a page at a time"
+    if problem.fp8 and (problem.fp8 != ("k", "v") or problem.page_size is None):
+        yield f"{', '.join(problem.fp8)} in e4m3: decoding takes e4m3 keys and values in pages, beside q in 16 bits"
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if problem.fp8 and size % FP8_HEAD_DIM_STEP:
+            yield f"{name} {size} of 8-bit numbers is not a multiple of {FP8_HEAD_DIM_STEP}"
 
 
 def _fp8_refusals(problem: AttentionProblem) -> Iterator[str]:

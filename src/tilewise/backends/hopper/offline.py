@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.symbols import KernelCall
+from tilewise.backends.hopper import decodes
 from tilewise.backends.hopper.configs import BackwardConfig
 from tilewise.backends.hopper.launch import forward_calls, result_allocations
 from tilewise.backends.hopper.launch_backward import backward_calls, backward_plan, gradient_allocations
+from tilewise.backends.hopper.launch_decode import decode_calls
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
@@ -15,8 +17,11 @@ __all__ = ["calls_of"]
 
 def calls_of(problem: AttentionProblem, device: DeviceSpec, config: BackwardConfig | None = None) -> list[KernelCall]:
     """Forward, and backward if the problem wants gradients, with contiguous operands; `config` to try another one."""
-    views = operand_views(problem, packed_queries=True)
+    decoding = decodes(problem)
+    views = operand_views(problem, packed_queries=problem.seqlen_q > 1 or not decoding)
     views |= {name: made.view for name, made in result_allocations(problem).items()}
+    if decoding:
+        return decode_calls(problem, device, views)
     calls = forward_calls(problem, device, views)
     if problem.needs_grad:
         views["dout"] = views["out"]

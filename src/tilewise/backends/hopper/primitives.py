@@ -15,6 +15,7 @@ __all__ = [
     "barrier_at",
     "barrier_sync",
     "exp2",
+    "log2",
     "opaque",
     "pin",
     "round_to_int",
@@ -31,6 +32,12 @@ NEG_INF = gl.constexpr(float("-inf"))
 def exp2(x):
     """2^x as one MUFU.EX2; subnormal results become 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def log2(x):
+    """log2 of a normal x as one MUFU.LG2, off by at most 2^-22."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -1,0 +1,370 @@
+"""Decode for sm_90: few query rows against many keys, at the speed of memory.
+
+Grid: one CTA per SM. Each reads one contiguous share of all key tiles of all (sequence, K/V head) items, see
+decode_schedule. Roles, one function each:
+  producer   one warp: feeds deep rings of K and V tiles by TMA, without a break from item to item
+  consumer   one warpgroup. The query rows of a K/V head (tokens x heads of its group) are the columns of a transposed
+             product: S^T = K Q^T has the keys as wgmma's 64 rows and 8 or more columns, so nothing is computed for
+             padding but columns; P^T goes through shared memory into O^T += V^T P^T
+
+An item whose tiles all lie in one share is finished there. Of others every share leaves a part (unnormalised O, maximum
+and sum) in the workspace, and the CTA that comes last merges them, in the order of the keys: results are repeatable.
+"""
+
+# Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc,assignment"
+# ruff: noqa: N803, N806, RET505
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import _aggregate as aggregate
+
+from tilewise.backends.hopper.channels import Ring, make_ring, start
+from tilewise.backends.hopper.decode_fp8 import keys_operand, power_of_two, query_column, values_operand
+from tilewise.backends.hopper.decode_parts import merge_parts, place_rows, store_item, store_part
+from tilewise.backends.hopper.decode_schedule import advance, key_tiles_of, locate, program_of, spans_of
+from tilewise.backends.hopper.layouts import accumulator_layout, slots_shape, tile_at
+from tilewise.backends.hopper.primitives import NEG_INF, exp2, log2
+from tilewise.backends.hopper.scores import capped
+
+__all__ = ["decode_kernel"]
+
+# Scales of V below this are taken as this: the smallest is 2^-105, and a logarithm of 0 would be -inf.
+MIN_SCALE = gl.constexpr(2.0**-110)
+
+
+@aggregate
+class Pipeline:
+    """The shared memory of a CTA."""
+
+    q_smem: gl.shared_memory_descriptor
+    p_smem: gl.shared_memory_descriptor
+    k_smem: gl.shared_memory_descriptor
+    v_smem: gl.shared_memory_descriptor
+    k_ring: Ring
+    v_ring: Ring
+
+    @gluon.constexpr_function
+    def __init__(self, q_smem, p_smem, k_smem, v_smem, k_ring, v_ring):
+        self.q_smem = q_smem
+        self.p_smem = p_smem
+        self.k_smem = k_smem
+        self.v_smem = v_smem
+        self.k_ring = k_ring
+        self.v_ring = v_ring
+
+
+# ---- producer
+
+
+@gluon.jit
+def look_up(paging, batch_idx, row, length, C: gl.constexpr):
+    """The pages of a key tile, one for every CHUNK rows; rows past the end have none (0)."""
+    pages = ()
+    if C.IS_PAGED:
+        CHUNK: gl.constexpr = C.CHUNK
+        table = paging[0] + batch_idx.to(gl.int64) * paging[1]
+        for c in gl.static_range(C.BLOCK_N // C.CHUNK):
+            first = row + c * CHUNK
+            page = gl.load(table + first // C.PAGE_SIZE, mask=first < length, other=0)
+            pages = pages + (page,)  # noqa: RUF005  (Triton knows no unpacking)
+    return pages
+
+
+@gluon.jit
+def fetch(desc, smem, at, ring, span, head, row, pages, page_rows, D: gl.constexpr, C: gl.constexpr):
+    """Start the copy of a key tile into the ring.
+
+    Of pages in boxes of CHUNK rows, all in one page, and 128 bytes, which are one panel of the swizzled tile; rows past
+    the sequence's end arrive as zeros (see tile_at).
+    """
+    ready = ring.acquire(at, C.BLOCK_N * D * C.ITEMSIZE)
+    if C.IS_PAGED:
+        CHUNK: gl.constexpr = C.CHUNK
+        PAGE_SIZE: gl.constexpr = C.PAGE_SIZE
+        PANEL: gl.constexpr = min(D, 128 // C.ITEMSIZE)
+        for c in gl.static_range(C.BLOCK_N // C.CHUNK):
+            first = row + c * CHUNK
+            page_row = first % PAGE_SIZE
+            inside = max(min(span[2] - (first - page_row), PAGE_SIZE), 0)
+            for panel in gl.static_range(D // PANEL):
+                box = smem.index(at.slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * PANEL, PANEL, dim=4)
+                place = tile_at((0, pages[c] * page_rows, inside), head, page_row, panel * PANEL, True)
+                tma.async_copy_global_to_shared(desc, place, ready, box)
+    else:
+        tma.async_copy_global_to_shared(desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, smem.index(at.slot))
+
+
+@gluon.jit
+def producer(k_desc, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C: gl.constexpr):
+    """Feed the rings with the tiles of this CTA's share."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    at = start(C.NUM_STAGES)
+    _, flat, end, batch_idx, head, tile = locate(lengths, gl.program_id(0) * C.LANES + LANE, sizes, 1, C)
+    while flat < end:
+        _, seqlen_q, k_start, seqlen_k = spans_of(lengths, batch_idx, sizes, True, C)
+        first, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
+        span = (batch_idx, k_start, seqlen_k)
+        steps = min(count - tile, end - flat)
+        row = (first + tile) * BLOCK_N
+        pages = look_up(paging, batch_idx, row, seqlen_k, C)
+        for _i in range(steps):
+            # The next tile's pages are asked for before this one waits for a slot.
+            following = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
+            fetch(k_desc, pipe.k_smem, at, pipe.k_ring, span, head, row, pages, paging[2], C.D, C)
+            fetch(v_desc, pipe.v_smem, at, pipe.v_ring, span, head, row, pages, paging[3], C.DV, C)
+            at = at.next()
+            row += BLOCK_N
+            pages = following
+        flat += steps
+        batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
+        tile = tile * 0
+
+
+# ---- consumer
+
+
+@gluon.jit
+def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
+    """The query rows of an item into shared memory, zeros where there are none; returns the units they are in.
+
+    Beside e4m3 keys they are fp16: bf16 rows divided by a power of two, so that none of their bits above 2^-24 of the
+    largest number is lost.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, C.ROWS, gl.SliceLayout(1, LAYOUT))
+    cols = query_column(gl.arange(0, C.D, gl.SliceLayout(0, LAYOUT)), C)
+    token = rows // C.GROUP_SIZE
+    offsets = place_rows(q, batch_idx, q_start, token, head * C.GROUP_SIZE + rows % C.GROUP_SIZE, C)
+    ok = (token < seqlen_q)[:, None] & (cols < C.HEAD_DIM)[None, :]
+    values = gl.load(q[0] + offsets[:, None] + cols[None, :], mask=ok, other=0.0)
+    units = 1.0
+    if C.IS_FP8:
+        values = values.to(gl.float32)
+        units = power_of_two(gl.max(gl.abs(values), axis=1))
+        values = values * (1.0 / units)[:, None]
+        units = gl.convert_layout(units, gl.SliceLayout(0, accumulator_layout(C.ROWS)))
+    pipe.q_smem.store(values.to(pipe.q_smem.dtype))
+    fence_async_shared()  # orders the stores above before wgmma's reads
+    return units
+
+
+@gluon.jit
+def mask_keys(scores, row, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
+    """-inf for keys (rows here) past the end or outside a query's window."""
+    LAYOUT: gl.constexpr = accumulator_layout(C.ROWS)
+    keys = row + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    seen = (keys < seqlen_k)[:, None]
+    if C.HAS_RIGHT or C.HAS_LEFT:
+        token = gl.arange(0, C.ROWS, gl.SliceLayout(0, LAYOUT)) // C.GROUP_SIZE + (seqlen_k - seqlen_q)
+        if C.HAS_RIGHT:
+            seen = seen & (keys[:, None] <= (token + sizes.window_right)[None, :])
+        if C.HAS_LEFT:
+            seen = seen & (keys[:, None] >= (token - sizes.window_left)[None, :])
+    return gl.where(seen, scores, NEG_INF)
+
+
+@gluon.jit
+def pages_of(paging, batch_idx, row, seqlen_k, C: gl.constexpr):
+    """The pages of a tile's keys, for their scales."""
+    if C.IS_FP8:
+        keys = row + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, accumulator_layout(C.ROWS)))
+        table = paging[0] + batch_idx.to(gl.int64) * paging[1]
+        return (gl.load(table + keys // C.PAGE_SIZE, mask=keys < seqlen_k, other=0),)
+    else:
+        return ()
+
+
+@gluon.jit
+def scales_of(scales, pages, head, C: gl.constexpr):
+    """(scale of K, log2 of V's scale) for every key of a tile; a scale is (pointer, stride of a page, of a head)."""
+    if C.IS_FP8:
+        k, v = scales
+        k_scale = gl.load(k[0] + pages[0].to(gl.int64) * k[1] + head * k[2])
+        v_scale = gl.load(v[0] + pages[0].to(gl.int64) * v[1] + head * v[2])
+        return k_scale, v_scale
+    else:
+        return ()
+
+
+@gluon.jit
+def issue_scores(smem, pipe, C: gl.constexpr):
+    """S^T = K Q^T, finished."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    ROWS: gl.constexpr = C.ROWS
+    zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, accumulator_layout(C.ROWS))
+    q = pipe.q_smem.permute([1, 0])
+    if C.IS_FP8:
+        k = keys_operand(smem, C)
+        issued = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
+        scores, k = warpgroup_mma_wait(0, deps=[issued, k])
+    else:
+        scores = warpgroup_mma_wait(0, deps=[warpgroup_mma(smem, q, zeros, use_acc=False, is_async=True)])
+    return scores
+
+
+@gluon.jit
+def add_values(acc, smem, pipe, C: gl.constexpr):
+    """O^T += V^T P^T, finished."""
+    p = pipe.p_smem.permute([1, 0])
+    if C.IS_FP8:
+        v = values_operand(smem, C)
+        issued = warpgroup_mma(v, p, acc, is_async=True)
+        acc, v = warpgroup_mma_wait(0, deps=[issued, v])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(smem.permute([1, 0]), p, acc, is_async=True)])
+    return acc
+
+
+@gluon.jit
+def attend(
+    at, acc, top, sums, row, units, scales, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, pipe, C: gl.constexpr
+):
+    """One key tile: S^T = K Q^T, softmax over the keys, O^T += V^T P^T.
+
+    `top` is the running maximum of what P is the exponential of, in log2 units; `sums` has a row sum's terms still
+    apart. Scales of V go into P, but not into the sums.
+    """
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    D: gl.constexpr = C.D
+    DV: gl.constexpr = C.DV
+    pipe.k_ring.wait(at)
+    scores = issue_scores(pipe.k_smem.index(at.slot).reshape([BLOCK_N, D]), pipe, C)
+    pipe.k_ring.release(at)
+    if C.IS_FP8:
+        scores = scores * scales[0][:, None] * units[None, :]
+    scores = mask_keys(capped(scores, cap_scale, C), row, seqlen_q, seqlen_k, sizes, C) * scale_log2
+    weighted = scores
+    if C.IS_FP8:
+        weighted = scores + log2(gl.maximum(scales[1], MIN_SCALE))[:, None]
+    new_top = gl.maximum(top, gl.max(weighted, axis=0))
+    shift = gl.where(new_top == NEG_INF, 0.0, new_top)
+    alpha = exp2(top - shift)
+    p = exp2(weighted - shift[None, :])
+    pipe.p_smem.permute([1, 0]).store(p.to(pipe.p_smem.dtype))
+    fence_async_shared()  # orders the stores above before wgmma's reads
+    terms = p
+    if C.IS_FP8:
+        terms = exp2(scores - shift[None, :])
+    sums = sums * alpha[None, :] + terms
+    pipe.v_ring.wait(at)
+    acc = add_values(acc * alpha[None, :], pipe.v_smem.index(at.slot).reshape([BLOCK_N, DV]), pipe, C)
+    pipe.v_ring.release(at)
+    return acc, new_top, sums
+
+
+@gluon.jit
+def consumer(
+    q, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, lengths, paging, key_scales, scale_log2, cap_scale,
+    sizes, pipe, LANE: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Softmax(Q K^T) V over this CTA's share of the keys, item after item."""
+    LAYOUT: gl.constexpr = accumulator_layout(C.ROWS)
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    ROWS: gl.constexpr = C.ROWS
+    DV: gl.constexpr = C.DV
+    at = start(C.NUM_STAGES)
+    program = gl.program_id(0) * C.LANES + LANE
+    total, flat, end, batch_idx, head, tile = locate(lengths, program, sizes, 4, C)
+    while flat < end:
+        q_start, seqlen_q, _, seqlen_k = spans_of(lengths, batch_idx, sizes, True, C)
+        first, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
+        steps = min(count - tile, end - flat)
+        row = (first + tile) * BLOCK_N
+        units = load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C)
+        acc = gl.zeros([DV, ROWS], gl.float32, LAYOUT)
+        top = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(0, LAYOUT))
+        sums = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
+        # Scales are asked for a tile ahead, and their pages another one.
+        scales = scales_of(key_scales, pages_of(paging, batch_idx, row, seqlen_k, C), head, C)
+        pages = pages_of(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
+        for _i in range(steps):
+            next_scales = scales_of(key_scales, pages, head, C)
+            pages = pages_of(paging, batch_idx, row + 2 * BLOCK_N, seqlen_k, C)
+            acc, top, sums = attend(
+                at, acc, top, sums, row, units, scales, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, pipe, C
+            )
+            at = at.next()
+            row += BLOCK_N
+            scales = next_scales
+        row_sum = gl.sum(sums, axis=0)
+        if steps == count:
+            store_item(acc, top, row_sum, out, lse, sinks_ptr, batch_idx, q_start, seqlen_q, head, C)
+        else:
+            part = 2 * program + gl.where(tile == 0, 1, 0)
+            store_part(acc, top, row_sum, parts_ptr, stats_ptr, part, C)
+            from_program = program_of(total, flat - tile, C)
+            num_parts = program_of(total, flat - tile + count - 1, C) - from_program + 1
+            counter = counters_ptr + batch_idx * sizes.num_kv_heads + head
+            gl.thread_barrier()  # every thread's part is written before thread 0 says so
+            if gl.atomic_add(counter, 1) == num_parts - 1:
+                gl.store(counter, 0)
+                merge_parts(
+                    parts_ptr, stats_ptr, from_program, num_parts, out, lse, sinks_ptr, batch_idx, q_start, seqlen_q,
+                    head, C)  # fmt: skip
+        flat += steps
+        batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
+        tile = tile * 0
+
+
+# ---- kernel
+
+
+@gluon.jit
+def make_pipeline(k_desc, v_desc, C: gl.constexpr):
+    """Allocate everything the roles share."""
+    ROWS: gl.constexpr = C.ROWS
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    D: gl.constexpr = C.D
+    PACKED: gl.constexpr = C.IS_VARLEN or C.IS_PAGED
+    KEYS: gl.constexpr = k_desc.dtype
+    DTYPE: gl.constexpr = gl.float16 if C.IS_FP8 else k_desc.dtype
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
+    P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], DTYPE)
+    q_smem = gl.allocate_shared_memory(DTYPE, [ROWS, D], Q_LAYOUT)
+    p_smem = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_N], P_LAYOUT)
+    k_smem = gl.allocate_shared_memory(KEYS, slots_shape(C.NUM_STAGES, C.BLOCK_N, C.D, PACKED), k_desc.layout)
+    v_smem = gl.allocate_shared_memory(KEYS, slots_shape(C.NUM_STAGES, C.BLOCK_N, C.DV, PACKED), v_desc.layout)
+    k_ring = make_ring(C.NUM_STAGES, 1)
+    v_ring = make_ring(C.NUM_STAGES, 1)
+    fence_async_shared()  # the barriers are initialised before TMA reports to them
+    return Pipeline(q_smem, p_smem, k_smem, v_smem, k_ring, v_ring)
+
+
+@gluon.jit(
+    do_not_specialize=["q", "out", "lse", "table_stride", "k_page_rows", "v_page_rows", "k_scale", "v_scale",
+                       "scale_log2", "cap_scale", "sizes"],
+    do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "cu_seqlens_k", "counters_ptr", "block_table"],
+)  # fmt: skip
+def decode_kernel(
+    q, k_desc, v_desc, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, cu_seqlens_q, cu_seqlens_k, block_table,
+    table_stride, k_page_rows, v_page_rows, k_scale, v_scale, scale_log2, cap_scale, sizes, C: gl.constexpr,
+):  # fmt: skip
+    """q, out and lse are (pointer, stride of a sequence, of a head, of a token).
+
+    Paged keys: cu_seqlens_k holds the lengths of the sequences, block_table their pages; a page begins every
+    k_page_rows (v_page_rows) rows of K (V). Scales of e4m3 pages are (pointer, stride of a page, of a head). What a
+    problem does not have is None.
+    """
+    lengths = (cu_seqlens_q, cu_seqlens_k)
+    paging = (block_table, table_stride, k_page_rows, v_page_rows)
+    scales = (k_scale, v_scale)
+    pipe = make_pipeline(k_desc, v_desc, C)
+    # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
+    if C.LANES == 1:
+        gl.warp_specialize([
+            (consumer, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, lengths, paging, scales,
+                        scale_log2, cap_scale, sizes, pipe, 0, C)),
+            (producer, (k_desc, v_desc, lengths, paging, sizes, pipe, 0, C)),
+        ], [1], [C.PRODUCER_REGS])  # fmt: skip
+    else:
+        other = make_pipeline(k_desc, v_desc, C)
+        gl.warp_specialize([
+            (consumer, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, lengths, paging, scales,
+                        scale_log2, cap_scale, sizes, pipe, 0, C)),
+            (consumer, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, lengths, paging, scales,
+                        scale_log2, cap_scale, sizes, other, 1, C)),
+            (producer, (k_desc, v_desc, lengths, paging, sizes, pipe, 0, C)),
+            (producer, (k_desc, v_desc, lengths, paging, sizes, other, 1, C)),
+        ], [4, 1, 1], [C.CONSUMER_REGS, C.PRODUCER_REGS, C.PRODUCER_REGS])  # fmt: skip

@@ -1,0 +1,148 @@
+"""Who reads which keys in decoding: all key tiles of all (sequence, K/V head) items in one line, cut evenly.
+
+Program i of P takes the i-th share of the line, so every multiprocessor reads the same number of bytes whatever the
+lengths are, and shares begin and end inside of items. Lengths are read on the device, nothing waits for them on the
+host.
+"""
+
+# Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# ruff: noqa: N803, RET505
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+__all__ = ["DecodeSizes", "advance", "key_tiles_of", "locate", "program_of", "share_of", "spans_of"]
+
+# Sequences whose lengths are added up at a time.
+SCAN = gl.constexpr(128)
+
+
+class DecodeSizes(NamedTuple):
+    """The numbers of a launch that no kernel is specialised on."""
+
+    batch: int
+    num_kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    window_left: int
+    window_right: int
+
+
+@gluon.jit
+def _length(cu_seqlens, at, length, ok, PACKED: gl.constexpr):
+    """(first row, rows) of sequences in a packed tensor, or of one of `length` rows each."""
+    if PACKED:
+        first = gl.load(cu_seqlens + at, mask=ok, other=0)
+        return first, gl.load(cu_seqlens + at + 1, mask=ok, other=0) - first
+    else:
+        return at * length, at * 0 + length
+
+
+@gluon.jit
+def spans_of(lengths, at, sizes, ok, C: gl.constexpr):
+    """(first query row, queries, first key row, keys) of sequences."""
+    q_start, seqlen_q = _length(lengths[0], at, sizes.seqlen_q, ok, C.PACKED_Q)
+    if C.IS_PAGED:
+        return q_start, seqlen_q, q_start * 0, gl.load(lengths[1] + at, mask=ok, other=0)
+    else:
+        k_start, seqlen_k = _length(lengths[1], at, sizes.seqlen_k, ok, C.IS_VARLEN)
+        return q_start, seqlen_q, k_start, seqlen_k
+
+
+@gluon.jit
+def key_tiles_of(seqlen_q, seqlen_k, sizes, C: gl.constexpr):
+    """(first, number) of the key tiles that any query sees: one at least, so that somebody writes the zeros of queries
+    without keys; none if there is no query.
+    """
+    stop = (seqlen_k + C.BLOCK_N - 1) // C.BLOCK_N
+    first = stop * 0
+    if C.HAS_LEFT:
+        first = gl.maximum(seqlen_k - seqlen_q - sizes.window_left, 0) // C.BLOCK_N
+    return first, gl.where(seqlen_q > 0, gl.maximum(stop - first, 1), 0)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _counts(lengths, first, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
+    """Key tiles of SCAN sequences from `first` on, all heads."""
+    at = first + gl.arange(0, SCAN, gl.BlockedLayout([SCAN // (32 * NUM_WARPS)], [32], [NUM_WARPS], [0]))
+    ok = at < sizes.batch
+    _, seqlen_q, _, seqlen_k = spans_of(lengths, at, sizes, ok, C)
+    _, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
+    return gl.where(ok, count, 0) * sizes.num_kv_heads
+
+
+@gluon.jit
+def share_of(total, program, C: gl.constexpr):
+    """The first tile of a program's share; the remainder goes to the first programs, a tile each."""
+    programs = gl.num_programs(0) * C.LANES
+    each = total // programs
+    return program * each + min(program, total - each * programs)
+
+
+@gluon.jit
+def program_of(total, tile, C: gl.constexpr):
+    """The program whose share holds a tile."""
+    programs = gl.num_programs(0) * C.LANES
+    each = total // programs
+    rest = total - each * programs
+    longer = rest * (each + 1)
+    return gl.where(tile < longer, tile // (each + 1), (tile - longer) // max(each, 1) + rest)
+
+
+@gluon.jit
+def locate(lengths, program, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
+    """(total, first tile, last + 1, sequence, head, tile within that item) of this program's share."""
+    if C.IS_UNIFORM:
+        _, count = key_tiles_of(sizes.seqlen_q, gl.to_tensor(sizes.seqlen_k), sizes, C)
+        total = count * sizes.num_kv_heads * sizes.batch
+        begin = share_of(total, program, C)
+        item = begin // count
+        batch_idx = item // sizes.num_kv_heads
+        head = item - batch_idx * sizes.num_kv_heads
+        tile = begin - item * count
+    else:
+        total = gl.to_tensor(0)
+        for first in range(0, sizes.batch, SCAN):
+            total += gl.sum(_counts(lengths, first, sizes, NUM_WARPS, C), axis=0)
+        begin = share_of(total, program, C)
+        batch_idx = gl.to_tensor(0)
+        before = gl.to_tensor(0)
+        passed = gl.to_tensor(0)
+        for first in range(0, sizes.batch, SCAN):
+            counts = _counts(lengths, first, sizes, NUM_WARPS, C)
+            ends = passed + gl.associative_scan(counts, 0, _add)
+            done = ends <= begin
+            batch_idx += gl.sum(gl.where(done, 1, 0), axis=0)
+            before = max(before, gl.max(gl.where(done, ends, 0), axis=0))
+            passed += gl.sum(counts, axis=0)
+        batch_idx = min(batch_idx, sizes.batch - 1)
+        _, seqlen_q, _, seqlen_k = spans_of(lengths, batch_idx, sizes, True, C)
+        _, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
+        head = (begin - before) // max(count, 1)
+        tile = begin - before - head * count
+    return total, begin, share_of(total, program + 1, C), batch_idx, head, tile
+
+
+@gluon.jit
+def advance(lengths, batch_idx, head, more, sizes, C: gl.constexpr):
+    """The item after (sequence, head): the next head, or the next sequence that has queries if there is `more`."""
+    head += 1
+    if head == sizes.num_kv_heads:
+        head = head * 0
+        batch_idx += 1
+        if C.PACKED_Q:
+            searching = more
+            while searching:
+                _, seqlen_q, _, _ = spans_of(lengths, batch_idx, sizes, True, C)
+                searching = seqlen_q == 0
+                batch_idx += gl.where(searching, 1, 0)
+    return batch_idx, head

@@ -1,0 +1,160 @@
+"""From canonical operands to the decode kernel: everything but addresses is prepared once for a problem and its
+strides.
+
+Nothing here waits for the device, so a call can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import device as devices
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.symbols import Address, KernelCall
+from tilewise.backends.hopper.decode import decode_kernel
+from tilewise.backends.hopper.decode_configs import DecodeConfig, decode_config, num_programs, tokens_of
+from tilewise.backends.hopper.decode_schedule import DecodeSizes
+from tilewise.backends.hopper.launch import clear_tail_call, index_address, result_allocations, shapes_of
+from tilewise.backends.hopper.launching import addressable, contiguous, counter_for, describe, packed_rows, page_rows
+from tilewise.device import DeviceSpec
+from tilewise.numerics import LOG2E
+from tilewise.operands import Operands
+from tilewise.problem import AttentionProblem
+
+__all__ = ["decode_arguments", "decode_calls", "part_sizes", "run_decode"]
+
+# In which order tensors are handed to the launches.
+TENSORS = (*Operands._fields, "out", "lse", "workspace", "counters")
+
+# Bytes of a row that lie together in a swizzled tile: what TMA fetches of a page at a time.
+PANEL_BYTES = 128
+
+RawViews = tuple[RawView | None, ...]
+
+
+class DecodePass(NamedTuple):
+    """A call with everything but addresses; `copies` are the operands that TMA cannot address as they are."""
+
+    copies: tuple[str, ...]
+    out: Allocation
+    lse: Allocation
+    workspace: Allocation
+    launches: Launches
+
+
+def run_decode(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of canonical operands."""
+    if operands.sinks is not None:
+        operands = operands._replace(sinks=operands.sinks.contiguous())
+    result: tuple[Tensor, Tensor] = on_device(operands.q.get_device(), _decode, problem, operands)
+    return result
+
+
+def _decode(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    q = operands.q
+    device, index = devices.of(q.device), q.get_device()
+    ready = decode_pass(problem, device, index, raw_views(operands))
+    if ready.copies:
+        operands = operands._replace(**{name: contiguous(getattr(operands, name)) for name in ready.copies})
+        ready = decode_pass(problem, device, index, raw_views(operands))
+    out, lse, workspace = ready.out.new(q), ready.lse.new(q), ready.workspace.new(q)
+    counters = counter_for(q, problem.batch * problem.num_kv_heads)
+    ready.launches.run((*operands, out, lse, workspace, counters))
+    return out, lse
+
+
+@functools.lru_cache(maxsize=MAX_PASSES)
+def decode_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> DecodePass:
+    """The pass, prepared by the first call that needs it."""
+    views = {name: View(*view) for name, view in zip(Operands._fields, raw, strict=True) if view is not None}
+    made = result_allocations(problem)
+    shapes = shapes_of(problem)
+    copies = tuple(n for n in ("k", "v") if not addressable(packed_rows(problem, n, views[n]), shapes[n]))
+    if "block_table" in views and views["block_table"].strides[1] != 1:
+        copies += ("block_table",)
+    config = decode_config(problem, packed_queries="cu_seqlens_q" in views)
+    parts = sum(part_sizes(config, num_programs(problem, config, device)))
+    workspace = Allocation.contiguous((parts,), torch.float32)
+    calls = [] if copies else decode_calls(problem, device, views | {name: a.view for name, a in made.items()})
+    return DecodePass(copies, made["out"], made["lse"], workspace, Launches(calls, TENSORS, device, index))
+
+
+def part_sizes(config: DecodeConfig, programs: int) -> tuple[int, int]:
+    """Numbers of the workspace: two parts a program, of O, and of maxima and sums."""
+    parts = 2 * programs * config.LANES
+    return parts * config.ROWS * config.DV, parts * 2 * config.ROWS
+
+
+def decode_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
+    """The decode kernel, after the one that clears packed rows past the last sequence."""
+    config = decode_config(problem, packed_queries="cu_seqlens_q" in views)
+    programs = num_programs(problem, config, device)
+    call = KernelCall(decode_kernel, (programs, 1, 1), decode_arguments(problem, config, programs, views))
+    if not config.PACKED_Q:
+        return [call]
+    shape = (problem.total_q, problem.num_heads, problem.head_dim_v)
+    return [clear_tail_call("out", shape, problem, "cu_seqlens_q", with_lse=True), call]
+
+
+def decode_arguments(
+    problem: AttentionProblem, config: DecodeConfig, programs: int, views: dict[str, View]
+) -> dict[str, Any]:
+    """What the kernel is started with; `programs` of them share the work."""
+    paged = config.IS_PAGED
+    left, right = problem.band
+    return {
+        **{f"{name}_desc": _described(problem, config, name, views[name]) for name in ("k", "v")},
+        **{name: _rows(problem, name, views[name]) for name in ("q", "out", "lse")},
+        "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
+        "parts_ptr": Address("workspace", torch.float32),
+        "stats_ptr": Address("workspace", torch.float32, offset=4 * part_sizes(config, programs)[0]),
+        "counters_ptr": Address("counters", torch.int32, aligned=False),
+        "cu_seqlens_q": index_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": index_address(views, "seqlens_k" if paged else "cu_seqlens_k"),
+        "block_table": index_address(views, "block_table"),
+        "table_stride": views["block_table"].strides[0] if paged else None,
+        "k_page_rows": page_rows(problem, views["k"]) if paged else None,
+        "v_page_rows": page_rows(problem, views["v"]) if paged else None,
+        "k_scale": _scale("k_scale", views),
+        "v_scale": _scale("v_scale", views),
+        "scale_log2": (problem.scale if problem.softcap is None else problem.softcap) * LOG2E,
+        "cap_scale": 0.0 if problem.softcap is None else problem.scale / problem.softcap,
+        "sizes": DecodeSizes(
+            batch=problem.batch,
+            num_kv_heads=problem.num_kv_heads,
+            seqlen_q=tokens_of(problem, packed_queries=config.PACKED_Q),
+            seqlen_k=problem.seqlen_k,
+            total_q=problem.total_q,
+            window_left=(left or 0) if config.HAS_LEFT else 0,
+            window_right=(right or 0) if config.HAS_RIGHT else 0,
+        ),
+        "C": config,
+    }
+
+
+def _described(problem: AttentionProblem, config: DecodeConfig, name: str, view: View) -> Any:
+    rows, columns = config.BLOCK_N, config.D if name == "k" else config.DV
+    if config.IS_PAGED:
+        rows, columns = config.CHUNK, min(columns, PANEL_BYTES // config.ITEMSIZE)
+    return describe(name, packed_rows(problem, name, view), shapes_of(problem)[name], rows, columns)
+
+
+def _scale(name: str, views: dict[str, View]) -> tuple[Any, ...] | None:
+    """(address, stride of a page, of a head)."""
+    if name not in views:
+        return None
+    return (Address(name, torch.float32, aligned=False), *views[name].strides[:2])
+
+
+def _rows(problem: AttentionProblem, name: str, view: View) -> tuple[Any, ...]:
+    """(address, stride of a sequence, of a head, of a token)."""
+    address = Address(name, view.dtype, aligned=view.aligned)
+    if problem.kind == "dense":
+        return (address, *view.strides[:3])
+    if name == "lse":  # (head, token)
+        return (address, 0, *view.strides)
+    return address, 0, view.strides[1], view.strides[0]

@@ -1,0 +1,80 @@
+"""The Hopper decode kernel compiles for sm_90a here, without a GPU, and its machine code is as recorded."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tilewise.problem import AttentionProblem
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("triton", minversion="3.6")
+aot = pytest.importorskip("tilewise.backends.hopper.aot")
+compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
+offline = pytest.importorskip("tilewise.backends.hopper.offline")
+
+SMEM_LIMIT = 227 * 1024
+
+
+class Recorded(NamedTuple):
+    """One configuration: what makes the problem special, and what its machine code holds.
+
+    `hot_spills` counts local loads and stores in the innermost loops that multiply.
+    """
+
+    features: dict[str, Any]
+    hgmma: int
+    hot_spills: int = 0
+    fast: bool = False
+
+
+PAGED: dict[str, Any] = {"kind": "paged", "page_size": 64}
+FP8: dict[str, Any] = {**PAGED, "fp8": ("k", "v")}
+SEVERAL: dict[str, Any] = {"seqlen_q": 4, "total_q": 64, "causal": True}
+RECORDS = {
+    "d128": Recorded({}, 32, fast=True),
+    "d64": Recorded({"d": 64}, 16),
+    "d256": Recorded({"d": 256}, 32),
+    "fp16": Recorded({"dtype": torch.float16}, 32),
+    "unequal": Recorded({"d": 192, "head_dim_v": 128}, 24),
+    "64 rows": Recorded({"num_kv_heads": 2, **SEVERAL}, 16),
+    "32 rows, d256": Recorded({"num_kv_heads": 4, "d": 256, **SEVERAL}, 32),
+    "e4m3, 64 rows": Recorded({**FP8, "num_kv_heads": 2, **SEVERAL}, 16),
+    "e4m3, 32 rows, d256": Recorded({**FP8, "num_kv_heads": 4, "d": 256, **SEVERAL}, 32),
+    "everything": Recorded({"softcap": 30.0, "has_sinks": True, "window_left": 999, **SEVERAL}, 32),
+    "packed": Recorded({"kind": "varlen", **SEVERAL}, 32),
+    "pages of 8": Recorded({**PAGED, "page_size": 8}, 32),
+    "pages of 16": Recorded({**PAGED, "page_size": 16}, 32),
+    "pages of 64": Recorded(PAGED, 32, fast=True),
+    "several tokens from pages": Recorded({**PAGED, **SEVERAL}, 32),
+    "e4m3 pages": Recorded(FP8, 64, hot_spills=2, fast=True),
+    "e4m3 pages of 16, d64": Recorded({**FP8, "page_size": 16, "d": 64}, 16),
+    "e4m3, d256": Recorded({**FP8, "d": 256}, 64),
+    "e4m3, everything": Recorded({**FP8, "softcap": 30.0, "has_sinks": True, "window_left": 999, **SEVERAL}, 32),
+}
+
+
+def described(**features: Any) -> AttentionProblem:
+    """16 sequences of 8192 keys, one query each; `d` is the head dim."""
+    d = features.pop("d", 128)
+    values: dict[str, Any] = {
+        "kind": "dense", "dtype": torch.bfloat16, "batch": 16, "seqlen_q": 1, "seqlen_k": 8192, "total_q": 16,
+        "total_k": 16 * 8192, "num_heads": 32, "num_kv_heads": 8, "head_dim": d, "head_dim_v": d, "scale": 1.0,
+    }  # fmt: skip
+    return AttentionProblem(**values | features)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [pytest.param(r, id=name, marks=[] if r.fast else [pytest.mark.exhaustive]) for name, r in RECORDS.items()],
+)
+def test_machine_code_is_as_recorded(record: Recorded) -> None:
+    call = offline.calls_of(described(**record.features), aot.HOPPER)[-1]
+    found = aot.resources(compilation.compile_call(call, aot.HOPPER, -1))
+    assert found.hgmma == record.hgmma
+    assert not found.serialised
+    assert found.spills_in_hot_loops <= record.hot_spills
+    assert found.smem_bytes <= SMEM_LIMIT

@@ -1,0 +1,131 @@
+"""The Hopper decode kernel run on the CPU over the stand-in for Gluon, against the fp64 specification."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from gluon_emulator import MODE, PACKAGE
+from test_hopper_protocol import Case, emulated, expected, in_pages, reference  # noqa: F401  (emulated is a fixture)
+from tilewise import fp8
+from tilewise.operands import Operands
+from tilewise.problem import AttentionProblem
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = ((1, 1, 1, 1, 1), (700, 33, 1, 130, 64))
+SEVERAL = ((2, 0, 1, 3, 0), (300, 33, 0, 200, 1))
+DENSE = {
+    "group of four": Case(128, heads=(8, 2), batch=2, seqlens=(1, 700)),
+    "no group": Case(64, heads=(2, 2), seqlens=(1, 300)),
+    "one share": Case(128, heads=(1, 1), seqlens=(1, 40)),
+    "several tokens": Case(128, heads=(4, 2), seqlens=(5, 333), causal=True),
+    "wide, padded": Case(200, 96, heads=(4, 1), seqlens=(1, 500)),
+    "window": Case(128, heads=(4, 2), seqlens=(3, 600), window=(100, 1)),
+    "softcap, sinks": Case(96, heads=(6, 2), seqlens=(2, 400), causal=True, softcap=2.0, sinks=True),
+    "fewer keys": Case(64, heads=(4, 1), seqlens=(6, 3), causal=True, sinks=True),
+    "packed": Case(128, heads=(4, 2), lengths=SEVERAL, causal=True, padding=2),
+    "packed window": Case(64, heads=(2, 2), lengths=SEVERAL, window=(40, 0), padding=1),
+}
+PAGED = {
+    "small pages": (Case(128, heads=(8, 2), lengths=LENGTHS), 16, "rows first", False),
+    "tiny pages": (Case(64, heads=(4, 2), lengths=LENGTHS, sinks=True), 8, "heads first", False),
+    "a page a tile": (Case(128, heads=(4, 2), lengths=SEVERAL, causal=True), 64, "together", True),
+    "large pages": (Case(256, heads=(2, 1), lengths=LENGTHS, window=(50, None)), 256, "rows first", False),
+    "odd pages": (Case(96, heads=(4, 2), lengths=SEVERAL, causal=True, padding=2), 24, "heads first", True),
+}
+
+
+@pytest.fixture
+def decode(emulated: Callable[[str], Any]) -> Callable[[AttentionProblem, Operands], Any]:  # noqa: F811
+    launch = importlib.import_module(f"{PACKAGE}.launch_decode")
+    counters = torch.zeros(64, dtype=torch.int32)
+    vars(launch).update(counter_for=lambda *_: counters)
+
+    def run(problem: AttentionProblem, operands: Operands) -> Any:
+        out, lse = launch.run_decode(problem, operands)
+        assert not counters.any(), "counters must come back to zero"
+        return out, lse
+
+    return run
+
+
+@pytest.mark.parametrize("case", DENSE.values(), ids=DENSE.keys())
+def test_rows(case: Case, decode: Callable[..., Any]) -> None:
+    MODE.late_loads = False
+    operands = case.inputs()
+    check(case, operands, *decode(case.problem, operands))
+
+
+@pytest.mark.parametrize(("case", "page_size", "storage", "several"), PAGED.values(), ids=PAGED.keys())
+def test_pages(case: Case, page_size: int, storage: str, several: bool, decode: Callable[..., Any]) -> None:
+    """Pages in any order, NaN in every row that no sequence has, nonsense in the unused part of the table."""
+    MODE.late_loads = True
+    packed = case.inputs()
+    operands, problem = in_pages(case, packed, page_size, storage)
+    if not several:
+        operands = operands._replace(cu_seqlens_q=None)
+        problem = replace(problem, seqlen_q=1)
+    check(case, packed, *decode(problem, operands))
+
+
+def test_many_sequences(decode: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than are added up at a time, among them empty ones at both ends."""
+    MODE.late_loads = False
+    monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.decode_schedule"), "SCAN", 2)
+    case = Case(64, heads=(2, 1), lengths=((0, 1, 0, 2, 1, 1, 0), (9, 300, 5, 70, 0, 129, 400)), causal=True)
+    operands = case.inputs()
+    check(case, operands, *decode(case.problem, operands))
+
+
+@pytest.mark.parametrize("programs", [1, 3, 7, 128])
+def test_shares_cover_the_line(programs: int, decode: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = importlib.import_module(f"{PACKAGE}.decode_schedule")
+    config = types.SimpleNamespace(LANES=2)
+    monkeypatch.setattr(schedule.gl, "num_programs", lambda _: programs)
+    for total in (1, 2, 5, 127, 256, 1000):
+        ends = [int(schedule.share_of(total, i, config)) for i in range(2 * programs + 1)]
+        assert (ends[0], ends[-1]) == (0, total)
+        assert {b - a for a, b in itertools.pairwise(ends)} <= {total // (2 * programs), total // (2 * programs) + 1}
+        for tile in range(total):
+            program = int(schedule.program_of(total, torch.tensor(tile), config))
+            assert ends[program] <= tile < ends[program + 1]
+
+
+FP8 = {
+    "small pages": (Case(128, heads=(8, 2), lengths=LENGTHS), 16, False),
+    "a page a tile": (Case(64, heads=(4, 2), lengths=SEVERAL, causal=True, sinks=True), 128, True),
+    "large pages": (Case(256, heads=(2, 1), lengths=LENGTHS, window=(50, None), softcap=3.0), 256, False),
+    "padded": (Case(96, heads=(4, 2), lengths=LENGTHS), 32, False),
+}
+
+
+@pytest.mark.parametrize(("case", "page_size", "several"), FP8.values(), ids=FP8.keys())
+def test_e4m3_pages(case: Case, page_size: int, several: bool, decode: Callable[..., Any]) -> None:
+    """The attention of the dequantised pages, with P in fp16; scales differ from page to page by powers of ten."""
+    MODE.late_loads = True
+    operands, problem = in_pages(case, case.inputs(), page_size, "rows first")
+    pages = torch.arange(operands.k.shape[0])[:, None, None, None]
+    k, v = (fp8.quantize_pages(t * 10.0 ** (pages % 3 - 1)) for t in (operands.k, operands.v))
+    operands = operands._replace(k=k.data, v=v.data, k_scale=k.scale, v_scale=v.scale)
+    if not several:
+        operands = operands._replace(cu_seqlens_q=None)
+        problem = replace(problem, seqlen_q=1)
+    problem = replace(problem, fp8=("k", "v"))
+    out, lse = decode(problem, operands)
+    ref, ref_lse = reference().forward(replace(problem, dtype=torch.float64), operands._replace(q=operands.q.double()))
+    torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+
+
+def check(case: Case, operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> None:
+    ref, ref_lse = expected(case, operands)
+    torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)

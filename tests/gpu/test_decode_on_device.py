@@ -1,0 +1,142 @@
+"""What only a real Hopper GPU can show of the decode kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise import fp8
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    ),
+]
+
+LENGTHS = [5000, 33, 0, 1300, 64, 257]
+FLAGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"causal": True, "window": (700, 0)},
+    "softcap, sinks": {"causal": True, "softcap": 20.0, "sinks": torch.linspace(-2, 2, 16)},
+}
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def on_device(flags: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in flags.items()}
+
+
+def in_pages(page_size: int, head_dim: int, heads: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(k pages, v pages, table, lengths): pages in any order, NaN in all slots that no sequence has."""
+    counts = [-(-n // page_size) for n in LENGTHS]
+    order = torch.randperm(sum(counts) + 3).tolist()
+    table = torch.full((len(LENGTHS), max(counts)), 1 << 30, dtype=torch.int32)
+    k, v = (torch.full((sum(counts) + 3, page_size, heads, head_dim), torch.nan).bfloat16() for _ in range(2))
+    for b, length in enumerate(LENGTHS):
+        for number in range(counts[b]):
+            page = table[b, number] = order.pop()
+            rows = min(page_size, length - number * page_size)
+            k[page, :rows], v[page, :rows] = torch.randn(2, rows, heads, head_dim).bfloat16()
+    return k.cuda(), v.cuda(), table.cuda(), torch.tensor(LENGTHS, dtype=torch.int32).cuda()
+
+
+def stored(pages: Tensor, quantised: bool) -> Any:
+    return fp8.quantize_pages(pages) if quantised else pages
+
+
+def close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
+    torch.testing.assert_close(got[0].double(), want[0].double(), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(got[1].double(), want[1].double(), atol=1e-3, rtol=1e-4)
+
+
+# (query tokens, head_dim, flags)
+ROWS = [(1, 64, "plain"), (1, 128, "plain"), (4, 128, "window"), (1, 192, "softcap, sinks"), (4, 256, "plain")]
+# (page size, flags)
+PAGES = [(8, "plain"), (16, "softcap, sinks"), (48, "window"), (64, "plain"), (256, "plain")]
+
+
+@pytest.mark.parametrize(("tokens", "head_dim", "name"), ROWS)
+def test_rows(tokens: int, head_dim: int, name: str) -> None:
+    q, k, v = randn(4, 16, tokens, head_dim), randn(4, 4, 5001, head_dim), randn(4, 4, 5001, head_dim)
+    flags = on_device(FLAGS[name])
+    got = tw.attention(q, k, v, backend="hopper", return_lse=True, **flags)
+    close(got, tw.attention(q, k, v, backend="reference", return_lse=True, **flags))
+
+
+@pytest.mark.parametrize(("page_size", "name"), PAGES)
+@pytest.mark.parametrize("several", [False, True], ids=["one token", "several tokens"])
+@pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "e4m3"])
+def test_pages(quantised: bool, several: bool, page_size: int, name: str) -> None:
+    k, v, table, lengths = in_pages(page_size, 128)
+    keys, values = stored(k, quantised), stored(v, quantised)
+    flags = on_device(FLAGS[name])
+    if several:
+        starts = torch.tensor([0, 3, 3, 4, 8, 10, 12], dtype=torch.int32).cuda()
+        flags |= {"cu_seqlens_q": starts, "max_seqlen_q": 4}
+    q = randn(12 if several else len(LENGTHS), 16, 128)
+    got, want = (
+        tw.attention_paged(q, keys, values, table, lengths, return_lse=True, backend=backend, **flags)
+        for backend in ("hopper", "reference")
+    )
+    close(got, want)
+
+
+def test_pages_give_the_bits_of_rows() -> None:
+    q, k, v = randn(2, 32, 1, 128), randn(2, 8, 4096, 128), randn(2, 8, 4096, 128)
+    rows = tw.attention(q, k, v, backend="hopper")
+    pages = [t.transpose(1, 2).reshape(-1, 64, 8, 128) for t in (k, v)]
+    table = torch.arange(128, dtype=torch.int32).view(2, 64).cuda()
+    lengths = torch.full((2,), 4096, dtype=torch.int32).cuda()
+    assert torch.equal(
+        rows[:, :, 0], tw.attention_paged(q[:, :, 0], pages[0], pages[1], table, lengths, backend="hopper")
+    )
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "e4m3"])
+def test_a_thousand_runs_give_the_same_bits(quantised: bool) -> None:
+    k, v, table, lengths = in_pages(16, 128)
+    keys, values = stored(k, quantised), stored(v, quantised)
+    q = randn(len(LENGTHS), 16, 128)
+    first = tw.attention_paged(q, keys, values, table, lengths, backend="hopper")
+    for _ in range(1000):
+        assert torch.equal(first, tw.attention_paged(q, keys, values, table, lengths, backend="hopper"))
+
+
+def test_graphs_follow_new_lengths() -> None:
+    k, v, table, lengths = in_pages(64, 128)
+    q = randn(len(LENGTHS), 16, 128)
+
+    def attend() -> Tensor:
+        return tw.attention_paged(q, k, v, table, lengths, backend="hopper")
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [attend() for _ in range(3)]
+    for shorter in (0, 1, 700):
+        lengths.copy_((torch.tensor(LENGTHS) - shorter).clamp_min(0))
+        graph.replay()
+        assert all(torch.equal(one, attend()) for one in captured)
+
+
+def test_concurrent_streams_do_not_disturb_each_other() -> None:
+    inputs = [(randn(4, 16, 1, 128), randn(4, 2, 4000 + 100 * i, 128)) for i in range(4)]
+    alone = [tw.attention(q, k, k, backend="hopper") for q, k in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(50):
+        together = []
+        for stream, (q, k) in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                together.append(tw.attention(q, k, k, backend="hopper"))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
