@@ -90,14 +90,13 @@ def sanitizer() -> str | None:
     return next((name for name in found if name), None)
 
 
+# Few and small: the sanitizer makes a kernel some hundred times slower.
 SANITIZED = """
 import torch, tilewise as tw
-for d, dv, n in ((64, 64, 200), (128, 128, 200), (256, 256, 130), (192, 128, 130)):
-    q, k = (torch.randn(1, 2, n, d, device="cuda").bfloat16().requires_grad_() for _ in range(2))
-    v = torch.randn(1, 2, n, dv, device="cuda").bfloat16().requires_grad_()
-    for deterministic in (False, True):
-        out = tw.attention(q, k, v, causal=True, backend="hopper", deterministic=deterministic)
-        torch.autograd.grad(out.float().sum(), (q, k, v))
+for d, deterministic in ((128, False), (128, True), (256, False)):
+    q, k, v = (torch.randn(1, 2, 130, d, device="cuda").bfloat16().requires_grad_() for _ in range(3))
+    out = tw.attention(q, k, v, causal=True, backend="hopper", deterministic=deterministic)
+    torch.autograd.grad(out.float().sum(), (q, k, v))
 torch.cuda.synchronize()
 """
 
@@ -105,7 +104,7 @@ torch.cuda.synchronize()
 def sanitized(tool: str) -> subprocess.CompletedProcess[str]:
     """Forward and backward of small problems under the sanitizer."""
     command = [sanitizer() or "", "--tool", tool, "--error-exitcode", "7", sys.executable, "-c", SANITIZED]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=dict(os.environ), check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=dict(os.environ), check=False)
 
 
 needs_sanitizer = pytest.mark.skipif(sanitizer() is None, reason="needs compute-sanitizer (CUDA toolkit)")
