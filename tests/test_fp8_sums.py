@@ -54,3 +54,7 @@ def test_the_model_drifts_as_the_hardware_does(keys: int, measured: float) -> No
 @pytest.mark.parametrize("spread", [0.1, 1.0])
 def test_tiles_of_128_keys_do_not(spread: float) -> None:
     assert relative_error(32768, 128, spread)[0] <= 1e-3
+
+
+def test_tiles_of_256_keys_would() -> None:
+    assert relative_error(32768, 256, 0.1)[0] > 1e-3

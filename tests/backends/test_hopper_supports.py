@@ -67,8 +67,15 @@ def test_takes(changes: dict[str, Any]) -> None:
     assert BACKEND.supports(replace(PLAIN, **changes), device.named("h200")) is None
 
 
-def test_the_fp8_kernel_waits_to_be_judged() -> None:
-    problem = replace(PLAIN, fp8=("q", "k", "v"))
+@pytest.mark.parametrize("changes", [{}, {"causal": True}, {"num_kv_heads": 1}])
+def test_the_fp8_kernel_takes_what_was_judged(changes: dict[str, Any]) -> None:
+    problem = replace(PLAIN, fp8=("q", "k", "v"), **changes)
+    assert BACKEND.supports(problem, device.named("h200")) is None
+
+
+@pytest.mark.parametrize("changes", [{"window_left": 9}, {"has_sinks": True}, {"kind": "varlen"}])
+def test_the_rest_of_the_fp8_kernel_waits_to_be_judged(changes: dict[str, Any]) -> None:
+    problem = replace(PLAIN, fp8=("q", "k", "v"), **changes)
     assert "never judged on a GPU" in (BACKEND.supports(problem, device.named("h200")) or "")
     with settings.overridden(unproven=True):
         assert BACKEND.supports(problem, device.named("h200")) is None

@@ -90,12 +90,15 @@ def quantize_pages(pages: Tensor) -> Fp8Tensor:
 
 def scale_of(amax: Tensor) -> Tensor:
     """The scale of groups with these largest magnitudes."""
-    return amax.clamp_min(AMAX_FLOOR) / E4M3_MAX
+    amax = amax.clamp_min(AMAX_FLOOR)
+    # By a tensor: for a number torch multiplies by its reciprocal on a GPU, which rounds twice.
+    return amax / torch.full_like(amax, E4M3_MAX)
 
 
 def inverse_of(amax: Tensor) -> Tensor:
     """What values are multiplied with before rounding."""
-    return E4M3_MAX / amax.clamp_min(AMAX_FLOOR)
+    amax = amax.clamp_min(AMAX_FLOOR)
+    return torch.full_like(amax, E4M3_MAX) / amax
 
 
 def encode(x: Tensor, inverse: Tensor) -> Tensor:
@@ -137,7 +140,7 @@ def _dense(values: Tensor, granularity: str, block: int | None, given: Tensor | 
     blocks = -(-length // block) if block else 1
     if given is not None:
         scale = given.expand(batch, heads, blocks)
-        inverse = 1.0 / scale
+        inverse = torch.ones_like(scale) / scale
     else:
         amax = _amax(values, granularity, block, blocks)
         scale, inverse = (f(amax).expand(batch, heads, blocks) for f in (scale_of, inverse_of))

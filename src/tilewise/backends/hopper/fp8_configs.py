@@ -30,15 +30,14 @@ class Fp8Tile:
     PIN_EXP: bool = False
 
 
-# Of an experiment that summed in place: 633 full, 615 causal TFLOP/s at 16k. The hot loop has 421 instructions.
-D64_FULL = Fp8Tile(NUM_WARPGROUPS=3, NUM_STAGES=4)
-# Beside a second loop three warpgroups keep everything in their 160 registers only without overlap (82 spills with).
-D64_CAUSAL = Fp8Tile(NUM_WARPGROUPS=3, NUM_STAGES=4, OVERLAP=False)
-# A third loop and a left edge do not fit at all (671 spills).
+# TFLOP/s at 16k on an H200, full and causal. 660 and 628; without turns 625 and 608, overlapped 613 and 497 (spills).
+D64 = Fp8Tile(NUM_WARPGROUPS=3, NUM_STAGES=4, OVERLAP=False)
+# A third loop and a left edge do not fit into 160 registers (671 spills).
 D64_WINDOW = Fp8Tile(NUM_STAGES=4)
-# The same: 871 to 919 full, 814 to 867 causal. Overlapped, 13 values are spilled and fetched each tile (482
-# instructions); in turns nothing is (454).
-D128 = Fp8Tile(OVERLAP=False)
+# 952 and 909. Two warpgroups 891, overlapped (13 values spilled and fetched each tile) 802.
+D128 = Fp8Tile(NUM_WARPGROUPS=3, OVERLAP=False, PING_PONG=False)
+# For a left edge and for values with scales of blocks: more registers than 160.
+D128_OTHER = Fp8Tile(OVERLAP=False, PING_PONG=False)
 # O takes 128 registers of a thread, so the parts of P V (64 more) wait until S is free: without overlap, in turns.
 D256 = Fp8Tile(NUM_STAGES=2, Q_STAGES=1, OVERLAP=False)
 
@@ -63,16 +62,19 @@ class Fp8Config(Fp8Tile):
     IS_PAGED: bool = False
 
 
-def _narrow_tile(problem: AttentionProblem) -> Fp8Tile:
-    if has_left(problem):
-        return D64_WINDOW
-    return D64_CAUSAL if has_right(problem) else D64_FULL
+def _tile(problem: AttentionProblem, width: int) -> Fp8Tile:
+    left = has_left(problem)
+    if width == 64:
+        return D64_WINDOW if left else D64
+    if width == 128:
+        return D128_OTHER if left or problem.scale_blocks[2] is not None else D128
+    return D256
 
 
 def fp8_config(problem: AttentionProblem, tile: Fp8Tile | None = None) -> Fp8Config:
     """The table's row for a problem (or `tile` in its place), with what its features add."""
     width = next(width for width in (64, 128, 256) if max(problem.head_dim, problem.head_dim_v) <= width)
-    tile = tile or {64: _narrow_tile(problem), 128: D128, 256: D256}[width]
+    tile = tile or _tile(problem, width)
     return Fp8Config(
         **vars(tile),
         D=width,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Launches, View, on_device, raw_views
-from tilewise.backends.gpu.symbols import Address, KernelCall
+from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple
 from tilewise.backends.hopper.fp8_configs import Fp8Config, Fp8Tile, fp8_config
 from tilewise.backends.hopper.fp8_forward import fp8_forward_kernel
 from tilewise.backends.hopper.fp8_values import transpose_values_kernel
@@ -22,7 +22,7 @@ from tilewise.backends.hopper.launch import (
     shapes_of,
     sizes_of,
 )
-from tilewise.backends.hopper.launching import addressable, contiguous, counter_for, describe, describe_flat
+from tilewise.backends.hopper.launching import TMA_BYTES, addressable, contiguous, counter_for, describe, describe_flat
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LOG2E
 from tilewise.operands import Operands
@@ -73,7 +73,7 @@ def fp8_pass(
     views = {name: View(*view) for name, view in zip(Operands._fields, raw, strict=True) if view is not None}
     made = fp8_allocations(problem)
     shapes = shapes_of(problem)
-    copies = tuple(name for name in ("q", "k") if not addressable(views[name], shapes[name]))
+    copies = tuple(name for name in ("q", "k", "v") if not addressable(views[name], shapes[name]))
     views |= {name: allocation.view for name, allocation in made.items()}
     calls = [] if copies else fp8_calls(problem, device, views, tile)
     return Fp8Pass(copies, **made, launches=Launches(calls, TENSORS, device, index))
@@ -143,16 +143,17 @@ def _scales(problem: AttentionProblem, views: dict[str, View]) -> dict[str, tupl
 def _transposition(
     problem: AttentionProblem, config: Fp8Config, views: dict[str, View], tiles_per_head: int
 ) -> KernelCall:
-    strides = views["v"].strides
-    packed = config.IS_VARLEN
+    # A dimension of size 1 may have any stride, which is never used.
+    sides = zip(shapes_of(problem)["v"][:-1], views["v"].strides, strict=False)
+    strides = tuple(Multiple(TMA_BYTES if size == 1 else stride, TMA_BYTES) for size, stride in sides)
     arguments = {
-        "v_ptr": Address("v", torch.uint8, aligned=False),
+        "v_ptr": Address("v", torch.uint8),
         "out_ptr": Address("values", torch.uint8),
         "cu_seqlens": index_address(views, "cu_seqlens_k"),
         "seqlen": problem.seqlen_k,
         "num_heads": problem.num_kv_heads,
         "tiles_per_head": tiles_per_head,
-        "v_strides": (0, strides[1], strides[0]) if packed else strides[:3],
+        "v_strides": (0, strides[1], strides[0]) if config.IS_VARLEN else strides,
         "HEAD_DIM": problem.head_dim_v,
         "D": config.D,
         "BLOCK_N": config.BLOCK_N,
