@@ -59,16 +59,15 @@ def listed(
 
 
 @pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
-@pytest.mark.parametrize("banded", [False, True], ids=["full", "banded"])
+@pytest.mark.parametrize("together", [0, 1000], ids=["full", "banded"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_every_block_is_listed_once(
     lengths: tuple[list[int], list[int]],
-    banded: bool,
+    together: int,
     of_keys: bool,
     emulated: Callable[[str], Any],  # noqa: F811
 ) -> None:
-    chunk_rows = 1000
-    entries = listed(lengths, emulated, chunk_rows=chunk_rows, banded=banded, of_keys=of_keys)
+    entries = listed(lengths, emulated, together=together, of_keys=of_keys)
     own, other = lengths[::-1] if of_keys else lengths
     wanted = {(i, b) for i, n in enumerate(own) for b in range(-(-n // BLOCK))}
     assert len(entries) == len(wanted)
@@ -76,12 +75,12 @@ def test_every_block_is_listed_once(
     for e in entries:
         assert (e.q_rows, e.keys) == (lengths[0][e.sequence], lengths[1][e.sequence])
         assert (e.q_first, e.k_first) == tuple(sum(n[: e.sequence]) for n in lengths)
-    if banded:
-        order = [((e.q_first if of_keys else e.k_first) // chunk_rows, -weight(e, of_keys)) for e in entries]
-        assert order == sorted(order)
-    else:
-        streamed = [other[e.sequence] for e in entries]
-        assert streamed == sorted(streamed, reverse=True)
+    order = []
+    for e in entries:
+        passed = -(-other[e.sequence] // BLOCK)
+        group_size = max(together // max(passed * BLOCK, 1), 1)
+        order.append((-passed, e.sequence // group_size, -weight(e, of_keys), e.sequence))
+    assert order == sorted(order)
 
 
 def weight(entry: Entry, of_keys: bool) -> int:
@@ -93,7 +92,7 @@ def weight(entry: Entry, of_keys: bool) -> int:
 
 def test_paged_keys_have_lengths_only(emulated: Callable[[str], Any]) -> None:  # noqa: F811
     lengths = LENGTHS["mixed"]
-    entries = listed(lengths, emulated, paged=True, chunk_rows=10000, banded=True)
+    entries = listed(lengths, emulated, paged=True, together=10000)
     assert {(e.sequence, e.keys) for e in entries} == {(i, n) for i, n in enumerate(lengths[1]) if lengths[0][i]}
 
 

@@ -27,7 +27,7 @@ from tilewise.backends.hopper.launching import (
     page_rows,
     rows_allocation,
 )
-from tilewise.backends.hopper.listing import list_allocation, list_call, most_blocks
+from tilewise.backends.hopper.listing import heads_per_wave, list_allocation, list_call, most_blocks, rows_together
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.backends.hopper.tails import clear_tail_kernel
 from tilewise.device import DeviceSpec
@@ -141,12 +141,12 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
     call = KernelCall(forward_kernel, (min(device.num_sms, sizes.num_tiles), 1, 1), arguments)
     if work is None:
         return [call]
+    row_bytes, banded = _row_bytes(problem, problem.dtype.itemsize), config.HAS_RIGHT or config.HAS_LEFT
     listing = list_call(
         problem,
         work,
         64 * config.NUM_WARPGROUPS,
-        chunk_rows=max(L2_BYTES // (_row_bytes(problem, problem.dtype.itemsize) * sizes.items_per_wave), 1),
-        banded=config.HAS_RIGHT or config.HAS_LEFT,
+        together=rows_together(row_bytes, sizes.items_per_wave, banded=banded),
         cleared=("out", "lse", None, None),
     )
     return [listing, call]
@@ -159,11 +159,12 @@ def _sizes(problem: AttentionProblem, config: ForwardConfig) -> Sizes:
         return sizes
     blocks = most_blocks(problem.total_q, 64 * config.NUM_WARPGROUPS, problem.batch)
     head_bytes = problem.seqlen_k * _row_bytes(problem, problem.dtype.itemsize)
+    wave = heads_per_wave(problem.num_heads, sizes.num_blocks, head_bytes)
     return sizes._replace(
         num_items=problem.num_heads,
         num_blocks=blocks,
         num_tiles=blocks * problem.num_heads,
-        items_per_wave=max(1, min(problem.num_heads, L2_BYTES // max(head_bytes, 1))),
+        items_per_wave=wave,
     )
 
 

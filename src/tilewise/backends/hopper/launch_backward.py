@@ -31,7 +31,7 @@ from tilewise.backends.hopper.launching import (
     describe_flat,
     rows_allocation,
 )
-from tilewise.backends.hopper.listing import list_call, list_size, most_blocks
+from tilewise.backends.hopper.listing import heads_per_wave, list_call, list_size, most_blocks, rows_together
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.device import DeviceSpec
@@ -161,9 +161,12 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
     if of_keys:
         longest, total, block = problem.seqlen_k, problem.total_k, config.BLOCK_N
     num_items = heads if packed else problem.batch * heads
-    num_blocks = most_blocks(total, block, problem.batch) if packed else -(-longest // block)
-    in_waves = packed or config.HAS_RIGHT or config.HAS_LEFT
+    num_blocks = -(-longest // block)
     streamed = _streamed_bytes(problem, of_keys=of_keys) * (problem.seqlen_q if of_keys else problem.seqlen_k)
+    wave = max(1, min(num_items, L2_BYTES // streamed)) if config.HAS_RIGHT or config.HAS_LEFT else 1
+    if packed:
+        wave = heads_per_wave(heads, num_blocks, streamed)
+        num_blocks = most_blocks(total, block, problem.batch)
     rows = config.BLOCK_M
     return Sizes(
         num_heads=heads,
@@ -174,7 +177,7 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
         total_q=problem.total_q,
         num_blocks=num_blocks,
         num_tiles=num_blocks * num_items,
-        items_per_wave=max(1, min(num_items, L2_BYTES // streamed)) if in_waves else 1,
+        items_per_wave=wave,
         row_tiles=most_blocks(problem.total_q, rows, problem.batch) if packed else -(-problem.seqlen_q // rows),
         window_left=(left or 0) if config.HAS_LEFT else 0,
         window_right=(right or 0) if config.HAS_RIGHT else 0,
@@ -273,12 +276,12 @@ def _list_call(plan: BackwardPlan, work: Address, views: dict[str, View], *, of_
     """List packed blocks; with those of keys, clear the gradients of rows past the last sequence."""
     problem, config = plan.problem, plan.config
     sizes = plan.key_sizes if of_keys else plan.query_sizes
+    banded = config.HAS_RIGHT or config.HAS_LEFT
     return list_call(
         problem,
         work,
         config.BLOCK_N if of_keys else QUERY_BLOCK,
-        chunk_rows=max(L2_BYTES // (_streamed_bytes(problem, of_keys=of_keys) * sizes.items_per_wave), 1),
-        banded=config.HAS_RIGHT or config.HAS_LEFT,
+        together=rows_together(_streamed_bytes(problem, of_keys=of_keys), sizes.items_per_wave, banded=banded),
         of_keys=of_keys,
         cleared=("dq" if "dq" in views else None, None, "dk", "dv") if of_keys else (None, None, None, None),
     )

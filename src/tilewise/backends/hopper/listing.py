@@ -9,10 +9,15 @@ from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.hopper.work_list import ENTRY_WORDS, LISTED_BLOCKS, list_blocks_kernel
 from tilewise.problem import AttentionProblem
 
-__all__ = ["list_allocation", "list_call", "list_size", "most_blocks"]
+__all__ = ["heads_per_wave", "list_allocation", "list_call", "list_size", "most_blocks", "rows_together"]
 
 # At least so many programs, to share the rows past the last sequence.
 CLEARING_PROGRAMS = 132
+# Tiles that a wave of heads should have of the longest sequence. Backward, 32/8 heads, N=4096, dense: 2 heads a wave
+# 444 TFLOP/s, 4 heads (128 tiles) 537, 8 heads 523.
+BUSY_TILES = 128
+# What passes by the blocks that are walked together, in this much of the 50 MiB of L2.
+LIST_L2_BYTES = 40 << 20
 
 
 def most_blocks(total: int, block: int, batch: int) -> int:
@@ -22,6 +27,28 @@ def most_blocks(total: int, block: int, batch: int) -> int:
     (4, 2)
     """
     return total // block + batch
+
+
+def heads_per_wave(heads: int, blocks: int, head_bytes: int) -> int:
+    """Heads whose blocks are walked together, in equal waves: as many as fit into L2, but enough for all SMs.
+
+    `blocks` of the longest sequence; `head_bytes` pass by them.
+
+    >>> [heads_per_wave(h, b, m << 20) for h, b, m in ((16, 32, 2), (16, 32, 4), (8, 32, 16))]
+    [16, 8, 4]
+    """
+    most = max(LIST_L2_BYTES // head_bytes, -(-BUSY_TILES // blocks))
+    waves = -(-heads // most)
+    return -(-heads // waves)
+
+
+def rows_together(row_bytes: int, heads: int, *, banded: bool) -> int:
+    """Rows of sequences of one length that are walked together, for so many heads; 0, one by one, without a mask.
+
+    >>> rows_together(512, 16, banded=True)
+    5120
+    """
+    return LIST_L2_BYTES // (row_bytes * heads) if banded else 0
 
 
 def list_size(blocks: int) -> int:
@@ -39,14 +66,14 @@ def list_call(
     work: Address,
     block: int,
     *,
-    chunk_rows: int,
-    banded: bool,
+    together: int,
     of_keys: bool = False,
     cleared: tuple[str | None, str | None, str | None, str | None] = (None, None, None, None),
 ) -> KernelCall:
-    """List the blocks of queries (of keys) at `work`; `cleared` names what has rows past the last sequence.
+    """List the blocks of queries (of keys) at `work`.
 
-    These are rows of queries and their lse, and two tensors of rows of keys.
+    Sequences of one length are walked together up to `together` keys (queries), see `rows_together`. `cleared` names
+    what has rows past the last sequence: rows of queries and their lse, and two tensors of rows of keys.
     """
     longest = problem.seqlen_k if of_keys else problem.seqlen_q
     parts = -(-longest // (block * int(LISTED_BLOCKS)))
@@ -60,14 +87,12 @@ def list_call(
         **dict(zip(("q_rows_ptr", "lse_ptr", "k_rows_ptr", "v_rows_ptr"), rows, strict=True)),
         "batch": problem.batch,
         "parts": parts,
-        "seqlen_k": problem.seqlen_k,
-        "chunk_rows": chunk_rows,
+        "rows_together": together,
         "totals": (problem.total_q, problem.total_k),
         "widths": _widths(problem, cleared[1] is not None),
         "num_heads": problem.num_heads,
         "BLOCK": block,
         "OF_KEYS": of_keys,
-        "IS_BANDED": banded,
         "IS_PAGED": paged,
     }
     return KernelCall(list_blocks_kernel, (max(problem.batch * parts, CLEARING_PROGRAMS), 1, 1), arguments)

@@ -6,8 +6,9 @@ entry for a block of a sequence, for all heads. What an entry holds is said in s
 place holds the number of entries. Every program computes where its entries belong from cu_seqlens alone, so none waits
 for another one.
 
-Order. Under a causal mask heavy blocks come first within a chunk of sequences whose rows fit into L2, for all heads of
-a wave; without one, blocks of long sequences come first. The last tiles are light ones either way.
+Order. Long sequences come first, and of a sequence its heavy blocks, so that the last tiles are light ones. Under a
+causal mask sequences of the same length are walked together, heavy blocks first, as many as fit into L2: one alone may
+have too few heavy blocks for all SMs.
 
 Rows past the last sequence belong to no block: the same launch clears them.
 """
@@ -42,60 +43,51 @@ def lengths_at(sequences, inside, cu_seqlens_q, seqlens_k, IS_PAGED: tl.constexp
 
 
 @triton.jit
-def blocks_of(
-    sequences, lengths, chunk_rows, seqlen_k, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr
-):
-    """(number of blocks, weight of the lightest, chunk) of sequences; a block weighs one more than the lighter one.
+def blocks_of(lengths, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
+    """(number of blocks, weight of the lightest, blocks of the other side) of sequences.
 
-    The lightest block of queries is the first one, that of keys the last one. A sequence belongs to the chunk in which
-    the rows begin that its blocks stream.
+    Under a causal mask a block weighs one more than the next lighter one. The lightest block of queries is the first
+    one, that of keys the last one.
     """
-    q_first, q_rows, k_first, keys = lengths
-    query_blocks = (q_rows + BLOCK - 1) // BLOCK
-    key_blocks = (keys + BLOCK - 1) // BLOCK
+    query_blocks = (lengths[1] + BLOCK - 1) // BLOCK
+    key_blocks = (lengths[3] + BLOCK - 1) // BLOCK
     if OF_KEYS:
-        return key_blocks, sequences * 0, q_first // chunk_rows
+        return key_blocks, key_blocks * 0, query_blocks
     else:
-        begin = sequences * seqlen_k if IS_PAGED else k_first
-        return query_blocks, key_blocks - query_blocks, begin // chunk_rows
+        return query_blocks, key_blocks - query_blocks, key_blocks
 
 
 @triton.jit
 def list_blocks(
-    sequence, part, work_ptr, cu_seqlens_q, seqlens_k, batch, seqlen_k, chunk_rows,
-    BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_BANDED: tl.constexpr, IS_PAGED: tl.constexpr,
+    sequence, part, work_ptr, cu_seqlens_q, seqlens_k, batch, rows_together,
+    BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr,
 ):  # fmt: skip
     """Write LISTED_BLOCKS entries of a sequence where they belong; the first program also writes their number."""
-    everywhere = sequence >= 0
-    lengths = lengths_at(sequence, everywhere, cu_seqlens_q, seqlens_k, IS_PAGED)
-    count, lightest, chunk = blocks_of(sequence, lengths, chunk_rows, seqlen_k, BLOCK, OF_KEYS, IS_PAGED)
-    streamed = lengths[1] if OF_KEYS else lengths[3]
+    lengths = lengths_at(sequence, sequence >= 0, cu_seqlens_q, seqlens_k, IS_PAGED)
+    count, lightest, passed = blocks_of(lengths, BLOCK, OF_KEYS)
+    group_size = tl.maximum(rows_together // tl.maximum(passed * BLOCK, 1), 1)
     ranks = part * LISTED_BLOCKS + tl.arange(0, LISTED_BLOCKS)  # from the lightest block on
-    weights = (lightest + ranks)[:, None]
     place = tl.zeros([LISTED_BLOCKS], tl.int32)
     total = tl.zeros([COMPARED], tl.int32)
     for first in range(0, batch, COMPARED):
         others = first + tl.arange(0, COMPARED)
         inside = others < batch
-        other_lengths = lengths_at(others, inside, cu_seqlens_q, seqlens_k, IS_PAGED)
-        counts, floors, chunks = blocks_of(others, other_lengths, chunk_rows, seqlen_k, BLOCK, OF_KEYS, IS_PAGED)
+        counts, floors, other_passed = blocks_of(
+            lengths_at(others, inside, cu_seqlens_q, seqlens_k, IS_PAGED), BLOCK, OF_KEYS
+        )
         counts = tl.where(inside, counts, 0)
         total += counts
-        if IS_BANDED:
-            rank = weights - floors[None, :]  # of a block that weighs as much
-            ahead = tl.minimum(tl.maximum(counts[None, :] - 1 - rank, 0), counts[None, :])
-            ahead += ((others < sequence)[None, :] & (rank >= 0) & (rank < counts[None, :])).to(tl.int32)
-            ahead = tl.where((chunks == chunk)[None, :], ahead, tl.where(chunks < chunk, counts, 0)[None, :])
-            place += tl.sum(ahead, 1)
-        else:
-            other_streamed = other_lengths[1] if OF_KEYS else other_lengths[3]
-            longer = (other_streamed > streamed) | ((other_streamed == streamed) & (others < sequence))
-            place += tl.sum(tl.where(longer, counts, 0), 0)
+        alike = other_passed == passed
+        together = alike & (others // group_size == sequence // group_size)
+        ahead = (other_passed > passed) | (alike & (others // group_size < sequence // group_size))
+        place += tl.sum(tl.where(ahead, counts, 0), 0)
+        rank = (lightest + ranks)[:, None] - floors[None, :]  # of a block that weighs as much
+        heavier = tl.minimum(tl.maximum(counts[None, :] - 1 - rank, 0), counts[None, :])
+        heavier += ((others < sequence)[None, :] & (rank >= 0) & (rank < counts[None, :])).to(tl.int32)
+        place += tl.sum(tl.where(together[None, :], heavier, 0), 1)
     blocks = ranks
     if OF_KEYS:
         blocks = count - 1 - ranks
-    if not IS_BANDED:
-        place += ranks
     entry = work_ptr + (place + 1) * ENTRY_WORDS
     exists = ranks < count
     tl.store(entry + 1, blocks, mask=exists)
@@ -109,24 +101,24 @@ def list_blocks(
 
 
 @triton.jit(
-    do_not_specialize=["batch", "parts", "seqlen_k", "chunk_rows", "totals", "widths", "num_heads"],
+    do_not_specialize=["batch", "parts", "rows_together", "totals", "widths", "num_heads"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "seqlens_k", "q_rows_ptr", "lse_ptr", "k_rows_ptr", "v_rows_ptr"],
 )
 def list_blocks_kernel(
-    work_ptr, cu_seqlens_q, seqlens_k, q_rows_ptr, lse_ptr, k_rows_ptr, v_rows_ptr, batch, parts, seqlen_k, chunk_rows,
-    totals, widths, num_heads,
-    BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_BANDED: tl.constexpr, IS_PAGED: tl.constexpr,
+    work_ptr, cu_seqlens_q, seqlens_k, q_rows_ptr, lse_ptr, k_rows_ptr, v_rows_ptr, batch, parts, rows_together,
+    totals, widths, num_heads, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr,
 ):  # fmt: skip
     """List the blocks of BLOCK queries (keys); zero rows past the last sequence, -inf in their lse.
 
     Programs: at least batch x parts of a sequence's blocks; all together clear. seqlens_k is cu_seqlens_k, or the
-    lengths of paged keys; totals and widths are of (queries, keys, values), a tensor that is None is not cleared.
+    lengths of paged keys. rows_together: of sequences of one length, 0 without a causal mask. totals and widths are of
+    (queries, keys, values); a tensor that is None is not cleared.
     """
     program = tl.program_id(0)
     if program < batch * parts:
         list_blocks(
-            program // parts, program % parts, work_ptr, cu_seqlens_q, seqlens_k, batch, seqlen_k, chunk_rows,
-            BLOCK, OF_KEYS, IS_BANDED, IS_PAGED)  # fmt: skip
+            program // parts, program % parts, work_ptr, cu_seqlens_q, seqlens_k, batch, rows_together,
+            BLOCK, OF_KEYS, IS_PAGED)  # fmt: skip
     if q_rows_ptr is not None:
         clear_rows(q_rows_ptr, lse_ptr, tl.load(cu_seqlens_q + batch), totals[0], num_heads, widths[0])
     if k_rows_ptr is not None:
