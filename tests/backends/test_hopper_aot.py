@@ -75,7 +75,7 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(FORWARD, {"d": 128, **CAUSAL, **PACKED}, 168, 96),
     Recorded(FORWARD, {"d": 256, **WINDOW}, 168, 160),
     Recorded(FORWARD, {"d": 256, **CAUSAL, **CAPPED}, 168, 120),
-    Recorded(FORWARD, {"d": 256, **CAUSAL, **PACKED}, 168, 120, hot_spills=2),
+    Recorded(FORWARD, {"d": 256, **CAUSAL, **PACKED}, 168, 120),
     Recorded(FORWARD, {"d": 128, **CAUSAL, **CAPPED, **PACKED, "window_left": 100, "has_sinks": True}, 168, 128),
     Recorded(FORWARD, {"d": 128, **PACKED}, 168, 64, fast=True),
     Recorded(FORWARD, {"d": 64, **PAGED}, 128, 72),

@@ -13,11 +13,12 @@ __all__ = ["heads_per_wave", "list_allocation", "list_call", "list_size", "most_
 
 # At least so many programs, to share the rows past the last sequence.
 CLEARING_PROGRAMS = 132
-# Tiles that a wave of heads should have of the longest sequence. Backward, 32/8 heads, N=4096, dense: 2 heads a wave
-# 444 TFLOP/s, 4 heads (128 tiles) 537, 8 heads 523.
-BUSY_TILES = 128
-# What passes by the blocks that are walked together, in this much of the 50 MiB of L2.
-LIST_L2_BYTES = 40 << 20
+# Tiles that a wave of heads should have of the longest sequence, or the last wave ends late: backward, 16 sequences of 7
+# to 4096 tokens, 8 of 16 heads a wave 419 TFLOP/s, all 16 (512 tiles) 426.
+BUSY_TILES = 512
+# What passes by the blocks of sequences of one length that are walked together, in this much of the 50 MiB of L2.
+# Forward, 16 x 1024 tokens, 24/32/40/48/64 MiB: 428/453/417/440/408 TFLOP/s; 7 x 2304: 561/563/547/548/538.
+LIST_L2_BYTES = 32 << 20
 
 
 def most_blocks(total: int, block: int, batch: int) -> int:
@@ -34,8 +35,8 @@ def heads_per_wave(heads: int, blocks: int, head_bytes: int) -> int:
 
     `blocks` of the longest sequence; `head_bytes` pass by them.
 
-    >>> [heads_per_wave(h, b, m << 20) for h, b, m in ((16, 32, 2), (16, 32, 4), (8, 32, 16))]
-    [16, 8, 4]
+    >>> [heads_per_wave(h, b, m << 20) for h, b, m in ((16, 32, 2), (16, 128, 8), (24, 512, 2))]
+    [16, 4, 12]
     """
     most = max(LIST_L2_BYTES // head_bytes, -(-BUSY_TILES // blocks))
     waves = -(-heads // most)
@@ -46,7 +47,7 @@ def rows_together(row_bytes: int, heads: int, *, banded: bool) -> int:
     """Rows of sequences of one length that are walked together, for so many heads; 0, one by one, without a mask.
 
     >>> rows_together(512, 16, banded=True)
-    5120
+    4096
     """
     return LIST_L2_BYTES // (row_bytes * heads) if banded else 0
 
