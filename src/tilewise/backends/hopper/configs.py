@@ -63,8 +63,8 @@ D192 = ForwardTile(
 D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, RESCALE_EARLY=False, OUT_IN_Q=True)
 
 # Softcap and a left edge do not fit into the 160 registers of three warpgroups (64 spills in the hot loops).
-# Below this query length the tail of the causal triangle decides (D=64); of packed sequences the mean counts (16 of 7 to
-# 4096 tokens: 365 TFLOP/s with three warpgroups, 382 with two).
+# Below this query length the tail of the causal triangle decides (D=64); of packed sequences the mean counts (16 of 7
+# to 4096 tokens: 365 TFLOP/s with three warpgroups, 382 with two).
 SHORT_SEQLEN_Q = 2048
 # dK and dV of wider heads do not fit into the registers of one warpgroup. Resting at D=128 (N=1k/4k/16k, causal):
 # 343/511/577 -> 343/521/599; at D=64, where half a warpgroup's tile is hidden, it cost 6 to 10 %.

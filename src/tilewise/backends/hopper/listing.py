@@ -13,8 +13,8 @@ __all__ = ["heads_per_wave", "list_allocation", "list_call", "list_size", "most_
 
 # At least so many programs, to share the rows past the last sequence.
 CLEARING_PROGRAMS = 132
-# Tiles that a wave of heads should have of the longest sequence, or the last wave ends late: backward, 16 sequences of 7
-# to 4096 tokens, 8 of 16 heads a wave 419 TFLOP/s, all 16 (512 tiles) 426.
+# Tiles that a wave of heads should have of the longest sequence, or the last wave ends late: backward, 16 sequences of
+# 7 to 4096 tokens, 8 of 16 heads a wave 419 TFLOP/s, all 16 (512 tiles) 426.
 BUSY_TILES = 512
 # What passes by the blocks of sequences of one length that are walked together, in this much of the 50 MiB of L2.
 # Forward, 16 x 1024 tokens, 24/32/40/48/64 MiB: 428/453/417/440/408 TFLOP/s; 7 x 2304: 561/563/547/548/538.
