@@ -1,77 +1,88 @@
-"""The tiles that tune_triton.py tries, by pass and head_dim."""
+"""The tiles that tune_triton.py tries, by pass, head_dim and length, and how they are written down.
+
+`64x128w8s2TLSr128h4`: BLOCK_M x BLOCK_N, warps, stages; then T loads by TMA, L takes dP late, S has a single loop, r128
+limits registers, h4 runs four heads side by side.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 
 from tilewise.backends.triton.configs import Config, Pass
 
-__all__ = ["CANDIDATES", "DECODE"]
+__all__ = ["DECODE", "TUNED", "candidates", "config_of", "name_of"]
 
-Shape = tuple[int, int, int, int]
+TUNED: tuple[Pass, ...] = ("forward", "dkdv", "dq")
+# Lengths up to this are tuned from tables of their own: there starting a program counts, and memory.
+SHORT = 512
 
-# head_dim -> (block_m, block_n, num_warps, num_stages).
-FORWARD: dict[int, tuple[Shape, ...]] = {
-    64: (
-        (128, 64, 4, 3), (128, 128, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3),
-        (64, 128, 4, 2), (256, 64, 8, 2), (256, 64, 8, 3),
-    ),
-    128: (
-        (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 2), (64, 64, 4, 3),
-        (128, 64, 4, 2), (64, 128, 4, 2), (128, 32, 8, 4), (256, 64, 8, 2),
-    ),
-    256: (
-        (128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3),
-        (128, 64, 8, 1),
-    ),
-}  # fmt: skip
-DKDV: dict[int, tuple[Shape, ...]] = {
-    64: (
-        (64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 4, 2),
-        (64, 128, 4, 2), (32, 128, 4, 3),
-    ),
-    128: (
-        (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (32, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 3),
-        (128, 64, 8, 2), (16, 128, 8, 3),
-    ),
-    256: (
-        (32, 64, 8, 2), (32, 64, 8, 1), (64, 64, 8, 1), (16, 64, 8, 2), (16, 64, 4, 2), (32, 128, 8, 1),
-        (16, 128, 8, 2), (64, 64, 8, 2),
-    ),
-}  # fmt: skip
-DQ: dict[int, tuple[Shape, ...]] = {
-    64: (
-        (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 2), (64, 128, 4, 2),
-        (128, 32, 4, 3),
-    ),
-    128: (
-        (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3), (128, 32, 4, 2),
-        (64, 32, 4, 3),
-    ),
-    256: (
-        (128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 1), (128, 64, 8, 1), (64, 64, 8, 1),
-        (64, 64, 4, 1), (128, 32, 8, 1),
-    ),
-}  # fmt: skip
-
-
-def with_and_without_tma(shapes: tuple[Shape, ...], *, early_dp: bool = True) -> list[Config]:
-    """Every tile twice."""
-    return [Config(*shape, descriptors=tma, early_dp=early_dp) for shape in shapes for tma in (False, True)]
-
-
-def dkdv_candidates(dim: int) -> list[Config]:
-    """The likely tiles, and the tallest, also with dP after the softmax."""
-    shapes = DKDV[dim]
-    late = shapes[:3] + tuple(shape for shape in shapes[3:] if shape[0] == 128)
-    return with_and_without_tma(shapes) + with_and_without_tma(late, early_dp=False)
-
-
-CANDIDATES: dict[Pass, Callable[[int], list[Config]]] = {
-    "forward": lambda dim: with_and_without_tma(FORWARD[dim]),
-    "dkdv": dkdv_candidates,
-    "dq": lambda dim: with_and_without_tma(DQ[dim]),
+LONG_TILES: dict[tuple[Pass, int], str] = {
+    ("forward", 64): "64x64w4s3 64x64w4s3T 64x64w4s4 64x128w4s2 64x128w4s2T 128x64w8s3T 128x128w8s2T",
+    ("forward", 128): """64x64w4s3 64x64w4s3T 64x64w4s2 64x64w4s2T 128x64w8s2 128x64w8s3T 128x128w8s2T 64x128w4s2
+        64x128w4s2T""",
+    ("forward", 256): "128x64w8s2 128x64w8s2T 128x32w8s3 128x32w8s3T 64x32w4s2 64x32w4s2T 64x64w4s2",
+    ("dkdv", 64): "64x64w4s3T 64x64w4s2T 64x64w4s2 64x64w4s2TL 64x64w4s3TL 32x64w4s3T 32x64w4s3 64x128w8s2T",
+    ("dkdv", 128): "64x64w4s2T 64x64w4s2TL 64x128w8s2T 32x64w4s3T 32x64w4s2T 64x64w4s2 32x128w8s3T 64x128w8s2TL",
+    ("dkdv", 256): "32x64w8s2T 64x64w8s2T 64x64w8s2TL 64x64w8s2 64x64w8s1",
+    ("dq", 64): "128x64w8s2 64x64w4s2 64x64w4s3 64x64w4s3T 64x64w4s2T 64x128w4s2T 128x64w4s3T 64x32w4s3T",
+    ("dq", 128): "128x64w8s3T 64x64w4s2T 64x64w4s2 64x32w4s3T 64x32w4s3 128x32w8s3T 128x64w8s2T",
+    ("dq", 256): "64x32w8s1 128x32w8s2 128x32w8s2T 64x32w4s2 64x32w4s2T 64x32w8s2T 128x64w8s1",
 }
+SHORT_TILES: dict[tuple[Pass, int], str] = {
+    ("forward", 64): """64x64w4s3 64x64w4s2 64x64w4s2S 64x32w4s3 64x32w4s3S 128x64w8s2 128x64w8s2S 64x64w4s1S 128x64w4s2
+        128x128w8s2""",
+    (
+        "forward",
+        128,
+    ): """64x64w4s3 64x64w4s2S 64x64w4s1Sr168 64x32w4s3 64x32w4s3S 64x32w4s2Sr128 64x32w4s3T 128x32w8s3r128
+        128x64w8s2 128x64w8s2S 128x128w8s2""",
+    ("dkdv", 64): "64x64w4s3T 64x64w4s2 64x64w4s2S 32x64w4s2 32x64w4s2S 64x128w8s2",
+    ("dkdv", 128): "64x64w4s2T 64x64w4s2S 32x64w4s2 32x64w4s2S 32x64w4s2T 64x64w4s1S 64x128w8s2",
+    ("dq", 64): "64x64w4s2 64x64w4s2S 64x64w4s3T 64x32w4s3 64x32w4s2S 128x64w8s2",
+    ("dq", 128): "128x64w8s3T 64x64w4s2 64x64w4s2S 64x64w4s2T 64x32w4s2 64x32w4s2S 64x32w4s3T",
+}
+
+WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(S?)(?:r(\d+))?(?:h(\d+))?")
+
+
+def candidates(direction: Pass, head_dim: int, length: int) -> list[Config]:
+    """The tiles to try; none where none are listed."""
+    tiles = SHORT_TILES if length <= SHORT else LONG_TILES
+    return [config_of(name) for name in tiles.get((direction, head_dim), "").split()]
+
+
+def config_of(name: str) -> Config:
+    """The configuration that is written so."""
+    found = WRITTEN.fullmatch(name)
+    if found is None:
+        raise ValueError(f"not a tile: {name!r}")
+    block_m, block_n, warps, stages, tma, late, single, registers, heads = found.groups()
+    return Config(
+        int(block_m),
+        int(block_n),
+        int(warps),
+        int(stages),
+        descriptors=bool(tma),
+        early_dp=not late,
+        heads_per_wave=int(heads) if heads else None,
+        single_loop=bool(single),
+        max_registers=int(registers) if registers else None,
+    )
+
+
+def name_of(config: Config) -> str:
+    """How a configuration is written down."""
+    letters = {
+        "T": config.descriptors,
+        "L": not config.early_dp,
+        "S": config.single_loop,
+        f"r{config.max_registers}": config.max_registers,
+        f"h{config.heads_per_wave}": config.heads_per_wave,
+    }
+    extra = "".join(letter for letter, on in letters.items() if on)
+    return f"{config.block_m}x{config.block_n}w{config.num_warps}s{config.num_stages}{extra}"
+
+
 DECODE = [
     Config(16, block_n, warps, stages)
     for block_n, warps, stages in (

@@ -1,11 +1,13 @@
 """Check and time tiles of the Triton backend against SDPA flash, cuDNN and FlexAttention on this GPU.
 
     python bench/tune_triton.py out.json [--only forward,dkdv,dq,decode,peers,overhead]
-                                         [--dims 64,128,256] [--lengths 1024,4096,16384]
+                                         [--dims 64,128,256] [--lengths 1024,4096,16384] [--check-only]
 
 Candidates are compiled and checked in parallel processes first; a candidate that is wrong, runs out of resources or
 crashes is not timed. Then every cell (pass, head_dim, causal, length) is timed round-robin in one process: the chip is
 power limited, so only ratios within a cell mean something. bf16, 16384 tokens, heads * head_dim = 2048.
+With --check-only nothing is timed; a later run finds the compiled kernels in Triton's cache and what was checked in
+out.json.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from tilewise.backends.triton.configs import Config, Pass
 from tilewise.bench import machine
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
-from tune_candidates import CANDIDATES, DECODE
+from tune_candidates import DECODE, TUNED, candidates, config_of, name_of
 
 TOKENS, WIDTH, ROUNDS = 16384, 2048, 5
 Run = Callable[[], Any]
@@ -91,6 +93,12 @@ class Inputs:
             self.tensors |= made
             self.runner([passes.stats_call(self.plan, self.views)])()
 
+    def poison(self) -> None:
+        """Fill what a pass writes, so that what it forgets shows."""
+        for name in ("out", "dq", "dk", "dv"):
+            if name in self.tensors and (name != "out" or "dq" not in self.tensors):
+                self.tensors[name].fill_(float("nan"))
+
     @property
     def views(self) -> dict[str, View]:
         """What the calls are described for."""
@@ -101,20 +109,20 @@ class Inputs:
         ready = Launches(calls, tuple(self.tensors), self.device, self.index)
         return functools.partial(ready.run, tuple(self.tensors.values()))
 
-    def call(self, direction: Pass, config: Config) -> KernelCall:
-        """One kernel with the given tiles."""
+    def calls(self, direction: Pass, config: Config) -> list[KernelCall]:
+        """The kernels of a pass with the given tiles."""
         views = self.views
         with configs.overridden({direction: config}):
             if direction == "forward":
-                return passes.forward_calls(self.plan, views)[0]
+                return passes.forward_calls(self.plan, views)
             shared = passes.shared_arguments(self.plan, views)
             if direction == "dkdv":
-                return passes.key_gradient_call(self.plan, shared, views["dk"], views["dv"])
-            return passes.query_gradient_call(self.plan, shared, views["dq"])
+                return [passes.key_gradient_call(self.plan, shared, views["dk"], views["dv"])]
+            return [passes.query_gradient_call(self.plan, shared, views["dq"])]
 
     def launch(self, direction: Pass, config: Config) -> Run:
         """The same, ready to be started."""
-        return self.runner([self.call(direction, config)])
+        return self.runner(self.calls(direction, config))
 
 
 def attempt(label: str, make: Callable[[], Run]) -> dict[str, Run]:
@@ -127,16 +135,24 @@ def attempt(label: str, make: Callable[[], Run]) -> dict[str, Run]:
 
 
 def check(direction: Pass, dim: int, causal: bool, config: Config) -> dict[str, Any]:
-    """Run one candidate on a small ragged problem and compare with fp32 PyTorch."""
+    """Run one candidate on a small ragged problem and compare with fp32 PyTorch.
+
+    No heads are shared, so what is compiled here is what is timed later.
+    """
     torch.manual_seed(0)
-    record: dict[str, Any] = {"pass": direction, "dim": dim, "causal": causal, "config": repr(config), "error": None}
+    record: dict[str, Any] = {"pass": direction, "dim": dim, "causal": causal, "config": name_of(config), "error": None}
     began = time.time()
     try:
-        inputs = Inputs(problem_of(2, 4, 2, 300, 557, dim, causal), direction != "forward")
+        inputs = Inputs(problem_of(2, 4, 4, 300, 557, dim, causal), direction != "forward")
+        inputs.poison()
         inputs.launch(direction, config)()
         torch.cuda.synchronize()
-        compiled = compile_call(inputs.call(direction, config), inputs.device, inputs.index)
-        record |= {"registers": compiled.n_regs, "spills": compiled.n_spills, "smem": compiled.metadata.shared}
+        built = [compile_call(call, inputs.device, inputs.index) for call in inputs.calls(direction, config)]
+        record |= {
+            "registers": [kernel.n_regs for kernel in built],
+            "spills": [kernel.n_spills for kernel in built],
+            "smem": [kernel.metadata.shared for kernel in built],
+        }
         worst = worst_error(inputs, direction)
         if not worst < 0.03:
             record["error"] = f"wrong: {worst:.3g}"
@@ -175,11 +191,8 @@ def check_all(jobs: list[Job], workers: int) -> dict[Job, dict[str, Any]]:
         for future in concurrent.futures.as_completed(futures):
             direction, dim, causal, config = job = futures[future]
             error = future.exception()
-            results[job] = (
-                {"pass": direction, "dim": dim, "causal": causal, "config": repr(config), "error": f"crashed: {error}"}
-                if error
-                else future.result()
-            )
+            facts = {"pass": direction, "dim": dim, "causal": causal, "config": name_of(config)}
+            results[job] = facts | {"error": f"crashed: {error}"} if error else future.result()
     return results
 
 
@@ -216,16 +229,6 @@ def flops(p: AttentionProblem, direction: str) -> float:
     return 2.0 * products * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k * p.head_dim / (2 if p.causal else 1)
 
 
-def short(config: Config) -> str:
-    """128x64w8s2, then T for TMA, L for a late dP, h4 for four heads side by side."""
-    extra = (
-        ("T" if config.descriptors else "")
-        + ("" if config.early_dp else "L")
-        + (f"h{config.heads_per_wave}" if config.heads_per_wave else "")
-    )
-    return f"{config.block_m}x{config.block_n}w{config.num_warps}s{config.num_stages}{extra}"
-
-
 def cell_name(direction: str, p: AttentionProblem) -> str:
     """What a row of the results is called."""
     return f"{direction} D={p.head_dim} {'causal' if p.causal else 'full'} N={p.seqlen_q}"
@@ -243,7 +246,7 @@ def tune_cell(direction: Pass, p: AttentionProblem, good: list[Config], records:
     inputs = Inputs(p, direction != "forward")
 
     def timed(candidates: list[Config]) -> dict[str, float]:
-        return round_robin({short(c): inputs.launch(direction, c) for c in candidates})
+        return round_robin({name_of(c): inputs.launch(direction, c) for c in candidates})
 
     taken = timed(good)
     if not taken:
@@ -251,7 +254,7 @@ def tune_cell(direction: Pass, p: AttentionProblem, good: list[Config], records:
     ranked = sorted(taken, key=taken.__getitem__)
     cell = cell_name(direction, p)
     report(cell, p, direction, {name: taken[name] for name in ranked}, records)
-    best = next(c for c in good if short(c) == ranked[0])
+    best = config_of(ranked[0])
     waves = [dataclasses.replace(best, heads_per_wave=heads) for heads in (None, 1, 2, 4, 8, 16, 64)]
     report(cell + " heads", p, direction, timed(waves), records)
     return best
@@ -310,7 +313,7 @@ def compare_cell(p: AttentionProblem, chosen: dict[Pass, Config], with_flex: boo
         inputs = Inputs(p, True)
         directions: tuple[Pass, ...] = ("dkdv", "dq") if backward else ("forward",)
         calls = [passes.stats_call(inputs.plan, inputs.views)] if backward else []
-        calls += [inputs.call(name, chosen[name]) for name in directions]
+        calls += [call for name in directions for call in inputs.calls(name, chosen[name])]
         taken = round_robin({"tilewise": inputs.runner(calls)} | peer_runs(p, inputs, backward, flex))
         direction = "backward" if backward else "forward"
         report(cell_name(direction, p) + " peers", p, direction, taken, records)
@@ -356,14 +359,14 @@ def tune_decode(records: Records) -> None:
         default = inputs.plan.num_splits
         runs: dict[str, Run] = {}
         for config in DECODE:
-            runs |= attempt(f"{short(config)}/{default}", functools.partial(decode_run, inputs, config, default))
+            runs |= attempt(f"{name_of(config)}/{default}", functools.partial(decode_run, inputs, config, default))
         runs |= attempt("cudnn", functools.partial(cudnn_decode_run, inputs))
         taken = round_robin(runs)
         ranked = sorted(taken, key=taken.__getitem__)
         report_decode(f"decode B={batch} N={keys}", read, {name: taken[name] for name in ranked}, records)
-        best = next(c for name in ranked for c in DECODE if name.startswith(short(c) + "/"))
+        best = next(c for name in ranked for c in DECODE if name.startswith(name_of(c) + "/"))
         splits = sorted({max(1, default // 4), max(1, default // 2), default, default * 2, default * 3, default * 4})
-        taken = round_robin({f"{short(best)}/{s}": decode_run(inputs, best, s) for s in splits if s <= 256})
+        taken = round_robin({f"{name_of(best)}/{s}": decode_run(inputs, best, s) for s in splits if s <= 256})
         report_decode(f"decode B={batch} N={keys} splits", read, taken, records)
 
 
@@ -409,15 +412,23 @@ def parsed_options() -> argparse.Namespace:
     parser.add_argument("--lengths", type=numbers, default="1024,4096,16384")
     parser.add_argument("--flex-lengths", type=numbers, default="4096,16384")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile and check")
+    parser.add_argument("--check-only", action="store_true", help="compile and check, time nothing")
     parser.add_argument("--commit", help="the commit that is tuned, where the source is not in a checkout")
     return parser.parse_args()
 
 
-def check_candidates(passes: list[Pass], dims: list[int], workers: int) -> dict[Job, dict[str, Any]]:
+def check_candidates(options: argparse.Namespace, passes: list[Pass]) -> dict[Job, dict[str, Any]]:
     """Compile and check every candidate of the passes, causal and not; say which are left out."""
-    began = time.time()
-    cells = [(name, dim, causal) for name in passes for dim in dims for causal in (False, True)]
-    jobs = [(name, dim, causal, config) for name, dim, causal in cells for config in CANDIDATES[name](dim)]
+    began, workers = time.time(), options.workers
+    if not options.check_only and options.out.exists():
+        found = [record for record in json.loads(options.out.read_text())["records"] if "pass" in record]
+        return {(r["pass"], r["dim"], r["causal"], config_of(r["config"])): r for r in found}
+    cells = [(name, dim, causal) for name in passes for dim in options.dims for causal in (False, True)]
+    jobs = [
+        (*cell, config)
+        for cell in cells
+        for config in dict.fromkeys(c for length in options.lengths for c in candidates(cell[0], cell[1], length))
+    ]
     checked = check_all(jobs, workers) if jobs else {}
     bad = [record for record in checked.values() if record["error"]]
     print(f"{len(jobs)} candidates checked in {time.time() - began:.0f} s, {len(bad)} left out", flush=True)
@@ -429,7 +440,7 @@ def check_candidates(passes: list[Pass], dims: list[int], workers: int) -> dict[
 def main() -> None:
     """Check, then time."""
     options = parsed_options()
-    passes: list[Pass] = [name for name in CANDIDATES if name in options.only]
+    passes: list[Pass] = [name for name in TUNED if name in options.only]
     began = time.time()
     facts = {
         "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -437,18 +448,22 @@ def main() -> None:
         "machine": machine.machine(),
         "versions": machine.versions(),
     }
-    checked = check_candidates(passes, options.dims, options.workers)
+    checked = check_candidates(options, passes)
     records: Records = list(checked.values())
+    if options.check_only:
+        save(options.out, facts, records)
+        return
     gpu = devices.of(torch.device("cuda"))
     cells = [(dim, causal, length) for dim in options.dims for causal in (False, True) for length in options.lengths]
     for dim, causal, length in cells:
         p = problem_of(TOKENS // length, WIDTH // dim, WIDTH // dim, length, length, dim, causal)
-        chosen = {name: configs.choose(name, gpu, 2, dim, False) for name in CANDIDATES}
+        chosen = {name: configs.choose(name, gpu, 2, dim, False) for name in TUNED}
         for name in passes:
-            good = [job[3] for job, r in checked.items() if job[:3] == (name, dim, causal) and not r["error"]]
+            tried = candidates(name, dim, length)
+            good = [c for c in tried if not checked.get((name, dim, causal, c), {"error": "unchecked"})["error"]]
             chosen[name] = tune_cell(name, p, good, records) or chosen[name]
         if "peers" in options.only:
-            compare_cell(p, chosen, length in options.flex_lengths and dim <= 128, records)
+            compare_cell(p, chosen, length in options.flex_lengths, records)
         save(options.out, facts, records)
     if "decode" in options.only:
         tune_decode(records)

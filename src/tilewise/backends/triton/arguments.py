@@ -34,8 +34,8 @@ PAGES: Dims = (0, 2, 1)
 # Paged queries of one token a sequence are a batch of sequences of length 1.
 SINGLE: Dims = (0, 1, None)
 SINGLE_STATS: Dims = (1, 0, None)
-# The backward's statistics of a dense sequence fill whole tiles (no table has a taller one), those of packed rows start
-# at an aligned address for every head.
+# The backward's statistics of a sequence fill whole tiles (see primitives.STAT_TILE); those of single tokens start at
+# an aligned address for every head.
 STAT_TILE, STAT_ROWS = 128, 16
 
 
@@ -101,10 +101,13 @@ def stat_rows(plan: Plan, name: str, view: View, *, packed: bool | None = None) 
     return Rows(Address(name, view.dtype, aligned=False), batch, head, Fixed(1) if row == 1 else row)
 
 
-def stored_rows(problem: AttentionProblem) -> int:
-    """Rows of statistics that the backward keeps for a head."""
+def stored_rows(plan: Plan) -> int:
+    """Rows of statistics that the backward keeps for a head; of packed sequences see primitives.sequence_of."""
+    problem = plan.problem
     if problem.kind == "dense":
         return -(-problem.seqlen_q // STAT_TILE) * STAT_TILE
+    if plan.traits.PACKED_Q:
+        return (problem.total_q // STAT_TILE + problem.batch) * STAT_TILE
     return -(-problem.total_q // STAT_ROWS) * STAT_ROWS
 
 
@@ -112,7 +115,7 @@ def workspace_rows(plan: Plan, index: int, *, packed: bool | None = None) -> tup
     """(the `index`-th statistic in the backward's workspace, elements it takes)."""
     problem = plan.problem
     dense = problem.kind == "dense"
-    stride = stored_rows(problem)
+    stride = stored_rows(plan)
     count = problem.num_heads * stride * (problem.batch if dense else 1)
     address = Address("workspace", torch.float32, offset=index * count * 4)
     head, one = Multiple(stride, STAT_ROWS), Fixed(1)

@@ -18,6 +18,7 @@ import triton.language as tl
 from tilewise.backends.triton.primitives import (
     LOG2E,
     NEG_INF,
+    STAT_TILE,
     around_gap,
     box_origin,
     clear_rows,
@@ -37,27 +38,37 @@ from tilewise.backends.triton.primitives import (
     query_range,
     query_span,
     score_terms,
+    sequence_of,
+    stat_base,
     store_rows,
     work_item,
     zeros,
 )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_stored", "num_heads"])
+@triton.jit(do_not_specialize=["num_rows", "num_stored", "num_heads", "batch"])
 def row_stats_kernel(
-    out, dout, lse, dlse, lse_unit, delta, num_rows, num_stored, num_heads, T: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """lse_unit and delta of BLOCK_M rows; +inf and 0 for those from num_rows to num_stored. Grid: row tile (fastest),
-    head, batch.
+    out, dout, lse, dlse, lse_unit, delta, cu_seqlens_q, num_rows, num_stored, num_heads, batch,
+    T: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """lse_unit and delta of BLOCK_M rows; +inf and 0 for those that are stored but do not exist. Grid: row tile
+    (fastest), head, batch; packed sequences lie in the slots of one long one.
     """
     num_blocks = (num_stored + BLOCK_M - 1) // BLOCK_M
-    first = tl.program_id(0) % num_blocks * BLOCK_M
+    stored = tl.program_id(0) % num_blocks * BLOCK_M
     head = tl.program_id(0) // num_blocks % num_heads
     batch_idx = tl.program_id(0) // num_blocks // num_heads
+    first = stored
+    start = 0
+    if T.PACKED_Q:
+        sequence, first_slot = sequence_of(stored // STAT_TILE, cu_seqlens_q, batch, STAT_TILE)
+        start = tl.load(cu_seqlens_q + sequence)
+        num_rows = tl.load(cu_seqlens_q + sequence + 1) - start
+        first = stored - first_slot * STAT_TILE
     rows = first + tl.arange(0, BLOCK_M)
     row_ok = rows < num_rows
     out_tile = load_rows(
-        head_base(out, batch_idx, head, first, False),
+        head_base(out, batch_idx, head, start, T.PACKED_Q),
         out.stride_row,
         first,
         num_rows,
@@ -67,7 +78,7 @@ def row_stats_kernel(
         T.BLOCK_DV,
     )
     dout_tile = load_rows(
-        head_base(dout, batch_idx, head, first, False),
+        head_base(dout, batch_idx, head, start, T.PACKED_Q),
         dout.stride_row,
         first,
         num_rows,
@@ -77,25 +88,19 @@ def row_stats_kernel(
         T.BLOCK_DV,
     )
     sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
-    at = head_base(lse, batch_idx, head, first, False) + rows * lse.stride_row
+    at = head_base(lse, batch_idx, head, start, T.PACKED_Q) + rows * lse.stride_row
     value = tl.load(at, mask=row_ok, other=NEG_INF)
     if dlse is not None:
-        sums -= tl.load(
-            head_base(dlse, batch_idx, head, first, False) + rows * dlse.stride_row, mask=row_ok, other=0.0
-        ).to(tl.float32)
+        at = head_base(dlse, batch_idx, head, start, T.PACKED_Q) + rows * dlse.stride_row
+        sums -= tl.load(at, mask=row_ok, other=0.0).to(tl.float32)
     empty = value == NEG_INF
     if not T.TRANSFORMED:
         value = value * LOG2E
-    tl.store(
-        head_base(lse_unit, batch_idx, head, first, False) + rows * lse_unit.stride_row,
-        tl.where(empty, float("inf"), value),
-        mask=rows < num_stored,
-    )
-    tl.store(
-        head_base(delta, batch_idx, head, first, False) + rows * delta.stride_row,
-        tl.where(empty, 0.0, sums),
-        mask=rows < num_stored,
-    )
+    places = stored + tl.arange(0, BLOCK_M)
+    lse_at = head_base(lse_unit, batch_idx, head, start, False) + places * lse_unit.stride_row
+    delta_at = head_base(delta, batch_idx, head, start, False) + places * delta.stride_row
+    tl.store(lse_at, tl.where(empty, float("inf"), value), mask=places < num_stored)
+    tl.store(delta_at, tl.where(empty, 0.0, sums), mask=places < num_stored)
 
 
 @triton.jit
@@ -153,13 +158,13 @@ def load_stats(
     lse_unit, delta, first, batch_idx, head, q_start, seqlen_q,
     EDGE: tl.constexpr, BLOCK_M: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """(lse, delta) of a tile of queries; +inf makes P of rows past the end 0. Dense ones are stored so in whole tiles:
-    with a mask that the length decides they could not be loaded as vectors.
+    """(lse, delta) of a tile of queries; +inf makes P of rows past the end 0. They are stored so in whole tiles (but
+    for single tokens): with a mask that the length decides they could not be loaded as vectors.
     """
     m_row = first + tl.arange(0, BLOCK_M)
-    lse_at = head_base(lse_unit, batch_idx, head, q_start, T.PACKED_Q) + m_row * lse_unit.stride_row
-    delta_at = head_base(delta, batch_idx, head, q_start, T.PACKED_Q) + m_row * delta.stride_row
-    if EDGE and (T.PACKED_Q or T.PAGED):
+    lse_at = stat_base(lse_unit, batch_idx, head, q_start, T) + m_row * lse_unit.stride_row
+    delta_at = stat_base(delta, batch_idx, head, q_start, T) + m_row * delta.stride_row
+    if EDGE and T.PAGED and not T.PACKED_Q:
         ok = m_row < seqlen_q
         return tl.load(lse_at, mask=ok, other=float("inf")), tl.load(delta_at, mask=ok, other=0.0)
     return tl.load(lse_at), tl.load(delta_at)
@@ -222,42 +227,23 @@ def key_gradient_loop(
 def key_gradient_kernel(
     q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, dk, dv, bias, mask, alibi_slopes, seed_ptr,
     lengths, sizes, band, scalars,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr, SINGLE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of one (key tile, K/V head, sequence), summed over the query heads of the group inside the
     program.
     """
-    num_blocks = (sizes.seqlen_k + BLOCK_N - 1) // BLOCK_N
-    block, kv_head, batch_idx = work_item(
-        num_blocks, sizes.num_heads // T.GROUP_SIZE, sizes, T.HAS_LEFT and not T.HAS_RIGHT
+    num_kv_heads = sizes.num_heads // T.GROUP_SIZE
+    block, num_blocks, kv_head, batch_idx = work_item(
+        sizes.seqlen_k, num_kv_heads, sizes, lengths.cu_seqlens_k, T.HAS_LEFT and not T.HAS_RIGHT, T.PACKED_K, BLOCK_N
     )
     q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
     k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     if T.PACKED_K:
         if batch_idx == sizes.batch - 1:
+            cu_seqlens, total = lengths.cu_seqlens_k, sizes.total_k
+            clear_rows(dk, kv_head, block, num_blocks, cu_seqlens, sizes.batch, total, BLOCK_N, T.HEAD_DIM, T.BLOCK_D)
             clear_rows(
-                dk,
-                kv_head,
-                block,
-                num_blocks,
-                lengths.cu_seqlens_k,
-                sizes.batch,
-                sizes.total_k,
-                BLOCK_N,
-                T.HEAD_DIM,
-                T.BLOCK_D,
-            )
-            clear_rows(
-                dv,
-                kv_head,
-                block,
-                num_blocks,
-                lengths.cu_seqlens_k,
-                sizes.batch,
-                sizes.total_k,
-                BLOCK_N,
-                T.HEAD_DIM_V,
-                T.BLOCK_DV,
+                dv, kv_head, block, num_blocks, cu_seqlens, sizes.batch, total, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV
             )
     n_first = block * BLOCK_N
     if n_first >= seqlen_k:
@@ -279,11 +265,14 @@ def key_gradient_kernel(
     dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
     begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     place = (n_first, kv_head, batch_idx, q_start)
-    dk_acc, dv_acc = key_gradient_loop(
-        dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, alibi_slopes,
-        bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, full_begin, full_end, full_end, full_end, False,
-        BLOCK_M, BLOCK_N, EARLY_DP, T
-    )  # fmt: skip
+    if SINGLE_LOOP:
+        full_begin, full_end = begin, begin
+    else:
+        dk_acc, dv_acc = key_gradient_loop(
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, alibi_slopes,
+            bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, full_begin, full_end, full_end, full_end,
+            False, BLOCK_M, BLOCK_N, EARLY_DP, T
+        )  # fmt: skip
     dk_acc, dv_acc = key_gradient_loop(
         dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, alibi_slopes,
         bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, full_begin, full_end, end, True,
@@ -334,11 +323,12 @@ def query_gradient_loop(
 def query_gradient_kernel(
     q, k, v, dout, k_desc, v_desc, k_box, v_box, lse_unit, delta, dq, bias, mask, alibi_slopes, seed_ptr, lengths,
     sizes, band, scalars,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SINGLE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """Write dQ of one (query tile, head, sequence)."""
-    num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
-    block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
+    block, num_blocks, head, batch_idx = work_item(
+        sizes.seqlen_q, sizes.num_heads, sizes, lengths.cu_seqlens_q, T.HAS_RIGHT, T.PACKED_Q, BLOCK_M
+    )
     q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
     k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     if T.PACKED_Q:
@@ -376,19 +366,19 @@ def query_gradient_kernel(
     dout_base = head_base(dout, batch_idx, head, q_start, T.PACKED_Q)
     q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
     dout_tile = load_rows(dout_base, dout.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
-    lse_rows = head_base(lse_unit, batch_idx, head, q_start, T.PACKED_Q)
-    delta_rows = head_base(delta, batch_idx, head, q_start, T.PACKED_Q)
-    lse_tile = tl.load(lse_rows + m_idx * lse_unit.stride_row, mask=m_idx < seqlen_q, other=float("inf"))
-    delta_tile = tl.load(delta_rows + m_idx * delta.stride_row, mask=m_idx < seqlen_q, other=0.0)
+    lse_tile, delta_tile = load_stats(lse_unit, delta, m_first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T)
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
     place = (m_idx, head, batch_idx)
     acc = zeros(BLOCK_M, T.BLOCK_D)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
-    acc = query_gradient_loop(
-        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
-        seqlen_k, full_begin, full_end, full_end, full_end, False, BLOCK_N, T
-    )  # fmt: skip
+    if SINGLE_LOOP:
+        full_begin, full_end = begin, begin
+    else:
+        acc = query_gradient_loop(
+            acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
+            seqlen_k, full_begin, full_end, full_end, full_end, False, BLOCK_N, T
+        )  # fmt: skip
     acc = query_gradient_loop(
         acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
         seqlen_k, begin, full_begin, full_end, end, True, BLOCK_N, T

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.backward import probabilities, score_gradient
+from tilewise.backends.triton.backward import load_stats, probabilities, score_gradient
 from tilewise.backends.triton.primitives import (
     dot,
     dropout_keep,
@@ -72,11 +72,7 @@ def tile_score_gradient(
     pages = key_pages(k_source, n_first, seqlen_k, BLOCK_N, T)
     k_tile = load_keys(k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     v_tile = load_keys(v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
-    row_ok = m_idx < seqlen_q
-    lse_rows = head_base(lse_unit, batch_idx, head, q_start, T.PACKED_Q) + m_idx * lse_unit.stride_row
-    delta_rows = head_base(delta, batch_idx, head, q_start, T.PACKED_Q) + m_idx * delta.stride_row
-    lse_tile = tl.load(lse_rows, mask=row_ok, other=float("inf"))
-    delta_tile = tl.load(delta_rows, mask=row_ok, other=0.0)
+    lse_tile, delta_tile = load_stats(lse_unit, delta, m_first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T)
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
     keep = True
     if T.HAS_DROPOUT:

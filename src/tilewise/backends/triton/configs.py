@@ -23,7 +23,8 @@ class Config:
     """How one kernel is tiled and compiled.
 
     `descriptors`: whole tiles are loaded by TMA where the tensors allow. `heads_per_wave`: None means as many as keep
-    their rows in L2.
+    their rows in L2. `single_loop`: whole and edge tiles share one loop, which masks them all. `max_registers` of a
+    thread, so that more programs fit on a multiprocessor.
     """
 
     block_m: int
@@ -33,6 +34,8 @@ class Config:
     descriptors: bool = False
     early_dp: bool = True
     heads_per_wave: int | None = None
+    single_loop: bool = False
+    max_registers: int | None = None
 
 
 # More partial results than this are not worth merging; starting and finishing a program costs as much as reading this
@@ -52,26 +55,30 @@ Table = Mapping[int, Config]
 # Measured on an H200, bf16, 16384 tokens, TFLOP/s of the kernel alone at N = 4096 / 16384, against the next best tile.
 _HOPPER: dict[Pass, Table] = {
     "forward": {
-        # full 438 / 469 (128x64: 412 / 442), causal 385 / 425 (128x64: 355 / 418)
-        64: Config(64, 64, 4, 3),
+        # full at 4096 414 (without TMA: 404, 128x64 with 8 warps: 391, 64x128: 341)
+        64: Config(64, 64, 4, 3, descriptors=True),
         # full 497 / 530 (128x64, 8 warps: 465 / 485), causal at 4096 439 (409)
         128: Config(64, 64, 4, 3),
-        256: Config(128, 64, 8, 2),
+        # full at 4096 514 (128x32 with 3 stages: 461, without TMA: 447, 64x32 with 4 warps: 436)
+        256: Config(128, 64, 8, 2, descriptors=True),
         512: Config(64, 32, 8, 2),
     },
     "dkdv": {
-        # full at 4096 513 (32x128: 481, 64x128: 410)
+        # full at 4096 541 (32x64: 505, 2 stages: 430, 64x128: 329)
         64: Config(64, 64, 4, 3, descriptors=True),
         # full 610 / 642 (64x128 by TMA: 572 / 607)
         128: Config(64, 64, 4, 2, descriptors=True),
-        256: Config(32, 64, 8, 1),
+        # full at 4096 315 (32x64: 206, with one stage 136)
+        256: Config(64, 64, 8, 2, descriptors=True),
         512: Config(16, 32, 8, 1),
     },
     "dq": {
-        64: Config(128, 64, 8, 2),
+        # full at 4096 602 (64x64: 587, 64x32: 559, 64x128: 481, 128x64 with 8 warps: 279)
+        64: Config(128, 64, 4, 3, descriptors=True),
         # full 618 / 677 (the same without TMA: 591 / 640)
         128: Config(128, 64, 8, 3, descriptors=True),
-        256: Config(64, 32, 8, 1),
+        # full at 4096 469 (128x32 by TMA: 424, 64x32 with 4 warps: 306, with 8 warps: 171)
+        256: Config(128, 64, 8, 1),
         512: Config(32, 16, 8, 1),
     },
 }
@@ -250,6 +257,15 @@ def decode_programs(config: Config, device: DeviceSpec, itemsize: int, tile_colu
     in_flight = (config.num_stages - 1) * config.block_n * tile_columns * itemsize
     fitting = device.smem_bytes // max(1, in_flight + DECODE_SHARED)
     return max(1, min(REGISTER_LIMIT[itemsize], fitting))
+
+
+def even_waves(num_heads: int, heads_per_wave: int, group_size: int) -> int:
+    """At most so many heads side by side that the waves of one sequence are alike: 8 and 8 instead of 12 and 4, for a
+    small wave leaves multiprocessors idle.
+    """
+    groups, groups_per_wave = num_heads // group_size, heads_per_wave // group_size
+    waves = -(-groups // groups_per_wave)
+    return -(-groups // waves) * group_size
 
 
 def num_splits(device: DeviceSpec, programs: int, rows: int, tiles: int) -> int:

@@ -17,7 +17,7 @@ from tilewise import device as devices
 from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Launches, RawView, View, on_device, raw_views
 from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.triton import configs, passes
-from tilewise.backends.triton.arguments import rows_allocation, workspace_rows
+from tilewise.backends.triton.arguments import rows_allocation, stored_rows, workspace_rows
 from tilewise.backends.triton.pages import entries_by_page
 from tilewise.backends.triton.planning import Plan, plan_for
 from tilewise.device import DeviceSpec
@@ -280,7 +280,8 @@ def _sink_gradient(plan: Plan, operands: Operands, workspace: Tensor) -> Tensor:
     assert operands.sinks is not None
     problem = plan.problem
     dense = problem.kind == "dense"
-    length = problem.seqlen_q if dense else problem.total_q
+    packed = plan.traits.PACKED_Q
+    length = problem.seqlen_q if dense else stored_rows(plan) if packed else problem.total_q
     shape = (2, problem.batch, problem.num_heads, -1) if dense else (2, problem.num_heads, -1)
     lse_unit, delta = workspace.view(shape)[..., :length]
     unit = 1.0 if plan.traits.TRANSFORMED else LN2

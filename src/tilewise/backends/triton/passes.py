@@ -54,11 +54,10 @@ COMBINED_ELEMENTS = 8192
 
 def forward_calls(plan: Plan, views: Views) -> list[KernelCall]:
     """The forward kernel."""
-    problem, config = plan.problem, plan.config("forward")
+    config = plan.config("forward")
     arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views)
-    arguments["sizes"] = plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)
-    arguments |= key_descriptors(plan, arguments, config)
-    programs = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.num_heads * problem.batch
+    sizes, programs = plan.query_schedule(config, _key_bytes(plan))
+    arguments |= {"sizes": sizes, "SINGLE_LOOP": config.single_loop} | key_descriptors(plan, arguments, config)
     return [_tiled(forward.forward_kernel, programs, arguments, config)]
 
 
@@ -129,7 +128,7 @@ def stats_call(plan: Plan, views: Views) -> KernelCall:
     problem = plan.problem
     dense = problem.kind == "dense"
     num_rows, batch = (problem.seqlen_q, problem.batch) if dense else (problem.total_q, 1)
-    num_stored = stored_rows(problem)
+    num_stored = stored_rows(plan)
 
     def rows(name: str) -> Any:
         if dense:
@@ -144,9 +143,11 @@ def stats_call(plan: Plan, views: Views) -> KernelCall:
         "dlse": stat_rows(plan, "dlse", views["dlse"], packed=True) if "dlse" in views else None,
         "lse_unit": workspace_rows(plan, 0, packed=True)[0],
         "delta": workspace_rows(plan, 1, packed=True)[0],
+        "cu_seqlens_q": single_address(views, "cu_seqlens_q"),
         "num_rows": num_rows,
         "num_stored": num_stored,
         "num_heads": problem.num_heads,
+        "batch": problem.batch,
         "T": of_rows(plan.traits),
         "BLOCK_M": block_m,
     }
@@ -174,10 +175,9 @@ def key_gradient_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) ->
         rows = {n: dense_rows(problem, n, view, problem.num_kv_heads) for n, view in (("dk", dk), ("dv", dv))}
     else:
         rows = {n: key_rows(problem, n, view) for n, view in (("dk", dk), ("dv", dv))}
-    sizes = plan.sizes_streaming(config, bytes_per_head, 1)
-    arguments = shared | rows | {"sizes": sizes, "EARLY_DP": config.early_dp}
+    sizes, programs = plan.key_schedule(config, bytes_per_head)
+    arguments = shared | rows | {"sizes": sizes, "EARLY_DP": config.early_dp, "SINGLE_LOOP": config.single_loop}
     arguments |= query_descriptors(plan, shared, config)
-    programs = triton.cdiv(problem.seqlen_k, config.block_n) * problem.num_kv_heads * problem.batch
     return _tiled(bwd.key_gradient_kernel, programs, arguments, config)
 
 
@@ -212,10 +212,10 @@ def gather_pages_call(plan: Plan, views: Views, name: str, target: View, dim: in
 
 def query_gradient_call(plan: Plan, shared: dict[str, Any], dq: View) -> KernelCall:
     """The kernel that writes dQ."""
-    problem, config = plan.problem, plan.config("dq")
-    sizes = plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)
-    programs = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.num_heads * problem.batch
-    arguments = shared | {"dq": query_rows(plan, "dq", dq), "sizes": sizes} | key_descriptors(plan, shared, config)
+    config = plan.config("dq")
+    sizes, programs = plan.query_schedule(config, _key_bytes(plan))
+    arguments = shared | {"dq": query_rows(plan, "dq", dq), "sizes": sizes, "SINGLE_LOOP": config.single_loop}
+    arguments |= key_descriptors(plan, shared, config)
     return _tiled(bwd.query_gradient_kernel, programs, arguments, config)
 
 
@@ -244,4 +244,6 @@ def bias_gradient_call(plan: Plan, shared: dict[str, Any], dbias: View) -> Kerne
 
 def _tiled(kernel: Any, programs: int, arguments: dict[str, Any], config: Config) -> KernelCall:
     tiles = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
-    return KernelCall(kernel, (programs, 1, 1), arguments | tiles, config.num_warps, config.num_stages)
+    return KernelCall(
+        kernel, (programs, 1, 1), arguments | tiles, config.num_warps, config.num_stages, config.max_registers
+    )

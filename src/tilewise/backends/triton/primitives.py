@@ -7,7 +7,7 @@ transposed scores. `T` is a `Traits`. The tile ranges mirror tilewise.masks and 
 
 # Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803, N806, RET505
+# ruff: noqa: N803, N806, RET505, SIM102
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
 # Below this tanh is taken from its series: 1 - 2 / (e^2x + 1) loses everything to cancellation near 0.
 TANH_SERIES_BELOW = tl.constexpr(0.25)
+# Sequences among which a program looks for its own at a time: four a thread.
+SEARCHED_SEQUENCES = tl.constexpr(512)
+# The backward's statistics of a sequence fill whole tiles of this many rows (no table has a taller tile), so that they
+# are loaded as vectors and without a mask.
+STAT_TILE = tl.constexpr(128)
 
 
 @triton.jit
@@ -44,23 +49,49 @@ def dot_add(a, b, acc, T: tl.constexpr):
 
 
 @triton.jit
-def work_item(num_blocks, num_heads, sizes, LAST_FIRST: tl.constexpr):
-    """(block, head, batch_idx) of this program: waves of `heads_per_wave` heads whose K and V stay in L2, their
-    blocks outermost.
+def sequence_of(slot, cu_seqlens, batch, BLOCK: tl.constexpr):
+    """(sequence, its first slot): sequence b owns the slots from cu_seqlens[b] // BLOCK + b on, which are at least as
+    many as it has tiles, and at most one more.
+    """
+    below = slot * 0
+    for first in tl.range(0, batch, SEARCHED_SEQUENCES):
+        idx = first + tl.arange(0, SEARCHED_SEQUENCES)
+        start = tl.load(cu_seqlens + idx, mask=idx < batch, other=0)
+        below += tl.sum(((start // BLOCK + idx <= slot) & (idx < batch)).to(tl.int32))
+    return below - 1, tl.load(cu_seqlens + below - 1) // BLOCK + below - 1
+
+
+@triton.jit
+def work_item(
+    max_seqlen, num_heads, sizes, cu_seqlens, LAST_FIRST: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """(block, num_blocks, head, batch_idx) of this program: waves of `heads_per_wave` heads whose K and V stay in L2,
+    their blocks outermost. `num_blocks` programs share a (head, sequence).
 
     With LAST_FIRST the last blocks come first: under a causal mask they are the longest, and the short ones fill the
-    tail.
+    tail. Packed sequences of mixed lengths (num_slots > 0) are walked one after the other by slots, in waves of their
+    own, instead of by a grid as long as the longest one.
     """
     pid = tl.program_id(0)
+    num_blocks = (max_seqlen + BLOCK - 1) // BLOCK
+    num_items = sizes.batch * num_heads
+    sequence = 0
+    if PACKED:
+        if sizes.num_slots > 0:
+            sequence, first_slot = sequence_of(pid // num_heads, cu_seqlens, sizes.batch, BLOCK)
+            stop_slot = tl.load(cu_seqlens + sequence + 1) // BLOCK + sequence + 1
+            num_blocks = tl.where(sequence == sizes.batch - 1, sizes.num_slots, stop_slot) - first_slot
+            num_items = num_heads
+            pid -= first_slot * num_heads
     wave_programs = sizes.heads_per_wave * num_blocks
     first_item = pid // wave_programs * sizes.heads_per_wave
-    wave_heads = tl.minimum(sizes.heads_per_wave, sizes.batch * num_heads - first_item)
+    wave_heads = tl.minimum(sizes.heads_per_wave, num_items - first_item)
     rank = pid % wave_programs
     item = first_item + rank % wave_heads
     block = rank // wave_heads
     if LAST_FIRST:
         block = num_blocks - 1 - block
-    return block, item % num_heads, item // num_heads
+    return block, num_blocks, item % num_heads, sequence + item // num_heads
 
 
 @triton.jit
@@ -91,6 +122,15 @@ def head_base(rows, batch_idx, head, start, PACKED: tl.constexpr):
     if PACKED:
         return base + tl.cast(start, tl.int64) * rows.stride_row
     return base + tl.cast(batch_idx, tl.int64) * rows.stride_batch
+
+
+@triton.jit
+def stat_base(stats, batch_idx, head, q_start, T: tl.constexpr):
+    """Pointer to the statistics of token 0 of a (sequence, head): a packed sequence's fill whole tiles of slots."""
+    base = stats.ptr + tl.cast(head, tl.int64) * stats.stride_head
+    if T.PACKED_Q:
+        return base + tl.cast(q_start // STAT_TILE + batch_idx, tl.int64) * STAT_TILE
+    return base + tl.cast(batch_idx, tl.int64) * stats.stride_batch
 
 
 @triton.jit
@@ -304,9 +344,11 @@ def around_gap(position, gap_begin, gap_end, EDGE: tl.constexpr):
 def keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, band, T: tl.constexpr):
     """Which (query, key) pairs of an edge tile exist and are not masked by causality or window."""
     diagonal = seqlen_k - seqlen_q
-    keep = n_idx < seqlen_k
+    # One bound a row and one comparison a score.
+    last = seqlen_k - 1
     if T.HAS_RIGHT:
-        keep = keep & (n_idx <= m_idx + (diagonal + band.right))
+        last = tl.minimum(m_idx + (diagonal + band.right), last)
+    keep = n_idx <= last
     if T.HAS_LEFT:
         keep = keep & (n_idx >= m_idx + (diagonal - band.left))
     return keep
@@ -404,7 +446,7 @@ def softmax_step(scores, row_max, row_sum, unit):
 
 @triton.jit
 def softmax_step_scaled(dots, row_max, row_sum, scale_log2):
-    """`softmax_step` for unmasked plain scores: the scale goes into one multiply-add an element (scale_log2 >= 0)."""
+    """`softmax_step` for plain scores, -inf where masked: the scale (above 0) goes into one multiply-add a score."""
     new_max = tl.maximum(row_max, tl.max(dots, 1) * scale_log2)
     anchor = tl.where(new_max == NEG_INF, 0.0, new_max)
     alpha = tl.exp2(row_max - anchor)

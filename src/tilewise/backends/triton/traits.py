@@ -85,6 +85,7 @@ class Sizes(NamedTuple):
     total_q: int
     total_k: int
     heads_per_wave: int
+    num_slots: int
 
 
 class Band(NamedTuple):
@@ -108,8 +109,8 @@ class Traits:
     """Compile-time facts of a problem.
 
     BLOCK_D and BLOCK_DV are the head dims padded to what the matrix units take. TRANSFORMED: scores are more than
-    scale * q.k, so they are kept in natural units instead of log2 ones; a negative scale counts as that, because the
-    fast path takes the maximum before it scales.
+    scale * q.k, so they are kept in natural units instead of log2 ones; a scale of 0 or less counts as that, because
+    the fast path masks and takes the maximum before it scales.
 
     FP8: K and V are e4m3 (see quantised.py), multiplied in fp16 if HALF, else in fp32; FP8_Q: q is too. *_SHARED_ROWS
     share a scale, 0 for all of a head's. E4M3_INSTRUCTION: the device converts.
@@ -180,7 +181,7 @@ def traits_of(
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=width,
         BLOCK_DV=width_v,
-        TRANSFORMED=problem.has_alibi or problem.scale < 0.0 or any(term is not None for term in terms),
+        TRANSFORMED=problem.has_alibi or problem.scale <= 0.0 or any(term is not None for term in terms),
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,
         HAS_BIAS=problem.bias_shape is not None,

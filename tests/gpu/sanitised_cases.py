@@ -1,0 +1,81 @@
+"""What runs under compute-sanitizer: small calls of every kind of kernel, and one kernel that is broken on purpose.
+
+Every tensor has an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that a byte too far is seen; inputs are
+made on the host, so that hardly any kernel but ours runs.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import tilewise as tw
+
+
+@triton.jit
+def out_of_bounds_kernel(target, count):
+    """Write far past the end of `target`."""
+    tl.store(target + count + (1 << 20), 1.0)
+
+
+def normal(*shape: int) -> Tensor:
+    """Standard normal bf16 numbers that take part in autograd."""
+    return torch.randn(shape, dtype=torch.float32).to(torch.bfloat16).cuda().requires_grad_()
+
+
+def backward(out: Tensor | tuple[Tensor, Tensor], *inputs: Tensor) -> None:
+    """Gradients of all inputs."""
+    assert isinstance(out, Tensor)
+    torch.autograd.grad(out, inputs, torch.ones(out.shape, dtype=out.dtype).cuda())
+
+
+def dense(head_dim: int, **flags: Any) -> None:
+    """Forward and backward of ragged tiles and shared heads."""
+    q, k, v = normal(1, 2, 77, head_dim), normal(1, 1, 139, head_dim), normal(1, 1, 139, head_dim)
+    backward(tw.attention(q, k, v, backend="triton", **flags), q, k, v)
+
+
+def packed() -> None:
+    """Mixed lengths, an empty sequence and rows that belong to none."""
+    q, k, v = (normal(240, 2, 64) for _ in range(3))
+    cu_seqlens = torch.tensor([0, 130, 130, 199, 206], dtype=torch.int32).cuda()
+    lengths = (cu_seqlens, cu_seqlens)
+    backward(
+        tw.attention_varlen(q, k, v, *lengths, max_seqlen_q=130, max_seqlen_k=130, causal=True, backend="triton"),
+        q,
+        k,
+        v,
+    )
+
+
+def paged() -> None:
+    """Split decoding from pages."""
+    q, k, v = normal(2, 4, 64).detach(), normal(24, 16, 2, 64).detach(), normal(24, 16, 2, 64).detach()
+    for pages, lengths in ((10, (150, 33)), (40, (640, 300))):
+        table = torch.randint(0, 24, (2, pages), dtype=torch.int32).cuda()
+        tw.attention_paged(q, k, v, table, torch.tensor(lengths, dtype=torch.int32).cuda(), backend="triton")
+
+
+def main(which: str) -> None:
+    """Run everything, or the broken kernel."""
+    torch.manual_seed(0)
+    if which == "broken":
+        out_of_bounds_kernel[(1,)](torch.zeros(64).cuda(), 64)
+    else:
+        dense(64, causal=True)
+        dense(128, window=(40, 3), softcap=20.0)
+        packed()
+        paged()
+    torch.cuda.synchronize()
+    print("finished", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
