@@ -1,7 +1,6 @@
 """The tiles that tune_triton.py tries, by pass, head_dim and length, and how they are written down.
 
-`64x128w8s2TLSr128h4`: BLOCK_M x BLOCK_N, warps, stages; then T loads by TMA, L takes dP late, S has a single loop, r128
-limits registers, h4 runs four heads side by side.
+`64x128w8s2TLh4`: BLOCK_M x BLOCK_N, warps, stages; then T loads by TMA, L takes dP late, h4 runs four heads at a time.
 """
 
 from __future__ import annotations
@@ -29,20 +28,15 @@ LONG_TILES: dict[tuple[Pass, int], str] = {
     ("dq", 256): "64x32w8s1 128x32w8s2 128x32w8s2T 64x32w4s2 64x32w4s2T 64x32w8s2T 128x64w8s1",
 }
 SHORT_TILES: dict[tuple[Pass, int], str] = {
-    ("forward", 64): """64x64w4s3 64x64w4s2 64x64w4s2S 64x32w4s3 64x32w4s3S 128x64w8s2 128x64w8s2S 64x64w4s1S 128x64w4s2
-        128x128w8s2""",
-    (
-        "forward",
-        128,
-    ): """64x64w4s3 64x64w4s2S 64x64w4s1Sr168 64x32w4s3 64x32w4s3S 64x32w4s2Sr128 64x32w4s3T 128x32w8s3r128
-        128x64w8s2 128x64w8s2S 128x128w8s2""",
-    ("dkdv", 64): "64x64w4s3T 64x64w4s2 64x64w4s2S 32x64w4s2 32x64w4s2S 64x128w8s2",
-    ("dkdv", 128): "64x64w4s2T 64x64w4s2S 32x64w4s2 32x64w4s2S 32x64w4s2T 64x64w4s1S 64x128w8s2",
-    ("dq", 64): "64x64w4s2 64x64w4s2S 64x64w4s3T 64x32w4s3 64x32w4s2S 128x64w8s2",
-    ("dq", 128): "128x64w8s3T 64x64w4s2 64x64w4s2S 64x64w4s2T 64x32w4s2 64x32w4s2S 64x32w4s3T",
+    ("forward", 64): "64x64w4s3T 64x64w4s3 64x64w4s2T 64x32w4s3T 128x64w8s2T 128x64w4s2",
+    ("forward", 128): "64x64w4s3 64x64w4s3T 64x32w4s3 64x32w4s3T 64x32w4s2T 128x64w8s2 128x128w8s2",
+    ("dkdv", 64): "64x64w4s3T 64x64w4s2T 32x64w4s3T 32x64w4s2",
+    ("dkdv", 128): "64x64w4s2T 32x64w4s2 32x64w4s2T 32x64w4s3T 64x128w8s2",
+    ("dq", 64): "128x64w4s3T 64x64w4s3T 64x32w4s3T",
+    ("dq", 128): "128x64w8s3T 64x64w4s2 64x64w4s2T 64x32w4s2 64x32w4s3T",
 }
 
-WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(S?)(?:r(\d+))?(?:h(\d+))?")
+WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(?:h(\d+))?")
 
 
 def candidates(direction: Pass, head_dim: int, length: int) -> list[Config]:
@@ -56,7 +50,7 @@ def config_of(name: str) -> Config:
     found = WRITTEN.fullmatch(name)
     if found is None:
         raise ValueError(f"not a tile: {name!r}")
-    block_m, block_n, warps, stages, tma, late, single, registers, heads = found.groups()
+    block_m, block_n, warps, stages, tma, late, heads = found.groups()
     return Config(
         int(block_m),
         int(block_n),
@@ -65,8 +59,6 @@ def config_of(name: str) -> Config:
         descriptors=bool(tma),
         early_dp=not late,
         heads_per_wave=int(heads) if heads else None,
-        single_loop=bool(single),
-        max_registers=int(registers) if registers else None,
     )
 
 
@@ -75,8 +67,6 @@ def name_of(config: Config) -> str:
     letters = {
         "T": config.descriptors,
         "L": not config.early_dp,
-        "S": config.single_loop,
-        f"r{config.max_registers}": config.max_registers,
         f"h{config.heads_per_wave}": config.heads_per_wave,
     }
     extra = "".join(letter for letter, on in letters.items() if on)

@@ -24,7 +24,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 primitives = pytest.importorskip("tilewise.backends.triton.primitives")
 key_range, query_range = primitives.key_range, primitives.query_range
-work_item, sequence_of = primitives.work_item, primitives.sequence_of
+sequence_of = primitives.sequence_of
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -55,7 +55,7 @@ def interpret(*arguments: str) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 def test_tile_ranges_in_the_interpreter() -> None:
-    interpret(str(HERE), "-k", "mirror or visited_once")
+    interpret(str(HERE), "-k", "mirror or slots")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
@@ -146,48 +146,6 @@ def test_query_ranges_mirror_masks() -> None:
                 assert all(band.sees(m, n) for m in rows for n in range(n_block * GRID.block_n, n_stop))
 
 
-@triton.jit(do_not_specialize=["max_seqlen", "num_heads", "sizes"])
-def schedule_kernel(
-    visits, owners, cu_seqlens, max_seqlen, num_heads, sizes, max_blocks,
-    LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Count the visits of every (sequence, head, block), and the programs that share out the rows after the last."""
-    block, num_blocks, head, batch_idx = work_item(
-        max_seqlen, num_heads, sizes, cu_seqlens, LAST_FIRST, PACKED=True, BLOCK=BLOCK
-    )
-    if batch_idx == sizes.batch - 1:
-        at = owners + head * sizes.total_q + block
-        tl.store(at, tl.load(at) + tl.where(block < num_blocks, 1, 100))
-    start = tl.load(cu_seqlens + batch_idx)
-    if block * BLOCK < tl.load(cu_seqlens + batch_idx + 1) - start:
-        at = visits + (batch_idx * num_heads + head) * max_blocks + block
-        tl.store(at, tl.load(at) + 1)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
-@pytest.mark.parametrize("last_first", [False, True])
-@pytest.mark.parametrize("lengths", [(37, 0, 5, 16, 50, 1), (16, 16), (0, 0, 3), (100, 3, 3, 3)], ids=str)
-def test_packed_tiles_are_visited_once(lengths: tuple[int, ...], last_first: bool) -> None:
-    """In slots and in a grid as long as the longest sequence: every tile of every head by one program."""
-    from tilewise.backends.triton.traits import Sizes
-
-    block, heads, batch, padding = 16, 3, len(lengths), 21
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    total, longest = int(cu_seqlens[-1]) + padding, max(lengths)
-    tiles = [-(-length // block) for length in lengths]
-    for slots in (0, total // block + batch):
-        visits = torch.zeros(batch, heads, max(tiles), dtype=torch.int32)
-        owners = torch.zeros(heads, total, dtype=torch.int32)
-        sizes = Sizes(batch, heads, longest, longest, total, total, heads_per_wave=2, num_slots=slots)
-        schedule_kernel[((slots or max(tiles) * batch) * heads,)](
-            visits, owners, cu_seqlens, longest, heads, sizes, max(tiles), LAST_FIRST=last_first, BLOCK=block
-        )
-        want = torch.arange(max(tiles))[None, :] < torch.tensor(tiles)[:, None]
-        assert torch.equal(visits, want[:, None].expand_as(visits).to(torch.int32))
-        assert (owners <= 1).all()
-        assert (owners.sum(1) >= 1).all()
-
-
 @triton.jit
 def search_kernel(found, slots, cu_seqlens, batch, BLOCK: tl.constexpr):
     """The sequence of each slot, and its first slot."""
@@ -198,7 +156,7 @@ def search_kernel(found, slots, cu_seqlens, batch, BLOCK: tl.constexpr):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
-def test_slots_are_visited_once_among_many_sequences() -> None:
+def test_slots_of_many_sequences() -> None:
     """More sequences than are searched at a time, many of them empty."""
     lengths = [(7 * i) % 40 if i % 3 else 0 for i in range(1100)]
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)

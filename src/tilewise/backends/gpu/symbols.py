@@ -65,7 +65,6 @@ class KernelCall:
     arguments: dict[str, Any]
     num_warps: int = 4
     num_stages: int | None = None
-    max_registers: int | None = None
 
     @property
     def ordered(self) -> list[Any]:
@@ -75,8 +74,8 @@ class KernelCall:
     @property
     def options(self) -> dict[str, int]:
         """What the compiler is told beside the arguments."""
-        wanted = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
-        return {name: value for name, value in wanted.items() if value is not None}
+        stages = {} if self.num_stages is None else {"num_stages": self.num_stages}
+        return {"num_warps": self.num_warps, **stages}
 
 
 def materialised(argument: Any, tensors: Mapping[str, Tensor | None]) -> Any:

@@ -227,14 +227,14 @@ def key_gradient_loop(
 def key_gradient_kernel(
     q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, dk, dv, bias, mask, alibi_slopes, seed_ptr,
     lengths, sizes, band, scalars,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr, SINGLE_LOOP: tl.constexpr,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of one (key tile, K/V head, sequence), summed over the query heads of the group inside the
     program.
     """
-    num_kv_heads = sizes.num_heads // T.GROUP_SIZE
-    block, num_blocks, kv_head, batch_idx = work_item(
-        sizes.seqlen_k, num_kv_heads, sizes, lengths.cu_seqlens_k, T.HAS_LEFT and not T.HAS_RIGHT, T.PACKED_K, BLOCK_N
+    num_blocks = (sizes.seqlen_k + BLOCK_N - 1) // BLOCK_N
+    block, kv_head, batch_idx = work_item(
+        num_blocks, sizes.num_heads // T.GROUP_SIZE, sizes, T.HAS_LEFT and not T.HAS_RIGHT
     )
     q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
     k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
@@ -265,14 +265,11 @@ def key_gradient_kernel(
     dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
     begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     place = (n_first, kv_head, batch_idx, q_start)
-    if SINGLE_LOOP:
-        full_begin, full_end = begin, begin
-    else:
-        dk_acc, dv_acc = key_gradient_loop(
-            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, alibi_slopes,
-            bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, full_begin, full_end, full_end, full_end,
-            False, BLOCK_M, BLOCK_N, EARLY_DP, T
-        )  # fmt: skip
+    dk_acc, dv_acc = key_gradient_loop(
+        dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, alibi_slopes,
+        bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, full_begin, full_end, full_end, full_end,
+        False, BLOCK_M, BLOCK_N, EARLY_DP, T
+    )  # fmt: skip
     dk_acc, dv_acc = key_gradient_loop(
         dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, alibi_slopes,
         bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, full_begin, full_end, end, True,
@@ -323,12 +320,11 @@ def query_gradient_loop(
 def query_gradient_kernel(
     q, k, v, dout, k_desc, v_desc, k_box, v_box, lse_unit, delta, dq, bias, mask, alibi_slopes, seed_ptr, lengths,
     sizes, band, scalars,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SINGLE_LOOP: tl.constexpr,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write dQ of one (query tile, head, sequence)."""
-    block, num_blocks, head, batch_idx = work_item(
-        sizes.seqlen_q, sizes.num_heads, sizes, lengths.cu_seqlens_q, T.HAS_RIGHT, T.PACKED_Q, BLOCK_M
-    )
+    num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
+    block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
     q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
     k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     if T.PACKED_Q:
@@ -372,13 +368,10 @@ def query_gradient_kernel(
     acc = zeros(BLOCK_M, T.BLOCK_D)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
-    if SINGLE_LOOP:
-        full_begin, full_end = begin, begin
-    else:
-        acc = query_gradient_loop(
-            acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
-            seqlen_k, full_begin, full_end, full_end, full_end, False, BLOCK_N, T
-        )  # fmt: skip
+    acc = query_gradient_loop(
+        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
+        seqlen_k, full_begin, full_end, full_end, full_end, False, BLOCK_N, T
+    )  # fmt: skip
     acc = query_gradient_loop(
         acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
         seqlen_k, begin, full_begin, full_end, end, True, BLOCK_N, T

@@ -23,8 +23,7 @@ class Config:
     """How one kernel is tiled and compiled.
 
     `descriptors`: whole tiles are loaded by TMA where the tensors allow. `heads_per_wave`: None means as many as keep
-    their rows in L2. `single_loop`: whole and edge tiles share one loop, which masks them all. `max_registers` of a
-    thread, so that more programs fit on a multiprocessor.
+    their rows in L2.
     """
 
     block_m: int
@@ -34,8 +33,6 @@ class Config:
     descriptors: bool = False
     early_dp: bool = True
     heads_per_wave: int | None = None
-    single_loop: bool = False
-    max_registers: int | None = None
 
 
 # More partial results than this are not worth merging; starting and finishing a program costs as much as reading this
@@ -257,15 +254,6 @@ def decode_programs(config: Config, device: DeviceSpec, itemsize: int, tile_colu
     in_flight = (config.num_stages - 1) * config.block_n * tile_columns * itemsize
     fitting = device.smem_bytes // max(1, in_flight + DECODE_SHARED)
     return max(1, min(REGISTER_LIMIT[itemsize], fitting))
-
-
-def even_waves(num_heads: int, heads_per_wave: int, group_size: int) -> int:
-    """At most so many heads side by side that the waves of one sequence are alike: 8 and 8 instead of 12 and 4, for a
-    small wave leaves multiprocessors idle.
-    """
-    groups, groups_per_wave = num_heads // group_size, heads_per_wave // group_size
-    waves = -(-groups // groups_per_wave)
-    return -(-groups // waves) * group_size
 
 
 def num_splits(device: DeviceSpec, programs: int, rows: int, tiles: int) -> int:

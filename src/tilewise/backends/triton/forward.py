@@ -171,12 +171,11 @@ def clear_lse(lse, head, block, num_blocks, lengths, sizes, BLOCK_M: tl.constexp
 def forward_kernel(
     q, k, v, q_scale, k_scale, v_scale, k_desc, v_desc, k_box, v_box, out, lse, bias, mask, alibi_slopes, sinks,
     seed_ptr, lengths, sizes, band, scalars,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SINGLE_LOOP: tl.constexpr,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out, lse of one (query tile, head, sequence)."""
-    block, num_blocks, head, batch_idx = work_item(
-        sizes.seqlen_q, sizes.num_heads, sizes, lengths.cu_seqlens_q, T.HAS_RIGHT, T.PACKED_Q, BLOCK_M
-    )
+    num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
+    block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
     q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
     k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     if T.PACKED_Q:
@@ -223,13 +222,10 @@ def forward_kernel(
     place = (m_idx, head, batch_idx)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
-    if SINGLE_LOOP:
-        full_begin, full_end = begin, begin
-    else:
-        acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-            full_begin, full_end, full_end, full_end, False, BLOCK_N, T
-        )  # fmt: skip
+    acc, row_max, row_sum = attend(
+        acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
+        full_begin, full_end, full_end, full_end, False, BLOCK_N, T
+    )  # fmt: skip
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin,
         full_begin, full_end, end, True, BLOCK_N, T

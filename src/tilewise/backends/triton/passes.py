@@ -54,10 +54,11 @@ COMBINED_ELEMENTS = 8192
 
 def forward_calls(plan: Plan, views: Views) -> list[KernelCall]:
     """The forward kernel."""
-    config = plan.config("forward")
+    problem, config = plan.problem, plan.config("forward")
     arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views)
-    sizes, programs = plan.query_schedule(config, _key_bytes(plan))
-    arguments |= {"sizes": sizes, "SINGLE_LOOP": config.single_loop} | key_descriptors(plan, arguments, config)
+    arguments["sizes"] = plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)
+    arguments |= key_descriptors(plan, arguments, config)
+    programs = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.num_heads * problem.batch
     return [_tiled(forward.forward_kernel, programs, arguments, config)]
 
 
@@ -175,9 +176,10 @@ def key_gradient_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) ->
         rows = {n: dense_rows(problem, n, view, problem.num_kv_heads) for n, view in (("dk", dk), ("dv", dv))}
     else:
         rows = {n: key_rows(problem, n, view) for n, view in (("dk", dk), ("dv", dv))}
-    sizes, programs = plan.key_schedule(config, bytes_per_head)
-    arguments = shared | rows | {"sizes": sizes, "EARLY_DP": config.early_dp, "SINGLE_LOOP": config.single_loop}
+    sizes = plan.sizes_streaming(config, bytes_per_head, 1)
+    arguments = shared | rows | {"sizes": sizes, "EARLY_DP": config.early_dp}
     arguments |= query_descriptors(plan, shared, config)
+    programs = triton.cdiv(problem.seqlen_k, config.block_n) * problem.num_kv_heads * problem.batch
     return _tiled(bwd.key_gradient_kernel, programs, arguments, config)
 
 
@@ -212,10 +214,10 @@ def gather_pages_call(plan: Plan, views: Views, name: str, target: View, dim: in
 
 def query_gradient_call(plan: Plan, shared: dict[str, Any], dq: View) -> KernelCall:
     """The kernel that writes dQ."""
-    config = plan.config("dq")
-    sizes, programs = plan.query_schedule(config, _key_bytes(plan))
-    arguments = shared | {"dq": query_rows(plan, "dq", dq), "sizes": sizes, "SINGLE_LOOP": config.single_loop}
-    arguments |= key_descriptors(plan, shared, config)
+    problem, config = plan.problem, plan.config("dq")
+    sizes = plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)
+    programs = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.num_heads * problem.batch
+    arguments = shared | {"dq": query_rows(plan, "dq", dq), "sizes": sizes} | key_descriptors(plan, shared, config)
     return _tiled(bwd.query_gradient_kernel, programs, arguments, config)
 
 
@@ -244,6 +246,4 @@ def bias_gradient_call(plan: Plan, shared: dict[str, Any], dbias: View) -> Kerne
 
 def _tiled(kernel: Any, programs: int, arguments: dict[str, Any], config: Config) -> KernelCall:
     tiles = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
-    return KernelCall(
-        kernel, (programs, 1, 1), arguments | tiles, config.num_warps, config.num_stages, config.max_registers
-    )
+    return KernelCall(kernel, (programs, 1, 1), arguments | tiles, config.num_warps, config.num_stages)

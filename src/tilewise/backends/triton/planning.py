@@ -39,32 +39,10 @@ class Plan(NamedTuple):
         width = max(self.traits.BLOCK_D, self.traits.BLOCK_DV)
         return configs.choose(direction, self.device, element_size(self.problem), width, is_rich(self.problem))
 
-    def query_schedule(self, config: Config, bytes_per_head: int) -> tuple[Sizes, int]:
-        """(sizes with the order of work, programs) of a kernel that owns tiles of queries and streams keys."""
-        problem, sizes = self.problem, self.sizes
-        heads = config.heads_per_wave or configs.heads_per_wave(self.device, bytes_per_head, problem.group_size)
-        total = sizes.total_q if self.traits.PACKED_Q else None
-        slots, tiles = self._tiles(sizes.seqlen_q, total, config.block_m)
-        if slots > 0:
-            heads = configs.even_waves(problem.num_heads, heads, problem.group_size)
-        return sizes._replace(heads_per_wave=heads, num_slots=slots), tiles * problem.num_heads
-
-    def key_schedule(self, config: Config, bytes_per_head: int) -> tuple[Sizes, int]:
-        """The same of a kernel that owns tiles of keys and streams queries."""
-        heads = config.heads_per_wave or configs.heads_per_wave(self.device, bytes_per_head, 1)
-        total = self.sizes.total_k if self.traits.PACKED_K else None
-        slots, tiles = self._tiles(self.sizes.seqlen_k, total, config.block_n)
-        if slots > 0:
-            heads = configs.even_waves(self.problem.num_kv_heads, heads, 1)
-        return self.sizes._replace(heads_per_wave=heads, num_slots=slots), tiles * self.problem.num_kv_heads
-
-    def _tiles(self, max_seqlen: int, total: int | None, block: int) -> tuple[int, int]:
-        """(slots, tiles of a head): packed sequences take slots where these are fewer than in a grid as long as the
-        longest sequence: 272 instead of 1024 for 16 sequences of 7 to 4096 tokens.
-        """
-        grid = triton.cdiv(max_seqlen, block) * self.problem.batch
-        slots = grid if total is None else total // block + self.problem.batch
-        return (slots, slots) if slots < grid else (0, grid)
+    def sizes_streaming(self, config: Config, bytes_per_head: int, group_size: int) -> Sizes:
+        """Sizes with the number of heads that run side by side."""
+        heads = config.heads_per_wave or configs.heads_per_wave(self.device, bytes_per_head, group_size)
+        return self.sizes._replace(heads_per_wave=heads)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,7 +58,6 @@ def plan_for(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, prec
         total_q=problem.total_q if problem.kind != "dense" else problem.batch * problem.seqlen_q,
         total_k=problem.total_k,
         heads_per_wave=1,
-        num_slots=0,
     )
     scalars = ScoreScalars(
         scale=float(problem.scale),

@@ -7,7 +7,7 @@ transposed scores. `T` is a `Traits`. The tile ranges mirror tilewise.masks and 
 
 # Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803, N806, RET505, SIM102
+# ruff: noqa: N803, N806, RET505
 
 from __future__ import annotations
 
@@ -62,36 +62,23 @@ def sequence_of(slot, cu_seqlens, batch, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def work_item(
-    max_seqlen, num_heads, sizes, cu_seqlens, LAST_FIRST: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """(block, num_blocks, head, batch_idx) of this program: waves of `heads_per_wave` heads whose K and V stay in L2,
-    their blocks outermost. `num_blocks` programs share a (head, sequence).
+def work_item(num_blocks, num_heads, sizes, LAST_FIRST: tl.constexpr):
+    """(block, head, batch_idx) of this program: waves of `heads_per_wave` heads whose K and V stay in L2, their
+    blocks outermost.
 
     With LAST_FIRST the last blocks come first: under a causal mask they are the longest, and the short ones fill the
-    tail. Packed sequences of mixed lengths (num_slots > 0) are walked one after the other by slots, in waves of their
-    own, instead of by a grid as long as the longest one.
+    tail.
     """
     pid = tl.program_id(0)
-    num_blocks = (max_seqlen + BLOCK - 1) // BLOCK
-    num_items = sizes.batch * num_heads
-    sequence = 0
-    if PACKED:
-        if sizes.num_slots > 0:
-            sequence, first_slot = sequence_of(pid // num_heads, cu_seqlens, sizes.batch, BLOCK)
-            stop_slot = tl.load(cu_seqlens + sequence + 1) // BLOCK + sequence + 1
-            num_blocks = tl.where(sequence == sizes.batch - 1, sizes.num_slots, stop_slot) - first_slot
-            num_items = num_heads
-            pid -= first_slot * num_heads
     wave_programs = sizes.heads_per_wave * num_blocks
     first_item = pid // wave_programs * sizes.heads_per_wave
-    wave_heads = tl.minimum(sizes.heads_per_wave, num_items - first_item)
+    wave_heads = tl.minimum(sizes.heads_per_wave, sizes.batch * num_heads - first_item)
     rank = pid % wave_programs
     item = first_item + rank % wave_heads
     block = rank // wave_heads
     if LAST_FIRST:
         block = num_blocks - 1 - block
-    return block, num_blocks, item % num_heads, sequence + item // num_heads
+    return block, item % num_heads, item // num_heads
 
 
 @triton.jit

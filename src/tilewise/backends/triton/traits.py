@@ -85,7 +85,6 @@ class Sizes(NamedTuple):
     total_q: int
     total_k: int
     heads_per_wave: int
-    num_slots: int
 
 
 class Band(NamedTuple):
