@@ -3,13 +3,14 @@
     python bench/gpu_overhead.py [out.json] [--only triton,hopper,decode] [--profile] [--calls 300]
 
 Tiny problems are queued back to back without waiting, so the host is what takes the time. Every case is checked against
-PyTorch first, then timed in layers, each a part of the one before:
+PyTorch first, then timed in layers, all of them in turn, each a part of the one before:
 
-    public    tilewise.attention (forward and backward: with torch.autograd.grad)
-    backend   problem and operands given: look the pass up, make the results, launch
-    launches  results given too: fill in addresses and start the kernels
-    driver    the C launcher alone, all arguments given
-    torch     SDPA on the same tensors
+    public      tilewise.attention (forward and backward: with torch.autograd.grad)
+    bound pass  what a call that looks like an earlier one runs: make the results, launch
+    launches    results given too: look the argument lists up and start the kernels
+    driver      the C launcher alone, all arguments given
+    new pass    what a call that looks like none before runs beside its judgement, once the problem is prepared
+    torch       SDPA on the same tensors
 
 `lengths` is the number of kernels that 20 sequence lengths compile beyond those of the first call: 0, or 1 in the
 Hopper backward, which has a kernel for whole key tiles.
@@ -34,9 +35,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from tilewise import device as devices
 from tilewise import dispatch, validation
-from tilewise.backends.gpu import driver, launching
+from tilewise.backends.gpu import driver
 from tilewise.bench import machine
 from tilewise.canonical import canonical
 from tilewise.operands import Flags, Operands, Wanted
@@ -48,19 +48,21 @@ Run = Callable[[], Any]
 Layers = dict[str, Run]
 
 
-def microseconds(run: Run, calls: int) -> float:
-    """Host time of one of many calls queued without waiting; the median of some batches."""
-    for _ in range(WARM):
-        run()
-    taken = []
-    for _ in range(BATCHES):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(calls):
+def microseconds(runs: Layers, calls: int) -> dict[str, float]:
+    """Host time of one of many calls queued without waiting; medians of some batches, taken in turn: clocks move."""
+    for run in runs.values():
+        for _ in range(WARM):
             run()
-        taken.append((time.perf_counter() - began) / calls * 1e6)
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(BATCHES):
+        for name, run in runs.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(calls):
+                run()
+            taken[name].append((time.perf_counter() - began) / calls * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(taken)
+    return {name: round(statistics.median(times), 1) for name, times in taken.items()}
 
 
 def tensors(seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int, dim: int, *, grad: bool = False) -> list[Tensor]:
@@ -69,22 +71,19 @@ def tensors(seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int, dim: int, *
     return [torch.randn(1, h, n, dim, device="cuda", dtype=BF16, requires_grad=grad) for h, n in shapes]
 
 
-def driver_run(launches: Any, given: tuple[Tensor | None, ...]) -> Run | None:
-    """The C launchers of a pass with the arguments of one call."""
-    seen: list[tuple[Any, tuple[Any, ...]]] = []
-    starts = [start for start in launches._starts if isinstance(start, driver.DirectLaunch)]  # noqa: SLF001
-    functions = [start._function for start in starts]  # noqa: SLF001
-    for start, function in zip(starts, functions, strict=True):
-        start._function = lambda *args, function=function: seen.append((function, args))  # noqa: SLF001
-    launches.run(given)
-    for start, function in zip(starts, functions, strict=True):
-        start._function = function  # noqa: SLF001
+def parts_of(bound: Any, given: tuple[Tensor | None, ...]) -> Layers:
+    """A bound pass, and its parts with the tensors of one call."""
+    made = [*bound(given), *([] if bound._counter is None else [bound._counter()])]  # noqa: SLF001
+    picked, launches = bound._pick((*given, *made)), bound._launches  # noqa: SLF001
+    launches.start(picked)
+    filled = list(launches._filled.values())  # noqa: SLF001
 
-    def run() -> None:
-        for function, args in seen:
-            function(*args)
+    def driver_alone() -> None:
+        for function, arguments in filled[-1]:
+            function(*arguments)
 
-    return run if seen else None
+    parts = {"bound pass": lambda: bound(given), "launches": lambda: launches.start(picked)}
+    return parts | ({"driver": driver_alone} if filled else {})
 
 
 def forward_layers(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Layers:
@@ -92,33 +91,27 @@ def forward_layers(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) 
     flags = Flags(causal=causal, backend=backend)
     problem = validation.problem_of("dense", Operands(q, k, v), flags)
     operands = canonical(problem, Operands(q, k, v))
-    run_forward = dispatch.load(backend).forward
-    module = __import__(f"tilewise.backends.{backend}.launch", fromlist=["forward_pass"])
-    index = q.get_device()
-    ready = module.forward_pass(problem, devices.of(q.device), index, launching.raw_views(operands))
-    out, lse = ready.out.new(q), ready.lse.new(q)
-    last = module.counter_for(q) if backend == "hopper" else ready.workspace and ready.workspace.new(q)
-    given = (*operands, out, lse, last)
-    layers: Layers = {
+    chosen: Any = dispatch.load(backend)
+    grouped = q.shape[1] != k.shape[1]
+    return {
         "public": lambda: tilewise.attention(q, k, v, causal=causal, backend=backend),
-        "backend": lambda: run_forward(problem, operands),
-        "launches": lambda: ready.launches.run(given),
-        "allocation": lambda: (ready.out.new(q), ready.lse.new(q)),
-        "torch": lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]),
+        **parts_of(chosen.bind_forward(problem, operands), (q, k, v)),
+        "new pass": lambda: chosen.forward(problem, operands),
+        "torch": lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped),
     }
-    alone = driver_run(ready.launches, given)
-    return layers if alone is None else layers | {"driver": alone}
 
 
 def training_layers(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Layers:
     """Of forward and backward with autograd, and of the backward alone."""
     flags = Flags(causal=causal, backend=backend, needs_grad=True)
     problem = validation.problem_of("dense", Operands(q, k, v), flags)
+    chosen: Any = dispatch.load(backend)
     with torch.no_grad():
         operands = canonical(problem, Operands(q, k, v))
-        out, lse = dispatch.load(backend).forward(problem, operands)
+        out, lse = chosen.forward(problem, operands)
     dout = torch.randn_like(out)
-    run_backward = dispatch.load(backend).backward
+    saved = (operands, out, lse, dout, None, Wanted())
+    bound = chosen.bind_backward(problem, *saved)
 
     def torch_run() -> None:
         result = scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -129,10 +122,11 @@ def training_layers(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool)
 
     return {
         "public": run,
-        "forward, recorded": lambda: tilewise.attention(q, k, v, causal=causal, backend=backend),
-        "backend, backward": lambda: run_backward(problem, operands, out, lse, dout, None, Wanted()),
-        "an empty autograd node": lambda: torch.autograd.grad(q.view_as(q), q, dout),
         "torch": torch_run,
+        "forward, recorded": lambda: tilewise.attention(q, k, v, causal=causal, backend=backend),
+        **parts_of(bound, (dout, None, out, lse, q, k, v)),
+        "new pass": lambda: chosen.backward(problem, *saved),
+        "an empty autograd node": lambda: torch.autograd.grad(q.view_as(q), q, dout),
     }
 
 
@@ -185,7 +179,7 @@ def measure(
         print(f"{name}: WRONG by {error:.3g}, not timed", flush=True)
         return {"case": name, "backend": backend, "error": error}
     layers = make(backend, *args)
-    taken = {layer: round(microseconds(run, options.calls), 1) for layer, run in layers.items()}
+    taken = microseconds(layers, options.calls)
     print(f"{name}  (error {error:.2g}, first call and check {first:.1f} s)", flush=True)
     print("   " + "   ".join(f"{layer} {us:.1f}" for layer, us in taken.items()), flush=True)
     if options.profile:

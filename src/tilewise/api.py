@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from tilewise import cascade, dispatch, ops, validation
+from tilewise import calls, cascade, dispatch, ops, validation
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.numerics import merge_partials
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 __all__ = ["attention", "attention_paged", "attention_varlen", "backends", "merge"]
 
-Result = Tensor | tuple[Tensor, Tensor]
 # q, k and v: tensors, or e4m3 data with its scales.
 Attended = Tensor | Fp8Tensor
 
@@ -92,7 +91,7 @@ def attention(
     deterministic: bool | None = None,
     backend: str = "auto",
     return_lse: bool = False,
-) -> Result:
+) -> calls.Result:
     """Exact attention of dense tensors, differentiable in q, k, v, bias, sinks and through lse.
 
     q (batch, num_heads, seqlen_q, head_dim), k (batch, num_kv_heads, seqlen_k, head_dim), v (..., head_dim_v); with
@@ -104,6 +103,14 @@ def attention(
         >>> attention(q, k, v, causal=True).shape
         torch.Size([1, 2, 4, 8])
     """
+    given = (q, k, v)
+    if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
+        given = (q, k, v, None, None, None, None, bias, mask, alibi_slopes, sinks)  # type: ignore[assignment]
+    slot = calls.slot_of(
+        given, "dense", dropout, seed, causal, window, softcap, scale, layout, deterministic, backend, return_lse
+    )
+    if slot is not None and slot.call is not None:
+        return slot.call(given)  # type: ignore[arg-type]
     (query, key, value), scales = validation.unwrapped(q, k, v, layout)
     validation.require_tensors(q=query, k=key, v=value, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
     query, key, value = validation.autocast(query, key, value)
@@ -114,8 +121,7 @@ def attention(
     )  # fmt: skip
     seed = seed_tensor(seed, dropout)
     operands = Operands(query, key, value, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks, seed=seed)
-    out, lse = ops.attention("dense", *validation.with_scales(operands, flags, scales))
-    return (out, lse) if return_lse else out
+    return ops.result("dense", *validation.with_scales(operands, flags, scales), return_lse=return_lse, slot=slot)
 
 
 @overload
@@ -162,7 +168,7 @@ def attention_varlen(
     deterministic: bool | None = None,
     backend: str = "auto",
     return_lse: bool = False,
-) -> Result:
+) -> calls.Result:
     """Exact attention of packed sequences, each to itself: sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1.
 
     q (total_q, num_heads, head_dim), k and v (total_k, num_kv_heads, dim), cu_seqlens int32 (batch + 1,). Rows past
@@ -175,6 +181,15 @@ def attention_varlen(
         >>> attention_varlen(q, k, v, cu, cu, causal=True).shape
         torch.Size([5, 2, 8])
     """
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
+        given = (*given, None, None, bias, mask, alibi_slopes, sinks)  # type: ignore[assignment]
+    slot = calls.slot_of(
+        given, "varlen", dropout, seed, causal, window, softcap, scale, deterministic, backend, return_lse,
+        max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
+    if slot is not None and slot.call is not None:
+        return slot.call(given)  # type: ignore[arg-type]
     (query, key, value), scales = validation.unwrapped(q, k, v, "packed")
     validation.require_tensors(
         q=query, k=key, v=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask,
@@ -190,8 +205,7 @@ def attention_varlen(
         query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask,
         alibi_slopes=alibi_slopes, sinks=sinks, seed=seed_tensor(seed, dropout),
     )  # fmt: skip
-    out, lse = ops.attention("varlen", *validation.with_scales(operands, flags, scales))
-    return (out, lse) if return_lse else out
+    return ops.result("varlen", *validation.with_scales(operands, flags, scales), return_lse=return_lse, slot=slot)
 
 
 @overload
@@ -237,7 +251,7 @@ def attention_paged(
     deterministic: bool | None = None,
     backend: str = "auto",
     return_lse: bool = False,
-) -> Result:
+) -> calls.Result:
     """Exact attention to keys and values kept in pages: token j of sequence b is slot j % page_size of page
     block_table[b, j // page_size].
 
@@ -252,6 +266,16 @@ def attention_paged(
         >>> attention_paged(torch.ones(1, 2, 8), pages, pages, table, torch.tensor([5], dtype=torch.int32)).shape
         torch.Size([1, 2, 8])
     """
+    given = (q, k_pages, v_pages, cu_seqlens_q, None, block_table, seqlens_k)
+    if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
+        given = (*given, bias, mask, alibi_slopes, sinks)  # type: ignore[assignment]
+    slot = None
+    if shared_prefix is None:
+        slot = calls.slot_of(
+            given, "paged", 0.0, None, causal, window, softcap, scale, deterministic, backend, return_lse, max_seqlen_q
+        )
+    if slot is not None and slot.call is not None:
+        return slot.call(given)  # type: ignore[arg-type]
     (query, key, value), scales = validation.unwrapped(q, k_pages, v_pages, "packed", "paged")
     validation.require_tensors(
         q=query, k_pages=key, v_pages=value, block_table=block_table, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q,
@@ -267,7 +291,10 @@ def attention_paged(
         query, key, value, cu_seqlens_q=cu_seqlens_q, block_table=block_table, seqlens_k=seqlens_k, bias=bias,
         mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
-    out, lse = cascade.attention(shared_prefix, *validation.with_scales(operands, flags, scales))
+    operands, flags = validation.with_scales(operands, flags, scales)
+    if shared_prefix is None:
+        return ops.result("paged", operands, flags, return_lse=return_lse, slot=slot)
+    out, lse = cascade.attention(shared_prefix, operands, flags)
     return (out, lse) if return_lse else out
 
 

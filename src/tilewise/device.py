@@ -21,7 +21,7 @@ import torch
 
 from tilewise.errors import InvalidProblem
 
-__all__ = ["DEVICES", "DeviceSpec", "cpu_name", "named", "of", "overridden"]
+__all__ = ["DEVICES", "DeviceSpec", "cpu_name", "named", "of", "overridden", "override"]
 
 KIB, MIB, GIB, GB, TERA = 1 << 10, 1 << 20, 1 << 30, 10**9, 10**12
 
@@ -128,6 +128,11 @@ def of(device: torch.device) -> DeviceSpec:
     if device.type == "meta" and torch.cuda.is_available():
         return _cuda(torch.cuda.current_device())
     return this_cpu() if device.type in ("cpu", "meta") else _unknown(device.type)
+
+
+def override() -> DeviceSpec | None:
+    """What every device is described by here and now, if anything."""
+    return _override.get()
 
 
 @contextlib.contextmanager

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilewise import batching, device, dispatch, validation
+from tilewise import batching, calls, device, dispatch, validation
+from tilewise.backends.base import Binding, Bound
 from tilewise.canonical import canonical, contiguous_last, heads_first, restored
 from tilewise.errors import Unsupported
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 
-__all__ = ["attention", "backward"]
+__all__ = ["Call", "attention", "backward", "result"]
 
 # The operands of each op; a question mark makes one optional.
 OPERANDS: dict[Kind, str] = {
@@ -38,21 +39,34 @@ FLAGS = (
 
 # The operands that have gradients, in the order of `Wanted` and `Gradients`.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
-# Where they stand among the arguments of the autograd functions, after kind and flags.
-_PLACES = tuple(2 + Operands._fields.index(name) for name in DIFFERENTIABLE)
+# Where they stand among the operands.
+_PLACES = tuple(Operands._fields.index(name) for name in DIFFERENTIABLE)
+# Backward passes that a call keeps in mind, by what is wanted and how the results' gradients lie: rarely more than one.
+MAX_BACKWARDS = 4
 
 Args = Sequence[Any]
 
 
 def attention(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
     """(out, lse), differentiable; `out` in the caller's layout."""
+    return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True))
+
+
+def result(
+    kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, slot: calls.Slot | None = None
+) -> calls.Result:
+    """`attention`, of which only `out` may be wanted; `slot` is where later calls that look the same find this one."""
     if _is_plain_eager(operands):
-        if not flags.needs_grad:
-            return _launch(kind, operands, flags)
-        return cast("tuple[Tensor, Tensor]", _EagerAttention.apply(kind, flags, *operands))  # type: ignore[no-untyped-call]
+        lasting = slot is not None and not validation.reads_contents(kind, operands)
+        call = Call(kind, operands, flags, return_lse=return_lse, lasting=lasting)
+        if slot is not None and lasting:
+            slot.call = call
+        return call(operands)
     if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():  # noqa: SLF001
-        return cast("tuple[Tensor, Tensor]", _TransformedAttention.apply(kind, flags, *operands))  # type: ignore[no-untyped-call]
-    return _call_op(kind, operands, flags)
+        out, lse = _TransformedAttention.apply(kind, flags, *operands)  # type: ignore[no-untyped-call]
+    else:
+        out, lse = _call_op(kind, operands, flags)
+    return (out, lse) if return_lse else out
 
 
 def _is_plain_eager(operands: Operands) -> bool:
@@ -60,13 +74,7 @@ def _is_plain_eager(operands: Operands) -> bool:
 
     Compilers, fake and functional tensors, vmap and modes see the registered ops instead.
     """
-    if (
-        torch.compiler.is_compiling()
-        or operands.q.is_meta
-        or torch._C._are_functorch_transforms_active()  # noqa: SLF001
-        or torch._C._len_torch_dispatch_stack()  # noqa: SLF001
-        or torch._C._len_torch_function_stack()  # noqa: SLF001
-    ):
+    if calls.is_watched() or operands.q.is_meta:
         return False
     for tensor in operands:
         if tensor is not None and type(tensor) is not Tensor and type(tensor) is not Parameter:
@@ -74,42 +82,141 @@ def _is_plain_eager(operands: Operands) -> bool:
     return True
 
 
-class _EagerAttention(torch.autograd.Function):
+class Call:
+    """A call that was judged and, if it is to last, bound to how its tensors lie in memory (see calls).
+
+    Called with the tensors in the order of `Operands`; Nones at the end may be left out.
+    """
+
+    __slots__ = ("_backwards", "_chosen", "_forward", "_lasting", "_record", "flags", "kind", "problem", "return_lse")
+
+    def __init__(self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool) -> None:
+        self.kind, self.flags, self.return_lse = kind, flags, return_lse
+        self.problem, self._chosen = _choose(kind, operands, flags)
+        self._forward = self._bound_forward(operands) if lasting else None
+        self._lasting = lasting
+        self._backwards: tuple[_BoundBackward, ...] = ()
+        # The wrapper of torch's own `apply` unwraps what functorch leaves behind (2 us); no lasting call has such.
+        self._record: Any = super(torch.autograd.Function, _Recorded).apply if lasting else _Recorded.apply
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> calls.Result:
+        """(out, lse), or out if only that was asked for."""
+        if self.flags.needs_grad:
+            recorded: calls.Result = self._record(self, *tensors)
+            return recorded
+        out, lse = self.forward(tensors)
+        return (out, lse) if self.return_lse else out
+
+    def forward(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """(out, lse), not recorded."""
+        made = None if self._forward is None else self._forward(tensors)
+        if made is None:
+            return _run(self.problem, self._chosen, Operands(*tensors))  # type: ignore[arg-type]
+        return made[0], made[1]
+
+    def gradients(self, given: tuple[Any, ...], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
+        """Of every tensor of the call that `needs` one; given are dout, dlse, out, lse and the tensors."""
+        # With create_graph=True the op is called, whose own autograd refuses second derivatives.
+        twice = torch.is_grad_enabled()
+        if self._lasting and not twice:
+            known = self._bound_backward(given, needs)
+            made = None if known.bound is None else known.bound(given)
+            if made is not None:
+                return [None if place is None else made[place] for place in known.places]
+        dout, dlse, out, lse, *tensors = given
+        wanted = _wanted(needs)
+        if twice:
+            found = backward(self.kind, Operands(*tensors), self.flags, out, lse, dout, dlse, wanted)
+        else:
+            found = _run_backward(self.problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
+        return _scattered(found, wanted, len(tensors))
+
+    def _bound_forward(self, operands: Operands) -> Bound | None:
+        backend = self._chosen.backend
+        ready = canonical(self.problem, operands)
+        if not isinstance(backend, Binding) or _is_moved(operands, ready):
+            return None
+        return backend.bind_forward(self.problem, ready)
+
+    def _bound_backward(self, given: tuple[Any, ...], needs: tuple[bool, ...]) -> _BoundBackward:
+        for known in self._backwards:
+            if known.needs == needs and known.look.fits(given):
+                return known
+        look = calls.Look(given)
+        bound = self._bind_backward(given, _wanted(needs)) if look.fits(given) else None
+        made = () if bound is None else bound.made
+        wanted = zip(("dq", "dk", "dv"), needs, strict=False)
+        places = [made.index(name) if need and name in made else None for name, need in wanted]
+        new = _BoundBackward(look, needs, bound, (*places, *[None] * (len(needs) - len(places))))
+        self._backwards = (new, *self._backwards[: MAX_BACKWARDS - 1])
+        return new
+
+    def _bind_backward(self, given: tuple[Any, ...], wanted: Wanted) -> Bound | None:
+        dout, dlse, out, lse, *tensors = given
+        backend, problem = self._chosen.backend, self.problem
+        if not isinstance(backend, Binding) or dout is None:
+            return None
+        operands = Operands(*tensors)
+        ready = canonical(problem, operands)
+        dout_ready = contiguous_last(heads_first(problem, dout))
+        if _is_moved((dout, *operands), (dout_ready, *ready)):
+            return None
+        return backend.bind_backward(problem, ready, heads_first(problem, out), lse, dout_ready, dlse, wanted)
+
+
+class _BoundBackward(NamedTuple):
+    """A backward pass for tensors that look so, None if each call must look for itself; `places` says which of its
+    results is the gradient of which operand.
+    """
+
+    look: calls.Look
+    needs: tuple[bool, ...]
+    bound: Bound | None
+    places: tuple[int | None, ...]
+
+
+def _is_moved(given: Sequence[Tensor | None], ready: Sequence[Tensor | None]) -> bool:
+    """Whether any of these tensors was copied to make the other one of it."""
+    return any(
+        a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, ready, strict=True)
+    )
+
+
+class _Recorded(torch.autograd.Function):
     """The same forward, saved tensors and backward as the registered autograd of the ops, called directly."""
 
     @staticmethod
-    def forward(ctx: Any, kind: Kind, flags: Flags, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        operands = Operands(*tensors)  # type: ignore[arg-type]
-        chosen = _choose(kind, operands, flags)
-        out, lse = _run(*chosen, operands)
+    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> calls.Result:
+        out, lse = call.forward(tensors)
         ctx.save_for_backward(out, lse, *tensors)
-        ctx.kind, ctx.flags, ctx.chosen = kind, flags, chosen
+        ctx.call = call
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if call.return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        # With create_graph=True the op is called, whose own autograd refuses second derivatives.
-        if torch.is_grad_enabled():
-            return _gradients_of(ctx, dout, dlse, backward)
-        return _gradients_of(ctx, dout, dlse, functools.partial(_run_backward, *ctx.chosen))
-
-
-def _gradients_of(ctx: Any, dout: Tensor | None, dlse: Tensor | None, run: Any) -> tuple[Tensor | None, ...]:
-    result: list[Tensor | None] = [None] * (2 + len(Operands._fields))
-    if dout is not None or dlse is not None:
-        out, lse, *tensors = ctx.saved_tensors
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad
-        wanted = Wanted(*[needs[place] for place in _PLACES])
-        gradients = run(ctx.kind, Operands(*tensors), ctx.flags, out, lse, dout, dlse, wanted)
-        for place, gradient, want in zip(_PLACES, gradients, wanted, strict=True):
-            if want:
-                result[place] = gradient
-    return tuple(result)
+        if dout is None and dlse is None:
+            return (None,) * len(needs)
+        return None, *ctx.call.gradients((dout, dlse, *ctx.saved_tensors), needs[1:])
+
+
+def _wanted(needs: Sequence[bool]) -> Wanted:
+    """Of what a call's tensors need, in the order of `Operands`."""
+    return Wanted(*[place < len(needs) and needs[place] for place in _PLACES])
+
+
+def _scattered(gradients: Gradients, wanted: Wanted, count: int) -> list[Tensor | None]:
+    """The wanted gradients where their tensors stand among `count` operands."""
+    found: list[Tensor | None] = [None] * count
+    for place, gradient, want in zip(_PLACES, gradients, wanted, strict=True):
+        if want:
+            found[place] = gradient
+    return found
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """`_EagerAttention` for torch.func: grad and vmap want the context filled in separately, and the ops inside."""
+    """`_Recorded` for torch.func: grad and vmap want the context filled in separately, and the ops inside."""
 
     generate_vmap_rule = True
 
@@ -125,10 +232,14 @@ class _TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        def run(kind: Kind, operands: Operands, flags: Flags, *rest: Any) -> Any:
-            return _TransformedBackward.apply(kind, flags, *rest, *operands)  # type: ignore[no-untyped-call]
-
-        return _gradients_of(ctx, dout, dlse, run)
+        needs = ctx.needs_input_grad[2:]
+        if dout is None and dlse is None:
+            return (None,) * (2 + len(needs))
+        out, lse, *tensors = ctx.saved_tensors
+        wanted = _wanted(needs)
+        rest = (out, lse, dout, dlse, wanted, *tensors)
+        found = _TransformedBackward.apply(ctx.kind, ctx.flags, *rest)  # type: ignore[no-untyped-call]
+        return None, None, *_scattered(found, wanted, len(needs))
 
 
 class _TransformedBackward(torch.autograd.Function):
@@ -183,22 +294,19 @@ def _launch(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tenso
 
 
 def _launch_backward(kind: Kind, operands: Operands, flags: Flags, *rest: Any) -> Gradients:
-    return _run_backward(*_choose(kind, operands, flags), kind, operands, flags, *rest)
+    return _run_backward(*_choose(kind, operands, flags), operands, *rest)
 
 
 def _run_backward(
     problem: AttentionProblem,
     chosen: dispatch.Selection,
-    kind: Kind,
     operands: Operands,
-    flags: Flags,
     out: Tensor,
     lse: Tensor,
     dout: Tensor | None,
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
-    del kind, flags
     dout = torch.zeros_like(out) if dout is None else dout
     gradients = chosen.backend.backward(
         problem,

@@ -123,19 +123,10 @@ def installed(folder: Path) -> Iterator[FakeCuda]:
     from triton.backends.nvidia.driver import CudaDriver
 
     path = folder / "libcuda.so.1"
-    (folder / "cuda.c").write_text(SOURCE)
-    command = [
-        "gcc",
-        "-shared",
-        "-fPIC",
-        "-w",
-        "-O1",
-        "-Wl,-soname,libcuda.so.1",
-        "-o",
-        str(path),
-        str(folder / "cuda.c"),
-    ]
-    subprocess.run(command, check=True)
+    if not path.exists():
+        (folder / "cuda.c").write_text(SOURCE)
+        options = ("-shared", "-fPIC", "-w", "-O1", "-Wl,-soname,libcuda.so.1")
+        subprocess.run(["gcc", *options, "-o", str(path), str(folder / "cuda.c")], check=True)
     library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     with triton.knobs.nvidia.scope():
         triton.knobs.nvidia.libcuda_path = str(folder)
@@ -156,5 +147,8 @@ def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCuda]:
         pytest.skip("no C compiler")
     if bool(triton.knobs.runtime.interpret):
         pytest.skip("kernels are interpreted, not launched")
-    with installed(tmp_path_factory.mktemp("cuda")) as fake:
+    # One for all files of tests: Triton's launchers are linked to the first one in the process.
+    folder = tmp_path_factory.getbasetemp() / "cuda"
+    folder.mkdir(exist_ok=True)
+    with installed(folder) as fake:
         yield fake

@@ -10,6 +10,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -33,6 +34,7 @@ driver = pytest.importorskip("tilewise.backends.gpu.driver")
 launching = pytest.importorskip("tilewise.backends.gpu.launching")
 symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 triton_launch = pytest.importorskip("tilewise.backends.triton.launch")
+hopper_launching = pytest.importorskip("tilewise.backends.hopper.launching")
 hopper_launch = pytest.importorskip("tilewise.backends.hopper.launch")
 hopper_backward = pytest.importorskip("tilewise.backends.hopper.launch_backward")
 hopper_decode = pytest.importorskip("tilewise.backends.hopper.launch_decode")
@@ -58,8 +60,8 @@ def h200(monkeypatch: pytest.MonkeyPatch, fake_cuda: FakeCuda) -> Iterator[FakeC
     for cache in caches:
         cache.cache_clear()
     counter = torch.zeros(1, dtype=torch.int32)
-    for module in (hopper_launch, hopper_backward, hopper_decode):
-        monkeypatch.setattr(module, "counter_for", lambda *_: counter)
+    counters = SimpleNamespace(current=lambda _: counter)
+    monkeypatch.setattr(hopper_launching, "_counters", lambda _: counters)
     fake_cuda.expect()
     with devices.overridden(devices.named("h200")):
         yield fake_cuda

@@ -117,6 +117,7 @@ def test_uninitialised_memory_is_poisoned_only_within_the_block() -> None:
     like = torch.ones(3)
     with uninitialised_is_nan():
         made = [torch.empty(3), torch.empty_like(like), torch.empty_strided((3,), (2,)), like.new_empty(3)]
+        made.append(torch._C._dynamo.guards._empty_strided_cpu((3,), (1,), torch.float32))  # type: ignore[attr-defined]
         counts = torch.empty(3, dtype=torch.int32)
         learnt = torch.empty(3, requires_grad=True)
     assert all(tensor.isnan().all() for tensor in made)

@@ -6,7 +6,8 @@ are imported on the first launch, not to answer `supports`.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Backend", "TileShape"]
+__all__ = ["Backend", "Binding", "Bound", "TileShape"]
 
 
 class TileShape(NamedTuple):
@@ -52,3 +53,40 @@ class Backend(Protocol):
         wanted: Wanted,
     ) -> Gradients:
         """Gradients of `sum(out * dout) + sum(lse * dlse)`, in the shapes and dtypes of the canonical operands."""
+
+
+class Bound(Protocol):
+    """A pass that was prepared for tensors with certain shapes, strides, alignment and device."""
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """The names of what a call returns."""
+
+    def __call__(self, tensors: Sequence[Tensor | None], /) -> list[Tensor] | None:
+        """What was made, in the caller's layout; None if it must be computed the ordinary way this time."""
+
+
+@runtime_checkable
+class Binding(Protocol):
+    """A backend that saves host time in repeated calls: its passes may be bound to how tensors lie in memory.
+
+    A bound pass is given the fields of `Operands`; a backward dout, dlse, out and lse before them. Nones at the end may
+    be left out.
+    """
+
+    def bind_forward(self, problem: AttentionProblem, operands: Operands) -> Bound | None:
+        """A pass that makes `out` and `lse` (and whatever else it needs) for operands that lie like these canonical
+        ones, or None if they must be looked at or copied in every call.
+        """
+
+    def bind_backward(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Bound | None:
+        """A pass that makes the wanted among `dq`, `dk`, `dv`; None as for the forward, or if others are wanted."""

@@ -15,6 +15,8 @@ __all__ = ["uninitialised_is_nan"]
 
 FUNCTIONS = ("empty", "empty_like", "empty_strided")
 METHODS = ("new_empty", "new_empty_strided")
+# What inductor's code allocates with, and the GPU backends too.
+GUARDS = ("_empty_strided_cpu", "_empty_strided_cuda")
 
 
 @contextlib.contextmanager
@@ -26,15 +28,21 @@ def uninitialised_is_nan() -> Iterator[None]:
     """
     functions = {name: getattr(torch, name) for name in FUNCTIONS}
     methods = {name: getattr(Tensor, name) for name in METHODS}
+    guards: Any = torch._C._dynamo.guards  # noqa: SLF001
+    guarded = {name: getattr(guards, name) for name in GUARDS}
     for name, allocate in functions.items():
         setattr(torch, name, _poisoned(allocate))
     for name, allocate in methods.items():
         setattr(Tensor, name, _poisoned(allocate))
+    for name, allocate in guarded.items():
+        setattr(guards, name, _poisoned(allocate))
     try:
         yield
     finally:
         for name, allocate in functions.items():
             setattr(torch, name, allocate)
+        for name, allocate in guarded.items():
+            setattr(guards, name, allocate)
         for name in methods:
             # The class inherits these: removing the override uncovers the original.
             delattr(Tensor, name)

@@ -27,6 +27,7 @@ __all__ = [
     "needs_grad",
     "normalise",
     "problem_of",
+    "reads_contents",
     "require_tensors",
     "unwrapped",
     "with_scales",
@@ -36,7 +37,7 @@ __all__ = [
 def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
     """Judge real tensors and describe them; the structural part is remembered per combination of specs and flags."""
     specs = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in operands])
-    if kind == "dense" or not (operands.q.device.type == "cpu" or settings.current().check_values):
+    if not reads_contents(kind, operands):
         return _describe(kind, specs, flags)
     # The structure comes first: contents are only read from index tensors of the right rank and dtype.
     lengths_open = flags._replace(max_seqlen_q=None, max_seqlen_k=None)
@@ -44,6 +45,11 @@ def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem
     problem = _describe(kind, specs, longest_sequences(operands, flags))
     check_values(problem, operands)
     return problem
+
+
+def reads_contents(kind: Kind, operands: Operands) -> bool:
+    """Whether the judgement depends on what is in index tensors: then it holds for this call alone."""
+    return kind != "dense" and (operands.q.device.type == "cpu" or settings.current().check_values)
 
 
 # bias and mask are measured against the longest sequence, which is known only once the lengths have been read.

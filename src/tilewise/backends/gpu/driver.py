@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import triton
@@ -19,7 +19,16 @@ from torch import Tensor
 
 from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall, Multiple, Tile, materialised
 
-__all__ = ["DIRECT_RELEASES", "DirectLaunch", "OrdinaryLaunch", "is_direct", "launch_of", "launch_path"]
+__all__ = [
+    "DIRECT_RELEASES",
+    "DirectLaunch",
+    "Filled",
+    "OrdinaryLaunch",
+    "is_direct",
+    "is_hooked",
+    "launch_of",
+    "launch_path",
+]
 
 DIRECT_RELEASES = ("3.6.",)
 # Tensor maps kept for each descriptor argument, some 300 bytes each: a caching allocator hands out the same addresses
@@ -27,6 +36,9 @@ DIRECT_RELEASES = ("3.6.",)
 MAX_MAPS = 128
 # In the argument list of the C launcher: grid, stream, function, two flags, two scratch buffers, metadata, hooks.
 STREAM, METADATA, ENTER_HOOK, EXIT_HOOK, NUM_FIXED = 3, 10, 11, 12, 13
+
+# A C launcher and all its arguments.
+Filled = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 @functools.cache
@@ -67,9 +79,9 @@ class TensorMaps:
 
 
 class DirectLaunch:
-    """One kernel call with everything filled in but stream and addresses.
+    """One kernel call with everything there but stream and addresses.
 
-    Immutable but for the tensor maps, which any thread may add to; every call works on its own copy of the list.
+    Immutable but for the tensor maps, which any thread may add to; `filled` works on its own copy of the list.
     """
 
     __slots__ = ("_compiled", "_function", "_grid", "_maps", "_pointers", "_rows", "_template", "_tuples")
@@ -110,9 +122,8 @@ class DirectLaunch:
             argument = tuple(None if isinstance(part, tuple) else part for part in parts)
         self._template.append(None if isinstance(argument, Address) else argument)
 
-    def __call__(self, stream: int, addresses: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
-        """Queue the kernel; addresses in the order of the names."""
-        del tensors
+    def filled(self, stream: int, addresses: Sequence[int]) -> Filled:
+        """The C function and its arguments; addresses in the order of the names."""
         arguments = self._template.copy()
         arguments[STREAM] = stream
         for at, which, offset in self._pointers:
@@ -123,11 +134,16 @@ class DirectLaunch:
             arguments[at] = maps.at(addresses[which] + offset)
         for at, parts in self._tuples:
             arguments[at] = tuple([addresses[p[0]] + p[1] if isinstance(p, tuple) else p for p in parts])
-        runtime = triton.knobs.runtime
-        if _is_set(runtime.launch_enter_hook) or _is_set(runtime.launch_exit_hook):
-            arguments[METADATA] = self._compiled.launch_metadata(self._grid, stream, *arguments[NUM_FIXED:])
-            arguments[ENTER_HOOK], arguments[EXIT_HOOK] = runtime.launch_enter_hook, runtime.launch_exit_hook
-        self._function(*arguments)
+        return self._function, tuple(arguments)
+
+    def __call__(self, stream: int, addresses: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
+        """Queue the kernel and show it to the hooks."""
+        del tensors
+        function, filled = self.filled(stream, addresses)
+        arguments, runtime = list(filled), triton.knobs.runtime
+        arguments[METADATA] = self._compiled.launch_metadata(self._grid, stream, *arguments[NUM_FIXED:])
+        arguments[ENTER_HOOK], arguments[EXIT_HOOK] = runtime.launch_enter_hook, runtime.launch_exit_hook
+        function(*arguments)
 
 
 def _part(element: Any, names: list[str]) -> Any:
@@ -139,9 +155,13 @@ def _part(element: Any, names: list[str]) -> Any:
     return None if isinstance(element, Fixed) else element
 
 
-def _is_set(hook: Any) -> bool:
-    """Whether a profiler has put anything into a chain of hooks (or, in its place, one hook)."""
-    return hook is not None and bool(getattr(hook, "calls", True))
+def is_hooked() -> bool:
+    """Whether a profiler has put anything into Triton's chains of hooks (or, in their place, one hook)."""
+    runtime = triton.knobs.runtime
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(
+        (before is not None and getattr(before, "calls", True)) or (after is not None and getattr(after, "calls", True))
+    )
 
 
 def _c_launcher(run: Any) -> Any:

@@ -7,14 +7,14 @@ releases whose driver is not known, ordinary arguments with real tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Address", "Fixed", "KernelCall", "Multiple", "Tile", "materialised"]
+__all__ = ["ALIGNMENT", "Address", "Fixed", "KernelCall", "Multiple", "Tile", "addressed_names", "materialised"]
 
 # What vectors of 128 bits, cp.async and TMA want of an address, in bytes.
 ALIGNMENT = 16
@@ -76,6 +76,21 @@ class KernelCall:
         """What the compiler is told beside the arguments."""
         stages = {} if self.num_stages is None else {"num_stages": self.num_stages}
         return {"num_warps": self.num_warps, **stages}
+
+
+def addressed_names(calls: Iterable[KernelCall]) -> tuple[str, ...]:
+    """The tensors whose addresses these calls need, each once."""
+    return tuple(dict.fromkeys(name for call in calls for a in call.arguments.values() for name in _names_in(a)))
+
+
+def _names_in(argument: Any) -> Iterator[str]:
+    if isinstance(argument, Address):
+        yield argument.name
+    elif isinstance(argument, Tile):
+        yield argument.address.name
+    elif isinstance(argument, tuple):
+        for element in argument:
+            yield from _names_in(element)
 
 
 def materialised(argument: Any, tensors: Mapping[str, Tensor | None]) -> Any:

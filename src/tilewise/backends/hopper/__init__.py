@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise import settings
-from tilewise.backends.base import TileShape
+from tilewise.backends.base import Bound, TileShape
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
@@ -113,6 +113,32 @@ class HopperBackend:
         run = _module("launch_backward").run_backward
         gradients: Gradients = run(problem, operands, out, lse, dout, dlse, wanted)
         return gradients
+
+    def bind_forward(self, problem: AttentionProblem, operands: Operands) -> Bound | None:
+        """See Binding."""
+        if problem.fp8:
+            return None
+        bound: Bound | None
+        if decodes(problem):
+            bound = _module("launch_decode").bind_decode(problem, operands)
+        else:
+            bound = _module("launch").bind_forward(problem, operands)
+        return bound
+
+    def bind_backward(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Bound | None:
+        """See Binding."""
+        given = (*operands, out, lse, dout, dlse)
+        bound: Bound | None = _module("launch_backward").bind_backward(problem, given, operands.q, wanted)
+        return bound
 
 
 def decodes(problem: AttentionProblem) -> bool:

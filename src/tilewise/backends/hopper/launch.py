@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.launching import (
+    MAX_PASSES,
+    Allocation,
+    BoundPass,
+    Launches,
+    RawView,
+    View,
+    on_device,
+    raw_views,
+)
 from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.hopper.configs import PANEL, ForwardConfig, forward_config
 from tilewise.backends.hopper.forward import forward_kernel
@@ -22,6 +31,7 @@ from tilewise.backends.hopper.launching import (
     addressable,
     contiguous,
     counter_for,
+    counter_maker,
     describe,
     packed_rows,
     page_rows,
@@ -37,6 +47,7 @@ from tilewise.problem import AttentionProblem
 
 __all__ = [
     "ForwardPass",
+    "bind_forward",
     "clear_tail_call",
     "forward_calls",
     "forward_pass",
@@ -86,6 +97,16 @@ def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Ten
     work = None if ready.work is None else ready.work.new(q)
     ready.launches.run((*operands, out, lse, counter_for(q), work))
     return out, lse
+
+
+def bind_forward(problem: AttentionProblem, operands: Operands) -> BoundPass | None:
+    """See Binding."""
+    q, index = operands.q, operands.q.get_device()
+    ready: ForwardPass = on_device(index, forward_pass, problem, devices.of(q.device), index, raw_views(operands))
+    if ready.copies or (operands.sinks is not None and not operands.sinks.is_contiguous()):
+        return None
+    made = {"out": ready.out.in_layout(problem.layout), "lse": ready.lse, "work": ready.work}
+    return BoundPass(ready.launches, Operands._fields, made, index, counter_maker(q))
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.launching import (
+    BOUND_BACKWARD,
+    MAX_PASSES,
+    Allocation,
+    BoundPass,
+    Launches,
+    RawView,
+    View,
+    on_device,
+    raw_views,
+)
 from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
 from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.backward_rows import (
@@ -27,6 +37,7 @@ from tilewise.backends.hopper.launching import (
     addressable,
     contiguous,
     counter_for,
+    counter_maker,
     describe,
     describe_flat,
     rows_allocation,
@@ -39,7 +50,15 @@ from tilewise.numerics import LOG2E
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = ["BackwardPass", "BackwardPlan", "backward_calls", "backward_pass", "backward_plan", "run_backward"]
+__all__ = [
+    "BackwardPass",
+    "BackwardPlan",
+    "backward_calls",
+    "backward_pass",
+    "backward_plan",
+    "bind_backward",
+    "run_backward",
+]
 
 # Heads walked together under a causal mask: what their key tiles (query tiles, for dQ alone) share, in this much of L2.
 L2_BYTES = 32 << 20
@@ -226,6 +245,26 @@ def _backward(problem: AttentionProblem, given: tuple[Tensor | None, ...], wante
     ready.launches.run((*given, workspace, dq, dk, dv, counter_for(q)))
     dsinks = _sink_gradient(ready.plan, given[GIVEN.index("sinks")], workspace) if wanted.dsinks else None
     return Gradients(dq, dk if wanted.dk else None, dv if wanted.dv else None, None, dsinks)
+
+
+def bind_backward(
+    problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted
+) -> BoundPass | None:
+    """See Binding; `given` in the order of GIVEN."""
+    lse, dlse = given[GIVEN.index("lse")], given[GIVEN.index("dlse")]
+    whole = all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in (lse, dlse))
+    if wanted.dsinks or not whole:
+        return None
+    index = q.get_device()
+    views = raw_views(given)
+    ready: BackwardPass = on_device(index, backward_pass, problem, devices.of(q.device), index, views, wanted.dq)
+    if ready.copies:
+        return None
+    layout = problem.layout
+    made = {"dk": ready.dk.in_layout(layout), "dv": ready.dv.in_layout(layout), "workspace": ready.workspace}
+    if ready.dq is not None:
+        made["dq"] = ready.dq.in_layout(layout)
+    return BoundPass(ready.launches, BOUND_BACKWARD, made, index, counter_maker(q))
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)

@@ -13,19 +13,36 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.launching import (
+    MAX_PASSES,
+    Allocation,
+    BoundPass,
+    Launches,
+    RawView,
+    View,
+    on_device,
+    raw_views,
+)
 from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.hopper.decode import decode_kernel
 from tilewise.backends.hopper.decode_configs import DecodeConfig, decode_config, num_programs, tokens_of
 from tilewise.backends.hopper.decode_schedule import DecodeSizes
 from tilewise.backends.hopper.launch import clear_tail_call, index_address, result_allocations, shapes_of
-from tilewise.backends.hopper.launching import addressable, contiguous, counter_for, describe, packed_rows, page_rows
+from tilewise.backends.hopper.launching import (
+    addressable,
+    contiguous,
+    counter_for,
+    counter_maker,
+    describe,
+    packed_rows,
+    page_rows,
+)
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LOG2E
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["decode_arguments", "decode_calls", "part_sizes", "run_decode"]
+__all__ = ["bind_decode", "decode_arguments", "decode_calls", "part_sizes", "run_decode"]
 
 # In which order tensors are handed to the launches.
 TENSORS = (*Operands._fields, "out", "lse", "workspace", "counters")
@@ -65,6 +82,17 @@ def _decode(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     counters = counter_for(q, problem.batch * problem.num_kv_heads)
     ready.launches.run((*operands, out, lse, workspace, counters))
     return out, lse
+
+
+def bind_decode(problem: AttentionProblem, operands: Operands) -> BoundPass | None:
+    """See Binding."""
+    q, index = operands.q, operands.q.get_device()
+    ready: DecodePass = on_device(index, decode_pass, problem, devices.of(q.device), index, raw_views(operands))
+    if ready.copies or (operands.sinks is not None and not operands.sinks.is_contiguous()):
+        return None
+    made = {"out": ready.out.in_layout(problem.layout), "lse": ready.lse, "workspace": ready.workspace}
+    counters = counter_maker(q, problem.batch * problem.num_kv_heads)
+    return BoundPass(ready.launches, Operands._fields, made, index, counters, "counters")
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "addressable",
     "contiguous",
     "counter_for",
+    "counter_maker",
     "describe",
     "describe_flat",
     "packed_rows",
@@ -157,3 +159,8 @@ def _counters(device: torch.device) -> Counters:
 def counter_for(tensor: Tensor, number: int = 1) -> Tensor:
     """Zeroed counters (a tile's, or more) for a kernel on the current stream of the tensor's device."""
     return _counters(tensor.device).current(number)
+
+
+def counter_maker(tensor: Tensor, number: int = 1) -> Callable[[], Tensor]:
+    """What gives a kernel its counters, on whatever stream of the tensor's device is current then."""
+    return functools.partial(_counters(tensor.device).current, number)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import TileShape
+from tilewise.backends.base import Bound, TileShape
 from tilewise.dequantising import dequantised
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Wanted
@@ -112,6 +112,26 @@ class TritonBackend:
         """The wanted gradients; see Backend."""
         gradients: Gradients = _launch().run_backward(problem, operands, out, lse, dout, dlse, wanted)
         return gradients
+
+    def bind_forward(self, problem: AttentionProblem, operands: Operands) -> Bound | None:
+        """See Binding."""
+        bound: Bound | None = None if problem.fp8 else _launch().bind_forward(problem, operands)
+        return bound
+
+    def bind_backward(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Bound | None:
+        """See Binding."""
+        given = (*operands, out, lse, dout, dlse)
+        bound: Bound | None = _launch().bind_backward(problem, given, operands.q, wanted)
+        return bound
 
     def write_rows(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
         """Rows of K and V into slots of pages: see tilewise.kv.writing."""

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.launching import (
+    BOUND_BACKWARD,
+    MAX_PASSES,
+    Allocation,
+    BoundPass,
+    Launches,
+    RawView,
+    View,
+    on_device,
+    raw_views,
+)
 from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.triton import configs, passes
 from tilewise.backends.triton.arguments import rows_allocation, stored_rows, workspace_rows
@@ -30,6 +40,8 @@ __all__ = [
     "ForwardPass",
     "backward_calls",
     "backward_pass",
+    "bind_backward",
+    "bind_forward",
     "forward_calls",
     "forward_pass",
     "result_allocations",
@@ -39,9 +51,9 @@ __all__ = [
 
 # In which order tensors are handed to the launches of a pass.
 FORWARD_TENSORS = (*Operands._fields, "out", "lse", "workspace")
+BACKWARD_GIVEN = (*Operands._fields, "out", "lse", "dout", "dlse")
 BACKWARD_TENSORS = (
-    *Operands._fields, "out", "lse", "dout", "dlse", "workspace", "dq", "dk", "dv", "dbias", "dk_pages", "dv_pages",
-    "order", "page_ends",
+    *BACKWARD_GIVEN, "workspace", "dq", "dk", "dv", "dbias", "dk_pages", "dv_pages", "order", "page_ends",
 )  # fmt: skip
 
 RawViews = tuple[RawView | None, ...]
@@ -105,6 +117,33 @@ def _filled(seed: Tensor, where: torch.device) -> Tensor:
     for slot, value in zip(there.view(-1), seed.reshape(-1).tolist(), strict=True):
         slot.fill_(value)
     return there
+
+
+class TunableBoundPass(BoundPass):
+    """One that steps back where tiles are overridden for an experiment."""
+
+    __slots__ = ()
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor] | None:  # type: ignore[override]
+        """What was made, or None."""
+        return super().__call__(tensors) if configs.overrides() is None else None
+
+
+def bind_forward(problem: AttentionProblem, operands: Operands) -> BoundPass | None:
+    """See Binding."""
+    if not _bindable(problem, operands.sinks):
+        return None
+    q, index = operands.q, operands.q.get_device()
+    ready: ForwardPass = on_device(index, forward_pass, problem, devices.of(q.device), index, raw_views(operands))
+    made = {"out": ready.out.in_layout(problem.layout), "lse": ready.lse, "workspace": ready.workspace}
+    return TunableBoundPass(ready.launches, Operands._fields, made, index)
+
+
+def _bindable(problem: AttentionProblem, sinks: Tensor | None) -> bool:
+    """Whether a call does nothing but make results and launch: see run_forward and run_backward."""
+    nothing = 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k)
+    scattered = sinks is not None and not sinks.is_contiguous()
+    return not (nothing or scattered or problem.dropout > 0.0 or configs.overrides() is not None)
 
 
 def forward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews) -> ForwardPass:
@@ -189,6 +228,21 @@ def _backward(
         dbias=None if dbias is None else _summed(dbias, operands),
         dsinks=_sink_gradient(ready.plan, operands, workspace) if wanted.dsinks else None,
     )
+
+
+def bind_backward(
+    problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted
+) -> BoundPass | None:
+    """See Binding; `given` in the order of BACKWARD_GIVEN."""
+    sinks = given[BACKWARD_GIVEN.index("sinks")]
+    if not _bindable(problem, sinks) or problem.page_size is not None or wanted.dbias or wanted.dsinks:
+        return None
+    index = q.get_device()
+    views = raw_views(given)
+    ready: BackwardPass = on_device(index, backward_pass, problem, devices.of(q.device), index, views, wanted)
+    gradients = {"dq": ready.dq, "dk": ready.dk, "dv": ready.dv}
+    made = {name: a.in_layout(problem.layout) for name, a in gradients.items() if a is not None}
+    return TunableBoundPass(ready.launches, BOUND_BACKWARD, made | {"workspace": ready.workspace}, index)
 
 
 def _pages_in_order(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,211 @@
+"""What a repeated GPU call costs the host, counted without a GPU: torch operators, allocations, launches, Python calls.
+
+Counts do not depend on the machine, so a step that creeps into the path of every call is seen here first;
+bench/gpu_overhead.py says what they cost on a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from fake_cuda import FakeCuda, fake_cuda
+from test_gpu_launch import h200
+from tilewise import calls, dispatch, settings, validation
+
+__all__ = ["fake_cuda", "h200"]
+
+pytestmark = pytest.mark.slow
+BF16 = torch.bfloat16
+GPUS = ("hopper", "triton")
+PACKAGE = str(Path(tilewise.__file__).parent)
+# Functions of this package that a call may enter, but for comprehensions and for FILLING, which runs where
+# memory is handed out at a new address.
+FRAMES = {"hopper": 12, "triton": 14}
+TRAINING_FRAMES = {"hopper": 20, "triton": 24}
+FILLING = ("_fill", "filled", "at")
+
+
+class Cost(NamedTuple):
+    """Of one call: operators that torch dispatched, blocks of memory it gave out, kernels, frames of Python code."""
+
+    operators: dict[str, int]
+    allocations: int
+    launches: int
+    frames: int
+
+
+@pytest.fixture
+def gpus(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """Public calls reach the GPU backends with tensors on the CPU, whose index tensors are not read."""
+    for name in GPUS:
+        monkeypatch.setattr(type(dispatch.load(name)), "unavailable", lambda _: None)
+    monkeypatch.setattr(validation, "reads_contents", lambda *_: False)
+    caches = (dispatch._select, calls._family, calls._slot)
+    for cache in caches:
+        cache.cache_clear()
+    yield h200
+    for cache in caches:
+        cache.cache_clear()
+
+
+def rows(*shape: int, grad: bool = False) -> list[Tensor]:
+    """q, k and v of one shape."""
+    return [torch.zeros(shape, dtype=BF16, requires_grad=grad) for _ in range(3)]
+
+
+def cost_of(run: Callable[[], Any], gpu: FakeCuda) -> Cost:
+    """Of a call after some that looked the same; each count is of a call of its own."""
+    for _ in range(3):
+        run()
+    gpu.expect()
+    run()
+    launches = gpu.seen().launches
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with settings.quiet_profiler(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()
+    operators = Counter(event.name() for event in events if event.name().startswith("aten::"))
+    given_out = [event for event in events if event.name() == "[memory]" and event.nbytes() > 0]
+    return Cost(dict(operators), len(given_out), launches, frames_of(run))
+
+
+def frames_of(run: Callable[[], Any]) -> int:
+    """Python functions of this package that a call enters."""
+    count = 0
+
+    def seen(frame: Any, event: str, _: Any) -> None:
+        nonlocal count
+        code = frame.f_code
+        own = code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<") and code.co_name not in FILLING
+        count += event == "call" and own
+
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_forward_call(gpu: str, layout: str, gpus: FakeCuda) -> None:
+    """out and lse, one kernel, no view of anything in any layout."""
+    q, k, v = rows(1, 128, 128, 64)
+    cost = cost_of(lambda: tilewise.attention(q, k, v, causal=True, layout=layout, backend=gpu), gpus)
+    assert cost[:3] == ({}, 2, 1)
+    assert cost.frames <= FRAMES[gpu]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_training_call(gpu: str, gpus: FakeCuda) -> None:
+    """out, lse; a workspace, dq, dk, dv; four kernels."""
+    q, k, v = rows(1, 4, 256, 64, grad=True)
+    dout = torch.zeros(1, 4, 256, 64, dtype=BF16)
+
+    def run() -> Any:
+        return torch.autograd.grad(tilewise.attention(q, k, v, causal=True, backend=gpu), (q, k, v), dout)
+
+    cost = cost_of(run, gpus)
+    assert cost[:3] == ({}, 6, 4)
+    assert cost.frames <= TRAINING_FRAMES[gpu]
+
+
+@pytest.mark.parametrize(("gpu", "allocations", "kernels"), [("hopper", 3, 2), ("triton", 2, 1)])
+def test_a_packed_call(gpu: str, allocations: int, kernels: int, gpus: FakeCuda) -> None:
+    """The Hopper kernels list their blocks on the device first."""
+    q, k, v = rows(256, 4, 64)
+    cu = torch.tensor([0, 100, 256], dtype=torch.int32)
+
+    def run() -> Any:
+        return tilewise.attention_varlen(q, k, v, cu, cu, max_seqlen_q=156, max_seqlen_k=156, backend=gpu)
+
+    cost = cost_of(run, gpus)
+    assert cost[:3] == ({}, allocations, kernels)
+    assert cost.frames <= FRAMES[gpu]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_packed_training_call(gpu: str, gpus: FakeCuda) -> None:
+    """No operator beside the kernels either."""
+    q, k, v = rows(256, 4, 64, grad=True)
+    cu, dout = torch.tensor([0, 100, 256], dtype=torch.int32), torch.zeros(256, 4, 64, dtype=BF16)
+
+    def run() -> Any:
+        out = tilewise.attention_varlen(q, k, v, cu, cu, max_seqlen_q=156, max_seqlen_k=156, backend=gpu)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    cost = cost_of(run, gpus)
+    assert cost.operators == {}
+    assert cost.frames <= TRAINING_FRAMES[gpu]
+
+
+@pytest.mark.parametrize(("gpu", "kernels"), [("hopper", 1), ("triton", 2)])
+def test_decode_calls(gpu: str, kernels: int, gpus: FakeCuda) -> None:
+    """Of dense and of paged keys: out, lse and the parts, which a second kernel merges, or the first one's last CTA."""
+    q, (k, v, _) = torch.zeros(1, 32, 1, 128, dtype=BF16), rows(1, 8, 2048, 128)
+    new, (k_pages, v_pages, _) = torch.zeros(1, 32, 128, dtype=BF16), rows(40, 64, 8, 128)
+    table, lengths = torch.zeros(1, 32, dtype=torch.int32), torch.tensor([2000], dtype=torch.int32)
+    for run in (
+        lambda: tilewise.attention(q, k, v, backend=gpu),
+        lambda: tilewise.attention_paged(new, k_pages, v_pages, table, lengths, backend=gpu),
+    ):
+        cost = cost_of(run, gpus)
+        assert cost[:3] == ({}, 3, kernels)
+        assert cost.frames <= FRAMES[gpu]
+
+
+def test_what_lies_otherwise_is_prepared_anew(gpus: FakeCuda) -> None:
+    """Equal shapes with other strides or another alignment are another call; results have the layout asked for."""
+    q, k, v = rows(1, 128, 128, 64)
+    memory = torch.zeros(2 * q.numel() + 64, dtype=BF16)
+    wide = memory[: 2 * q.numel()].view(1, 128, 128, 128)[..., :64]
+    shifted = memory[1 : 1 + q.numel()].view(q.shape)
+    for gpu, layout, other in itertools.product(GPUS, ("bhsd", "bshd"), (q, q.transpose(1, 2), wide, shifted)):
+        out, lse = tilewise.attention(other, k, v, layout=layout, backend=gpu, return_lse=True)
+        assert out.shape == q.shape
+        assert out.is_contiguous()
+        assert lse.shape == (1, 128, 128)
+
+
+def test_tiles_of_an_experiment_are_taken(gpus: FakeCuda) -> None:
+    """Also by a call that was bound before."""
+    configs = pytest.importorskip("tilewise.backends.triton.configs")
+    q, k, v = rows(1, 4, 256, 64)
+
+    def grid() -> tuple[int, int, int]:
+        gpus.expect()
+        tilewise.attention(q, k, v, backend="triton")
+        return gpus.seen().grid
+
+    before = grid()
+    with configs.overridden({"forward": configs.Config(32, 32, 4, 1)}):
+        assert grid() == (256 // 32 * 4, 1, 1) != before
+    assert grid() == before
+
+
+def test_gradients_that_lie_otherwise(gpus: FakeCuda) -> None:
+    """However the gradient of the result lies, and also through lse, the backward runs; the passes are few."""
+    q, k, v = rows(1, 4, 256, 64, grad=True)
+    plain = torch.zeros(1, 4, 256, 64, dtype=BF16)
+    heads_last = torch.zeros(1, 256, 4, 64, dtype=BF16).transpose(1, 2)
+    for gpu, dout in itertools.product(GPUS, (plain, heads_last, plain[:, :1].expand(plain.shape), plain.mT.mT, plain)):
+        out, lse = tilewise.attention(q, k, v, backend=gpu, return_lse=True)
+        for dlse in (None, torch.zeros_like(lse)):
+            gpus.expect()
+            results, given = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+            found = torch.autograd.grad(results, (q, k, v), given, retain_graph=True)
+            assert [g.shape for g in found] == [q.shape] * 3
+            assert gpus.seen().launches == 3
+        (dk,) = torch.autograd.grad(out, k, dout)
+        assert dk.shape == k.shape

@@ -1,0 +1,272 @@
+"""Calls that look like an earlier one are not judged again, and never get the answer to another question."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise import calls, dispatch, settings, validation
+from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
+from tilewise.ops import Call
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """No call was seen before."""
+    calls._family.cache_clear()
+    calls._slot.cache_clear()
+    yield
+    calls._family.cache_clear()
+    calls._slot.cache_clear()
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was judged since the test began."""
+    seen: list[Any] = []
+    plain = validation.problem_of
+
+    def watching(*args: Any) -> Any:
+        seen.append(plain(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(validation, "problem_of", watching)
+    return seen
+
+
+def tensors(*, grad: bool = False, shape: tuple[int, ...] = (1, 2, 8, 16)) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, requires_grad=grad) for _ in range(3)]
+
+
+def call(*args: Tensor, **flags: Any) -> Any:
+    return tilewise.attention(args[0], args[1], args[2], **flags)
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, **flags: Any) -> Any:
+    """By the reference, which is told apart by its dtype."""
+    return tilewise.attention(q.double(), k.double(), v.double(), backend="reference", **flags).float()
+
+
+def test_a_call_is_judged_once(judged: list[Any]) -> None:
+    for _ in range(3):
+        q, k, v = tensors()
+        torch.testing.assert_close(call(q, k, v, causal=True, backend="cpu"), exact(q, k, v, causal=True))
+    assert len([p for p in judged if p.dtype == torch.float32]) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q: q[:, :, :4],
+        lambda q: q.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda q: q.expand(1, 2, 8, 16)[:, :1].expand(1, 2, 8, 16),
+        lambda q: q.repeat_interleave(2, dim=-1)[..., ::2],
+    ],
+    ids=["shape", "strides", "broadcast", "last stride"],
+)
+def test_other_shapes_and_strides_are_other_calls(change: Callable[[Tensor], Tensor]) -> None:
+    q, k, v = tensors()
+    call(q, k, v)
+    other = change(q)
+    torch.testing.assert_close(call(other, k, v), exact(other, k, v))
+
+
+def test_equal_flags_of_other_types_are_judged() -> None:
+    q, k, v = tensors()
+    for given, wrong in (
+        ({"causal": True}, {"causal": 1}),
+        ({"causal": False}, {"causal": 0}),
+        ({"deterministic": True}, {"deterministic": 1}),
+        ({"dropout": 0.0}, {"dropout": False}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"scale": 1.0}, {"scale": True}),
+        ({}, {"return_lse": 0}),
+    ):
+        call(q, k, v, **given)
+        call(q, k, v, **given)
+        with pytest.raises(InvalidProblem):
+            call(q, k, v, **wrong)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"window": [1, 2]}, {"dropout": "much"}, {"dropout": [0.0]}, {"seed": "x"}, {"layout": ["bhsd"]}, {"scale": {}}],
+    ids=str,
+)
+def test_flags_without_a_hash_are_judged(flags: dict[str, Any]) -> None:
+    q, k, v = tensors()
+    if "window" in flags:
+        torch.testing.assert_close(call(q, k, v, **flags), call(q, k, v, window=(1, 2)))
+        return
+    for _ in range(2):
+        with pytest.raises(InvalidProblem):
+            call(q, k, v, **flags)
+
+
+@pytest.mark.parametrize("wrong", [None, [1.0], torch.ones(1, 2, 8, 16).to_sparse(), torch.ones(3)], ids=type)
+def test_what_is_no_operand_is_refused_every_time(wrong: Any) -> None:
+    q, k, v = tensors()
+    call(q, k, v)
+    for _ in range(2):
+        with pytest.raises(TilewiseError):
+            call(q, wrong, v)
+
+
+def test_settings_are_followed(judged: list[Any]) -> None:
+    q, k, v = (t.double() for t in tensors())
+    call(q, k, v)
+    with settings.overridden(backend="cpu"), pytest.raises(Unsupported):
+        call(q, k, v)
+    call(q, k, v)
+    assert len(judged) == 2
+
+
+def test_determinism_is_followed(judged: list[Any]) -> None:
+    q, k, v = tensors()
+    call(q, k, v)
+    torch.use_deterministic_algorithms(True)
+    try:
+        call(q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    call(q, k, v)
+    assert [p.deterministic for p in judged] == [False, True]
+
+
+def test_recording_is_followed(judged: list[Any]) -> None:
+    q, k, v = tensors()
+    assert not call(q, k, v).requires_grad
+    v.requires_grad_()
+    for _ in range(2):
+        assert call(q, k, v).requires_grad
+        with torch.no_grad():
+            assert not call(q, k, v).requires_grad
+    # Recorded or not: a problem of its own; v with requires_grad, not recorded: another look.
+    assert [p.needs_grad for p in judged] == [False, True, False]
+
+
+def test_autocast_is_followed() -> None:
+    q, k, v = tensors()
+    half = [t.bfloat16() for t in (q, k, v)]
+    for _ in range(2):
+        assert call(q, k, v).dtype == torch.float32
+        assert call(*half).dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16):
+            assert call(q, k, v).dtype == torch.bfloat16
+            assert call(*half).dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.float16):
+            assert call(*half).dtype == torch.float16
+
+
+def test_dropout_draws_every_time() -> None:
+    q, k, v = tensors()
+    torch.manual_seed(1)
+    assert not torch.equal(call(q, k, v, dropout=0.5), call(q, k, v, dropout=0.5))
+    assert not torch.equal(call(q, k, v, dropout=0.5, seed=1), call(q, k, v, dropout=0.5, seed=2))
+
+
+def test_lengths_on_a_cpu_are_read_every_time() -> None:
+    q, k, v = tensors(shape=(8, 2, 16))
+    for lengths in ([0, 3, 8], [0, 8, 8]):
+        cu = torch.tensor(lengths, dtype=torch.int32)
+        out = tilewise.attention_varlen(q, k, v, cu, cu)
+        first = slice(0, lengths[1])
+        alone = (t[first].transpose(0, 1)[None] for t in (q, k, v))
+        torch.testing.assert_close(out[first], exact(*alone)[0].transpose(0, 1))
+    with pytest.raises(InvalidProblem):
+        tilewise.attention_varlen(q, k, v, cu + 5, cu)
+
+
+def test_watchers_see_every_call() -> None:
+    q, k, v = tensors()
+    call(q, k, v)
+    assert not torch.func.vmap(lambda q: call(q, k, v))(torch.stack([q, q])).isnan().any()
+    assert call(q.to("meta"), k.to("meta"), v.to("meta")).is_meta
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        names: list[str] = []  # noqa: RUF012
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Seen():  # type: ignore[no-untyped-call]
+        call(q, k, v)
+    assert "tilewise.dense.default" in Seen.names
+
+
+def test_second_derivatives_are_refused_after_a_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors(grad=True)
+    torch.autograd.grad(call(q, k, v).sum(), (q, k, v))
+    (dq,) = torch.autograd.grad(call(q, k, v).square().sum(), q, create_graph=True)
+    assert dq.requires_grad
+    with pytest.raises(Unsupported):
+        torch.autograd.grad(dq.sum(), q)
+
+
+def test_saved_tensors_may_come_back_with_other_strides() -> None:
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2).detach().requires_grad_() for t in tensors())
+    dout = torch.randn_like(q)
+    want = torch.autograd.grad(call(q, k, v), (q, k, v), dout)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.detach().contiguous()):
+        out = call(q, k, v)
+    torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), dout), want)
+
+
+def test_gradients_of_some_and_through_lse() -> None:
+    q, k, v = tensors(grad=True)
+    doubled = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    for _ in range(2):
+        for wanted in ((0,), (1, 2), (0, 1, 2)):
+            found: list[Tensor] = []
+            want: list[Tensor] = []
+            for given, into, backend in (([q, k, v], found, "cpu"), (doubled, want, "reference")):
+                out, lse = call(*given, causal=True, return_lse=True, backend=backend)
+                loss = out.square().sum() + lse.sin().sum()
+                into += [g.float() for g in torch.autograd.grad(loss, [given[i] for i in wanted])]
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_no_more_calls_are_kept_than_allowed() -> None:
+    q, k, v = tensors(shape=(1, 1, 1, 8))
+    for index in range(calls.MAX_CALLS + 10):
+        calls.slot_of((q, k, v), "dense", 0.0, None, index)
+    assert calls._slot.cache_info().currsize == calls.MAX_CALLS
+
+
+def test_threads_share_calls(judged: list[Any]) -> None:
+    q, k, v = tensors(grad=True)
+    want = torch.autograd.grad(call(q, k, v).sum(), (q, k, v))
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(20):
+                torch.testing.assert_close(torch.autograd.grad(call(q, k, v).sum(), (q, k, v)), want)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(judged) == 1
+
+
+def test_a_call_knows_its_problem() -> None:
+    q, k, v = tensors()
+    call(q, k, v, causal=True, backend="cpu")
+    slot = calls.slot_of((q, k, v), "dense", 0.0, None, True, None, None, None, "bhsd", None, "cpu", False)
+    assert slot is not None
+    assert isinstance(slot.call, Call)
+    assert slot.call.problem.causal
+    assert dispatch.load("cpu") is slot.call._chosen.backend
