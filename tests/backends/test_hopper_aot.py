@@ -65,6 +65,7 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(FORWARD, {"d": 256}, 168, 80),
     Recorded(FORWARD, {"d": 256, **CAUSAL}, 168, 120, fast=True),
     Recorded(FORWARD, {"d": 64, "seqlen_q": 1024, **CAUSAL}, 168, 72),
+    Recorded(FORWARD, {"d": 64, "seqlen_q": 512}, 168, 48),
     Recorded(FORWARD, {"d": 192, "dv": 128, **CAUSAL}, 168, 96),
     Recorded(FORWARD, {"d": 96, **CAUSAL, "has_sinks": True}, 168, 96),
     Recorded(FORWARD, {"d": 64, **WINDOW}, 168, 96),

@@ -66,6 +66,9 @@ D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, RESCALE
 # Below this query length the tail of the causal triangle decides (D=64); of packed sequences the mean counts (16 of 7
 # to 4096 tokens: 365 TFLOP/s with three warpgroups, 382 with two).
 SHORT_SEQLEN_Q = 2048
+# Without a band only the rows count that 192 waste: half of a tile at N = 128, a third at 256 (127 us instead of the
+# causal 82, and 166 instead of 108).
+SHORT_FULL_SEQLEN_Q = 512
 # dK and dV of wider heads do not fit into the registers of one warpgroup. Resting at D=128 (N=1k/4k/16k, causal):
 # 343/511/577 -> 343/521/599; at D=64, where half a warpgroup's tile is hidden, it cost 6 to 10 %.
 MAX_NARROW_HEAD_DIM = 128
@@ -234,7 +237,7 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
     if width == 64:
         crowded = problem.softcap is not None or has_left(problem)
         rows = problem.seqlen_q if problem.kind == "dense" else problem.total_q // problem.batch
-        if crowded or (banded and rows <= SHORT_SEQLEN_Q):
+        if crowded or rows <= (SHORT_SEQLEN_Q if banded else SHORT_FULL_SEQLEN_Q):
             return D64_SHORT
         return D64_BANDED if banded else D64_FULL
     if width == 128:
