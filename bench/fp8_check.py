@@ -118,7 +118,7 @@ def drift() -> dict[str, float]:
                 torch.rand(clusters, 1, head_dim, device="cuda", generator=generator) + 0.25 if clusters > 1 else 0.5
             )
             v = (0.1 * v.view(clusters, -1, head_dim) + means).view(1, 1, keys, head_dim)
-            made = [fp8.quantize(x.bfloat16(), granularity="head") for x in (0.05 * q, k, v)]
+            made = [fp8.quantize(x.half(), granularity="head") for x in (0.05 * q, k, v)]
             rows = slice(keys - 1024, keys)
             exact_q, exact_k, exact_v = (t.dequantize() for t in made)
             truth = exact(exact_q, exact_k, exact_v, rows, causal=causal)
