@@ -165,6 +165,20 @@ def test_decode_calls(gpu: str, kernels: int, gpus: FakeCuda) -> None:
         assert cost.frames <= FRAMES[gpu]
 
 
+@pytest.mark.parametrize("rows_q", [0, 3])
+def test_nothing_to_launch(rows_q: int, gpus: FakeCuda) -> None:
+    """Calls without queries, without keys or without sequences have results all the same."""
+    q, (k, v, _) = torch.zeros(rows_q, 4, 64, dtype=BF16, requires_grad=True), rows(0, 4, 64)
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (rows_q, 0))
+    for _ in range(2):
+        out = tilewise.attention_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=3, max_seqlen_k=3)
+        (dq,) = torch.autograd.grad(out, q, torch.zeros_like(out))
+        assert out.shape == dq.shape == q.shape
+    empty = torch.zeros(0, 2, 8, 64, dtype=BF16)
+    for _ in range(2):
+        assert tilewise.attention(empty, empty, empty).shape == empty.shape
+
+
 def test_what_lies_otherwise_is_prepared_anew(gpus: FakeCuda) -> None:
     """Equal shapes with other strides or another alignment are another call; results have the layout asked for."""
     q, k, v = rows(1, 128, 128, 64)

@@ -128,7 +128,7 @@ class Launches:
         self.calls = tuple(call for call in calls if 0 not in call.grid)
         # Of some 20 tensors that a pass may have a call has 5: only their addresses are asked for.
         self.used = addressed_names(self.calls)
-        self._pick = picker(self.used, names)
+        self._pick = picker([names.index(name) for name in self.used])
         self._index = index
         self._starts: list[DirectLaunch | OrdinaryLaunch | InterpretedLaunch] = [
             InterpretedLaunch(call, self.used)
@@ -170,9 +170,8 @@ class Launches:
         return filled
 
 
-def picker(wanted: Sequence[str], names: Sequence[str]) -> Callable[[Any], Any]:
-    """What takes the `wanted` out of a sequence in the order of `names`, as a tuple."""
-    places = [names.index(name) for name in wanted]
+def picker(places: Sequence[int]) -> Callable[[Any], Any]:
+    """What takes these out of a sequence, as a tuple; a pass that has nothing to launch takes none."""
     return operator.itemgetter(*places) if len(places) > 1 else lambda values: tuple([values[i] for i in places])
 
 
@@ -201,7 +200,7 @@ class BoundPass:
         # From the back where they are made, since not all that may be given is.
         behind = self.made if counter is None else (*self.made, counter_name)
         places = [behind.index(n) - len(behind) if n in behind else given.index(n) for n in launches.used]
-        self._pick = operator.itemgetter(*places)
+        self._pick = picker(places)
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """What was made, in the order of `made`."""
