@@ -80,8 +80,8 @@ _HOPPER: dict[Pass, Table] = {
     },
 }
 
-# This table and the next three were not measured on such devices or problems, nor were the rows of 512 anywhere: they are
-# what compiles into the registers and shared memory there are (tests/backends/test_triton_aot.py).
+# This table and the next three were not measured on such devices or problems, nor were the rows of 512 anywhere: they
+# are what compiles into the registers and shared memory there are (tests/backends/test_triton_aot.py).
 _LARGE_SMEM: dict[Pass, Table] = {
     "forward": {
         64: Config(128, 64, 4, 3),
