@@ -166,11 +166,12 @@ def prepared(
 
 def forward_alone(launches: Any, index: int) -> Callable[[Any], None]:
     """The last launch of a pass: the forward kernel without V's transposition, which has been done."""
-    start = launches._starts[-1]  # noqa: SLF001
+    start, pick = launches._starts[-1], launches._pick  # noqa: SLF001
     stream = torch.cuda.current_stream(index).cuda_stream
 
     def run(tensors: Any) -> None:
-        start(stream, [0 if t is None else t.data_ptr() for t in tensors], tensors)
+        used = pick(tensors)
+        start(stream, [t.data_ptr() for t in used], used)
 
     return run
 

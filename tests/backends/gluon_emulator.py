@@ -493,6 +493,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "triton.experimental.gluon.language.nvidia.hopper": HOPPER,
     "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
     f"{SHARED}.compilation": {"compile_call": lambda call, *_: call.kernel},
-    f"{SHARED}.driver": {"DirectLaunch": object, "OrdinaryLaunch": object, "launch_of": EmulatedLaunch},
+    f"{SHARED}.driver": {"DirectLaunch": types.SimpleNamespace, "OrdinaryLaunch": object, "launch_of": EmulatedLaunch,
+                         "Filled": tuple, "is_hooked": bool},
     f"{PACKAGE}.reduction": {"reduce_add": lambda desc, corner, source: store_box(desc, corner, source, add=True)},
-}
+}  # fmt: skip
