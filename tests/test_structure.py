@@ -45,7 +45,7 @@ ARROWS: dict[str, set[str]] = {
     "testing": SPINE | {"fp8", "api", "__init__", "backends", "dispatch", "validation"},
     "simulator": {"masks", "plan"},
     "explorer": {"device", "dispatch", "plan", "problem"},
-    "bench": SPINE | {"api", "cascade", "__init__", "plan", "dispatch", "testing", "figures"},
+    "bench": SPINE | {"fp8", "api", "cascade", "__init__", "plan", "dispatch", "testing", "figures"},
     "distributed": SPINE | {"backends", "canonical", "dispatch", "ops", "validation"},
     "cli": SPINE
     | {"api", "__init__", "plan", "dispatch", "backends", "bench", "validation"}

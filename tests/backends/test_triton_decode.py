@@ -7,6 +7,7 @@ The interpreted suite is cut to lengths that are not worth splitting, so the spl
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
@@ -191,7 +192,7 @@ def test_splits_fill_the_device_evenly(batch: int, keys: int, expected: int) -> 
     config = configs.choose("decode", spec, 2, 128, rich=False)
     programs = configs.decode_programs(config, spec, 2, 256)
     assert programs == 3
-    assert configs.num_splits(spec, programs, batch * 8, keys // config.block_n) == expected
+    assert configs.num_splits(spec, 2, programs, batch * 8, keys // config.block_n) == expected
 
 
 def decoding(page_size: int | None, *, e4m3: bool, dtype: torch.dtype = BF16, head_dim: int = 128) -> AttentionProblem:
@@ -203,6 +204,9 @@ def decoding(page_size: int | None, *, e4m3: bool, dtype: torch.dtype = BF16, he
     )  # fmt: skip
 
 
+# Bytes of registers through memory where they are bounded: e4m3 from pages of 16 spills 56 on an H200 and reads as of
+# 8073 GB/s so, 7650 unbounded.
+SPILL_LIMIT = 128
 # Every loader once in the fast run; the rest with `-m exhaustive`.
 SAMPLED = {("h200", 16, False), ("h200", 256, False), ("h200", 16, True), ("h200", 256, True), ("a100", 16, True)}
 COMPILED = [
@@ -226,7 +230,7 @@ def test_compiled_decoding_keeps_its_pipeline(device: str, page_size: int | None
     assert compiled.metadata.shared <= spec.smem_bytes
     registers, spilled = assembled(compiled.asm["ptx"])
     assert registers <= 255
-    assert spilled == 0
+    assert spilled <= (SPILL_LIMIT if e4m3 and call.max_registers else 0)
     assert not re.search(r"ld\.shared\S*\.[bu]8 ", compiled.asm["ptx"])
     assert ("cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]) == (e4m3 and spec.has_fp8)
 
@@ -248,6 +252,8 @@ def assembled(ptx: str) -> tuple[int, int]:
 @pytest.mark.parametrize("device", ["h200", "a100", "l40s", "b200"])
 def test_compiled_e4m3_fits_everywhere(device: str, head_dim: int, dtype: torch.dtype) -> None:
     spec = devices.named(device)
-    for page_size in (16, 256):
-        for call in offline.calls_of(decoding(page_size, e4m3=True, dtype=dtype, head_dim=head_dim), spec):
+    for page_size, tokens in itertools.product((16, 256), (1, 300)):
+        problem = decoding(page_size, e4m3=True, dtype=dtype, head_dim=head_dim)
+        problem = dataclasses.replace(problem, seqlen_q=tokens, total_q=16 * tokens)
+        for call in offline.calls_of(problem, spec):
             assert compilation.compile_call(call, spec, -1).metadata.shared <= spec.smem_bytes

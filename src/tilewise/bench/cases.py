@@ -64,6 +64,8 @@ class Case:
     page_size: int = 0
     # Keys at the start that all sequences of a paged batch share.
     shared_keys: int = 0
+    # K and V have values that e4m3 holds, so that pages in it stand for the same numbers.
+    e4m3_values: bool = False
     seqlens: tuple[int, ...] = ()
     # Launched from a CUDA graph, so that the host does not count.
     graph: bool = False

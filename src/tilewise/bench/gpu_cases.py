@@ -52,6 +52,7 @@ def gpu_cases() -> tuple[Case, ...]:
         *_short(),
         *_decode(),
         *_paged(),
+        *_fp8_pages(),
         *_cascade(),
         *_overhead(),
     )
@@ -184,6 +185,16 @@ def _paged() -> Iterator[Case]:
             num_kv_heads=8, batch=16, seqlen_q=1, seqlen_k=8192, graph=True, quick=page_size in (16, 256),
             implementations=(*OURS, "sdpa-gather"),
             bars=(Bar("tilewise", 0.95, case="decode-b16-n8192", by="rate"),),
+        )  # fmt: skip
+
+
+def _fp8_pages() -> Iterator[Case]:
+    """GB/s count 16-bit keys for both, so that ratios are those of time."""
+    for keys, page_size in ((32768, 16), (32768, 64), (32768, 256), (65536, 64)):
+        yield _case(
+            f"decode-b16-n{keys}-fp8-paged-{page_size}", "decode", kind="paged", page_size=page_size, num_heads=32,
+            num_kv_heads=8, batch=16, seqlen_q=1, seqlen_k=keys, graph=True, e4m3_values=True,
+            implementations=(TRITON, "tilewise-fp8-pages"), bars=(Bar("tilewise-fp8-pages", 1.7, against=(TRITON,)),),
         )  # fmt: skip
 
 

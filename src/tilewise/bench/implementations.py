@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tilewise import api, dispatch
 from tilewise.bench.cases import Case
 from tilewise.bench.inputs import Inputs
+from tilewise.fp8.container import E4M3, Fp8Tensor
 from tilewise.masks import Band
 from tilewise.plan import explain
 from tilewise.units import format_bytes
@@ -77,6 +78,7 @@ def tilewise_and_torch(device: str) -> list[Implementation]:
     return [
         *_gpu_backends(),
         Implementation("tilewise-cascade", _tilewise_cascade),
+        Implementation("tilewise-fp8-pages", _tilewise_fp8_pages),
         Implementation("sdpa-flash", _sdpa, scope=flash),
         Implementation("sdpa-cudnn", _sdpa, scope=cudnn),
         Implementation("sdpa-padded", _sdpa_padded),
@@ -139,6 +141,19 @@ def _tilewise_cascade(case: Case, inputs: Inputs) -> Prepared:
         lambda: api.attention_paged(q, k_pages, v_pages, table, lengths, shared_prefix=shared),
         (inputs.q, inputs.k, inputs.v),
         inputs.dout,
+    )
+
+
+def _tilewise_fp8_pages(case: Case, inputs: Inputs) -> Prepared:
+    """The paged call with pages in e4m3, converted outside the timing."""
+    if case.kind != "paged" or not case.e4m3_values:
+        raise NotApplicable("for pages whose values e4m3 holds")
+    data = [_there(pages).to(E4M3) for pages in (inputs.k_pages, inputs.v_pages)]
+    scales = torch.ones(len(data[0]), case.num_kv_heads, 1, device=case.device)
+    k_pages, v_pages = (Fp8Tensor(pages, scales, "page", "paged") for pages in data)
+    q, table, lengths = inputs.q[:, :, 0], _there(inputs.block_table), _there(inputs.seqlens_k)
+    return Prepared(
+        lambda: api.attention_paged(q, k_pages, v_pages, table, lengths), (inputs.q, inputs.k, inputs.v), inputs.dout
     )
 
 

@@ -48,6 +48,8 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         return Inputs(q, k, v, normal(total, heads, dim), cu_seqlens=_offsets(case))
     q, dout = (normal(case.batch, heads, case.seqlen_q, dim) for _ in range(2))
     k, v = (normal(case.batch, shared, case.seqlen_k, dim) for _ in range(2))
+    if case.e4m3_values:
+        k, v = (t.to(torch.float8_e4m3fn).to(t.dtype) for t in (k, v))
     if case.kind == "dense":
         return Inputs(q, k, v, dout)
     table = _table(case, generator)

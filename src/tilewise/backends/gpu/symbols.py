@@ -65,6 +65,7 @@ class KernelCall:
     arguments: dict[str, Any]
     num_warps: int = 4
     num_stages: int | None = None
+    max_registers: int | None = None
 
     @property
     def ordered(self) -> list[Any]:
@@ -74,8 +75,8 @@ class KernelCall:
     @property
     def options(self) -> dict[str, int]:
         """What the compiler is told beside the arguments."""
-        stages = {} if self.num_stages is None else {"num_stages": self.num_stages}
-        return {"num_warps": self.num_warps, **stages}
+        found = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def addressed_names(calls: Iterable[KernelCall]) -> tuple[str, ...]:

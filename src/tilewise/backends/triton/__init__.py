@@ -71,7 +71,8 @@ class TritonBackend:
         from tilewise.backends.triton import configs, traits
 
         width = max(traits.tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8)))
-        config = configs.choose("forward", device, traits.element_size(problem), width, traits.is_rich(problem))
+        rich = traits.is_rich(problem, "forward")
+        config = configs.choose("forward", device, traits.element_size(problem), width, rich)
         return TileShape(config.block_m, config.block_n)
 
     def fp8_path(self, problem: AttentionProblem) -> str:

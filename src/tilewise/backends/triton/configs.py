@@ -7,12 +7,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tilewise.device import DeviceSpec
 
-__all__ = ["MAX_SPLITS", "PASSES", "Config", "Pass", "choose", "overridden", "overrides"]
+__all__ = ["MAX_SPLITS", "PASSES", "Config", "Pass", "choose", "overridden", "overrides", "within_pages"]
 
 Pass = Literal["forward", "dkdv", "dq", "decode", "dbias"]
 PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq", "decode", "dbias")
@@ -23,7 +23,7 @@ class Config:
     """How one kernel is tiled and compiled.
 
     `descriptors`: whole tiles are loaded by TMA where the tensors allow. `heads_per_wave`: None means as many as keep
-    their rows in L2.
+    their rows in L2. `max_registers` a thread, so that as many programs fit a multiprocessor as shared memory allows.
     """
 
     block_m: int
@@ -33,21 +33,25 @@ class Config:
     descriptors: bool = False
     early_dp: bool = True
     heads_per_wave: int | None = None
+    max_registers: int | None = None
 
 
 # More partial results than this are not worth merging; starting and finishing a program costs as much as reading this
 # many tiles.
 MAX_SPLITS = 128
 PROGRAM_COST = 2
-# Shared memory of a decode program beside tiles in flight. How many programs a multiprocessor has registers for, by
-# element size: 205 to 227 a thread in e4m3, 128 to 153 in 16 bits. How many it takes to keep its share of the memory's
-# bandwidth busy: one alone reached 0.7 of it.
+# Shared memory of a decode program beside tiles in flight.
 DECODE_SHARED = 7 << 10
-REGISTER_LIMIT = {1: 2, 2: 3, 4: 2}
-BUSY = 1.4
+# By element size: decode programs that a multiprocessor has registers for (168 a thread of four warps leave room for
+# three), and how many it takes to keep its share of the memory's bandwidth busy (16 bits: one has 0.7 of it, two all;
+# e4m3, batch 16 of 32768 keys, pages of 16, GB/s as of 16-bit keys: two 7650, three 8073).
+REGISTER_LIMIT = {1: 3, 2: 3, 4: 2}
+BUSY = {1: 3.0, 2: 1.4, 4: 1.4}
+# Keys of the smallest tile of e4m3 that is worth cutting out, so that it has one scale.
+SHARING = 64
 
 # Padded head_dim (the larger of q's and v's) -> tile.
-Table = Mapping[int, Config]
+Table = dict[int, Config]
 
 # Measured on an H200, bf16, 16384 tokens, TFLOP/s of the kernel alone at N = 4096 / 16384, against the next best tile.
 _HOPPER: dict[Pass, Table] = {
@@ -174,22 +178,38 @@ _SINGLE: dict[Pass, Table] = {
 _QUANTISED: dict[Pass, Table] = {
     "forward": {
         64: Config(64, 64, 4, 2),
-        128: Config(64, 64, 4, 2),
+        # 64 keys spill 1272 bytes on an A100 where pages are small
+        128: Config(64, 32, 4, 2),
         256: Config(64, 32, 8, 2),
         512: Config(16, 32, 8, 1),
+    },
+}
+_QUANTISED_HOPPER: dict[Pass, Table] = {
+    "forward": _QUANTISED["forward"]
+    | {
+        # TFLOP/s of 4 sequences of 4096, causal, pages of 64: 232 (2 stages: 228, 128x64 with 8 warps: 206)
+        128: Config(64, 64, 4, 3),
     },
 }
 
 # block_m is a floor in decode, which takes as many rows as a group of heads has.
 _EVERYWHERE: dict[Pass, dict[int, Table]] = {
     "decode": {
+        # GB/s as of 16-bit keys, batch 16 of 32768, pages of 16, 64, 256: 8073, 8406, 8567 (bf16 4397, 4458, 4470).
+        # In another run, pages of 256: 2 stages 7227, 8 warps 5947, this row without a bound on registers 8392.
         1: {
             64: Config(16, 128, 4, 3),
-            128: Config(16, 128, 4, 3),
+            128: Config(16, 128, 4, 3, max_registers=168),
             256: Config(16, 64, 4, 3),
             512: Config(16, 32, 4, 2),
         },
-        2: {64: Config(16, 64, 4, 3), 128: Config(16, 64, 4, 3), 256: Config(16, 32, 4, 2), 512: Config(16, 16, 4, 2)},
+        # GB/s at batch 16 of 8192 / 65536 and 64 of 8192 keys: 4232 / 4585 / 4418; others in docs/kernels/triton.md.
+        2: {
+            64: Config(16, 64, 4, 3),
+            128: Config(16, 64, 4, 3, max_registers=168),
+            256: Config(16, 32, 4, 2),
+            512: Config(16, 16, 4, 2),
+        },
         4: {64: Config(16, 32, 4, 2), 128: Config(16, 32, 4, 2), 256: Config(16, 16, 4, 2), 512: Config(16, 16, 4, 1)},
     },
     "dbias": {
@@ -206,7 +226,7 @@ _overrides: contextvars.ContextVar[Mapping[Pass, Config] | None] = contextvars.C
 def choose(direction: Pass, device: DeviceSpec, itemsize: int, block_d: int, rich: bool) -> Config:
     """The tile of one pass for a device, element width and padded head_dim (the larger of q's and v's).
 
-    `rich` problems hold more than K, V and scores in a tile: bias, mask, dropout bits, softcap, small pages.
+    `rich` problems hold more than K, V and scores in a tile, see traits.is_rich.
     """
     override = (overrides() or {}).get(direction)
     if override is not None:
@@ -215,10 +235,20 @@ def choose(direction: Pass, device: DeviceSpec, itemsize: int, block_d: int, ric
     if direction in _EVERYWHERE:
         return _EVERYWHERE[direction][itemsize][width]
     if itemsize == 1:
-        return _QUANTISED[direction][width]
+        return (_QUANTISED_HOPPER if device.has_wgmma else _QUANTISED)[direction][width]
     if itemsize == 4:
         return _SINGLE[direction][width]
     return (_RICH if rich else _plain_table(device))[direction][width]
+
+
+def within_pages(config: Config, page_size: int) -> Config:
+    """The tile of decoding from e4m3 pages, cut to 64 keys where all of them then have one scale.
+
+    An H200, batch 16 of 32768 keys, GB/s as of 16-bit keys: 8406 from pages of 64, tiles of 128 from pages of 32 7534.
+    """
+    if overrides() is None and page_size % config.block_n and page_size % SHARING == 0:
+        return replace(config, block_n=SHARING)
+    return config
 
 
 def _plain_table(device: DeviceSpec) -> dict[Pass, Table]:
@@ -258,17 +288,18 @@ def decode_programs(config: Config, device: DeviceSpec, itemsize: int, tile_colu
     return max(1, min(REGISTER_LIMIT[itemsize], fitting))
 
 
-def num_splits(device: DeviceSpec, programs: int, rows: int, tiles: int) -> int:
+def num_splits(device: DeviceSpec, itemsize: int, programs: int, rows: int, tiles: int) -> int:
     """Into how many parts decode cuts the keys (`tiles` tiles) of each of `rows` (sequence, K/V head) pairs, where a
     multiprocessor runs `programs` at a time.
 
     The shortest estimate wins, of equal ones the fewest splits.
     """
     choices = range(1, min(MAX_SPLITS, max(1, tiles)) + 1)
-    return min(choices, key=lambda splits: _duration(device.num_sms, programs, rows, tiles, splits))
+    busy = min(BUSY[itemsize], programs)
+    return min(choices, key=lambda splits: _duration(device.num_sms, programs, busy, rows, tiles, splits))
 
 
-def _duration(num_sms: int, programs: int, rows: int, tiles: int, splits: int) -> float:
+def _duration(num_sms: int, programs: int, busy: float, rows: int, tiles: int, splits: int) -> float:
     """Tiles of one slot while all are busy. Within one wave memory is shared by the multiprocessors that have the most
     programs; over several waves programs end at different times, and the last half of one is lost. An H200, batch 64
     of 8192 keys (128 tiles), GB/s at 1 to 4 splits: 3926, 4211, 4264, 4323; batch 16 at 2, 4, 6, 8: 4130, 3759, 4034,
@@ -278,4 +309,4 @@ def _duration(num_sms: int, programs: int, rows: int, tiles: int, splits: int) -
     count, slots = rows * -(-tiles // share), num_sms * programs
     if count > slots:
         return (count / slots + 0.5) * (share + PROGRAM_COST)
-    return max(min(BUSY, programs), -(-count // num_sms)) / programs * (share + PROGRAM_COST)
+    return max(busy, -(-count // num_sms)) / programs * (share + PROGRAM_COST)

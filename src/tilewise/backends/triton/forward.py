@@ -46,7 +46,9 @@ from tilewise.backends.triton.quantised import (
     add_quantised_values,
     load_query_columns,
     quantised_products,
+    row_tops,
     scaling,
+    value_scales,
 )
 
 
@@ -62,11 +64,12 @@ def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_
 
 @triton.jit
 def add_values(
-    acc, alpha, p, v_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr
+    acc, alpha, p, v_source, v_scales, pages, first, seqlen_k,
+    EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Give acc * alpha + P V of a tile of keys."""
     if T.FP8:
-        return add_quantised_values(acc, alpha, p, v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
+        return add_quantised_values(acc, alpha, p, v_source, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     else:
         acc = acc * alpha[:, None]
         v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
@@ -104,20 +107,24 @@ def attend(
             first = around_gap(position, gap_begin, gap_end, EDGE)
             n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
             dots = key_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
+            v_scales = value_scales(v_source, pages, first, seqlen_k, BLOCK_N, T)
             if T.TRANSFORMED:
                 scores, _ = natural_scores(dots, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE, T)
                 if EDGE:
                     scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
-                p, row_max, row_sum, alpha = softmax_step(scores, row_max, row_sum, LOG2E)
+                tops, v_scales = row_tops(scores, v_scales, T)
+                p, row_max, row_sum, alpha = softmax_step(scores, tops, row_max, row_sum, LOG2E)
             elif EDGE:
                 dots = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), dots, NEG_INF)
-                p, row_max, row_sum, alpha = softmax_step_scaled(dots, row_max, row_sum, scale_log2)
+                tops, v_scales = row_tops(dots, v_scales, T)
+                p, row_max, row_sum, alpha = softmax_step_scaled(dots, tops, row_max, row_sum, scale_log2)
             else:
-                p, row_max, row_sum, alpha = softmax_step_scaled(dots, row_max, row_sum, scale_log2)
+                tops, v_scales = row_tops(dots, v_scales, T)
+                p, row_max, row_sum, alpha = softmax_step_scaled(dots, tops, row_max, row_sum, scale_log2)
             if T.HAS_DROPOUT:
                 kept = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
                 p = tl.where(kept, p, 0.0)
-            acc = add_values(acc, alpha, p, v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
+            acc = add_values(acc, alpha, p, v_source, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
             if T.PAGED:
                 following = around_gap(position + BLOCK_N, gap_begin, gap_end, EDGE)
                 pages = key_pages(k_source, following, seqlen_k, BLOCK_N, T)
@@ -127,6 +134,8 @@ def attend(
 @triton.jit
 def finish(acc, row_max, row_sum, scalars, T: tl.constexpr):
     """(out, lse) of a finished state: divide once; a row without keys is 0 and -inf."""
+    if len(row_sum.shape) == 2:
+        row_sum = tl.sum(row_sum, 1)
     empty = row_sum == 0.0
     inverse = 1.0 / tl.where(empty, 1.0, row_sum)
     if T.HAS_DROPOUT:

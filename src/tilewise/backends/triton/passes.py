@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,9 +99,7 @@ def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
     arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views) | parts
     arguments |= {"num_splits": splits, "SPLIT": num_out > 0}
     rows = plan.sizes.seqlen_q * problem.group_size
-    config = Config(
-        max(config.block_m, triton.next_power_of_2(rows)), config.block_n, config.num_warps, config.num_stages
-    )
+    config = replace(config, block_m=max(config.block_m, triton.next_power_of_2(rows)))
     call = _tiled(decode.decode_kernel, splits * problem.num_kv_heads * problem.batch, arguments, config)
     return [call, _combine_call(plan, views, parts)] if num_out else [call]
 
@@ -246,4 +245,5 @@ def bias_gradient_call(plan: Plan, shared: dict[str, Any], dbias: View) -> Kerne
 
 def _tiled(kernel: Any, programs: int, arguments: dict[str, Any], config: Config) -> KernelCall:
     tiles = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
-    return KernelCall(kernel, (programs, 1, 1), arguments | tiles, config.num_warps, config.num_stages)
+    shape = (config.num_warps, config.num_stages, config.max_registers)
+    return KernelCall(kernel, (programs, 1, 1), arguments | tiles, *shape)

@@ -37,7 +37,11 @@ class Plan(NamedTuple):
     def config(self, direction: Pass) -> Config:
         """The tile of one pass."""
         width = max(self.traits.BLOCK_D, self.traits.BLOCK_DV)
-        return configs.choose(direction, self.device, element_size(self.problem), width, is_rich(self.problem))
+        rich = is_rich(self.problem, direction)
+        config = configs.choose(direction, self.device, element_size(self.problem), width, rich)
+        if direction == "decode" and self.traits.HALF and self.traits.PAGED:
+            return configs.within_pages(config, self.traits.PAGE_SIZE)
+        return config
 
     def sizes_streaming(self, config: Config, bytes_per_head: int, group_size: int) -> Sizes:
         """Sizes with the number of heads that run side by side."""
@@ -69,6 +73,8 @@ def plan_for(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, prec
     if sizes.seqlen_q * problem.group_size > MAX_DECODE_ROWS or problem.seqlen_k < MIN_DECODE_KEYS:
         return plan
     config = plan.config("decode")
-    programs = configs.decode_programs(config, device, element_size(problem), traits.BLOCK_D + traits.BLOCK_DV)
+    itemsize = element_size(problem)
+    programs = configs.decode_programs(config, device, itemsize, traits.BLOCK_D + traits.BLOCK_DV)
     tiles = triton.cdiv(problem.seqlen_k, config.block_n)
-    return plan._replace(num_splits=configs.num_splits(device, programs, problem.batch * problem.num_kv_heads, tiles))
+    rows = problem.batch * problem.num_kv_heads
+    return plan._replace(num_splits=configs.num_splits(device, itemsize, programs, rows, tiles))

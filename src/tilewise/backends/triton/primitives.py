@@ -419,26 +419,36 @@ def natural_scores(dots, m_idx, n_idx, terms, scalars, seqlen_q, seqlen_k, CHECK
 
 
 @triton.jit
-def softmax_step(scores, row_max, row_sum, unit):
-    """Online softmax: (p, row_max, row_sum, alpha) after a tile of scores; a score times `unit` is in log2.
+def softmax_step(scores, tops, row_max, row_sum, unit):
+    """Online softmax: (p, row_max, row_sum, alpha) after a tile of scores whose largest of each row are `tops`; a score
+    times `unit` is in log2.
 
     A row that has seen no key keeps row_max -inf; its exponentials are taken against 0, so they are 0 and not NaN.
     """
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    new_max = tl.maximum(row_max, tops)
     anchor = tl.where(new_max == NEG_INF, 0.0, new_max)
     alpha = tl.exp2((row_max - anchor) * unit)
     p = tl.exp2((scores - anchor[:, None]) * unit)
-    return p, new_max, row_sum * alpha + tl.sum(p, 1), alpha
+    return p, new_max, add_to_sums(row_sum, alpha, p), alpha
 
 
 @triton.jit
-def softmax_step_scaled(dots, row_max, row_sum, scale_log2):
+def softmax_step_scaled(dots, tops, row_max, row_sum, scale_log2):
     """`softmax_step` for plain scores, -inf where masked: the scale (above 0) goes into one multiply-add a score."""
-    new_max = tl.maximum(row_max, tl.max(dots, 1) * scale_log2)
+    new_max = tl.maximum(row_max, tops * scale_log2)
     anchor = tl.where(new_max == NEG_INF, 0.0, new_max)
     alpha = tl.exp2(row_max - anchor)
     p = tl.exp2(dots * scale_log2 - anchor[:, None])
-    return p, new_max, row_sum * alpha + tl.sum(p, 1), alpha
+    return p, new_max, add_to_sums(row_sum, alpha, p), alpha
+
+
+@triton.jit
+def add_to_sums(row_sum, alpha, p):
+    """The running sums with a tile of P added; sums of every column of their own are added up at the end."""
+    if len(row_sum.shape) == 2:
+        return row_sum * alpha[:, None] + p
+    else:
+        return row_sum * alpha + tl.sum(p, 1)
 
 
 @triton.jit

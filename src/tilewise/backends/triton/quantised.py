@@ -188,25 +188,58 @@ def quantised_products(
 
 
 @triton.jit
+def value_scales(v_source, pages, first, seqlen_k, BLOCK_N: tl.constexpr, T: tl.constexpr):
+    """The scales of a tile of V, see tile_scales; 1 where it has none."""
+    if T.FP8:
+        return tile_scales(v_source, pages, first, seqlen_k, T.V_SHARED_ROWS, BLOCK_N, T)
+    else:
+        return 1.0
+
+
+@triton.jit
+def larger_of_each(score, scale, other_score, other_scale):
+    """Combine two columns of (scores, scales)."""
+    return tl.maximum(score, other_score), tl.maximum(scale, other_scale)
+
+
+@triton.jit
+def row_tops(scores, scales, T: tl.constexpr):
+    """(the largest score of each row, scales): scales of single keys become (scales, the largest of them (rows,)).
+
+    One reduction for both: warps share the keys of a decoding tile, so that each reduction is two barriers, and an own
+    one for scales took 20 % of the time.
+    """
+    if not T.HALF or len(scales.shape) == 0:
+        return tl.max(scores, 1), scales
+    elif T.INTERPRETED:
+        return tl.max(scores, 1), (scales, tl.max(tl.abs(scales), 1) + tl.zeros([scores.shape[0]], tl.float32))
+    else:
+        sizes = tl.broadcast_to(tl.abs(scales), scores.shape)
+        tops, scale_tops = tl.reduce((scores, sizes), 1, larger_of_each)
+        return tops, (scales, scale_tops)
+
+
+@triton.jit
 def add_quantised_values(
-    acc, alpha, p, v_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr
+    acc, alpha, p, v_source, v_scales, pages, first, seqlen_k,
+    EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Give acc * alpha + P V of a tile of keys, scales included; `acc` is (even, odd) columns."""
     acc_even, acc_odd = acc
     even, odd = load_columns_of_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
-    scales = tile_scales(v_source, pages, first, seqlen_k, T.V_SHARED_ROWS, BLOCK_N, T)
-    PER_KEY: tl.constexpr = len(scales.shape) > 0
+    PER_KEY: tl.constexpr = T.PAGE_SIZE % BLOCK_N != 0 if T.PAGED else T.V_SHARED_ROWS % BLOCK_N != 0
     if not T.HALF:
-        weights = p * scales
+        weights = p * v_scales
         unit = 1.0
     elif PER_KEY:
         # The largest scale comes out of the tile, so that probabilities times what is left of the others fit fp16.
-        top = tl.maximum(tl.max(tl.abs(scales)), SMALLEST)
-        weights = (p * (scales * (1.0 / top * HEADROOM))).to(tl.float16)
-        unit = top * (1.0 / HEADROOM)
+        scales, tops = v_scales
+        tops = tl.maximum(tops, SMALLEST)[:, None]
+        weights = (p * (scales * (1.0 / tops * HEADROOM))).to(tl.float16)
+        unit = tops * (1.0 / HEADROOM)
     else:
         weights = (p * HEADROOM).to(tl.float16)
-        unit = scales * (1.0 / HEADROOM)
+        unit = v_scales * (1.0 / HEADROOM)
     acc_even = acc_even * alpha[:, None] + dot(weights, even, T) * unit
     acc_odd = acc_odd * alpha[:, None] + dot(weights, odd, T) * unit
     return acc_even, acc_odd
