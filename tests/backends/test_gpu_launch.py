@@ -111,8 +111,8 @@ def test_twenty_lengths_compile_each_triton_kernel_once(h200: FakeCuda, compiled
 
 
 def test_twenty_lengths_compile_each_hopper_kernel_once(h200: FakeCuda, compiled: Compiled) -> None:
-    for length in LENGTHS:
-        problem, ready = problem_of(operands_of(length))
+    for length in LENGTHS:  # of head_dim 128: 64 has one kernel for short sequences and one for long ones
+        problem, ready = problem_of(operands_of(length, dim=128))
         HOPPER.forward(problem, ready)
     assert compiled.names == ["forward_kernel"]
 
