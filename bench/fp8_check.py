@@ -22,7 +22,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import device as devices
-from tilewise import fp8, settings, validation
+from tilewise import fp8, validation
 from tilewise.backends.gpu.launching import raw_views
 from tilewise.backends.hopper import fp8_launch
 from tilewise.backends.hopper.fp8_configs import Fp8Tile
@@ -269,5 +269,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with settings.overridden(unproven=True):
-        sys.exit(main())
+    sys.exit(main())

@@ -286,9 +286,8 @@ def test_settings_come_from_the_environment_and_are_judged() -> None:
     read = settings.read({"TILEWISE_BACKEND": "cpu", "TILEWISE_CHECK_VALUES": "1", "TILEWISE_CACHE_DIR": "cache"})
     assert (read.backend, read.check_values, str(read.cache_dir)) == ("cpu", True, "cache")
     assert settings.read({}) == settings.Settings()
-    for switch in ("TILEWISE_CHECK_VALUES", "TILEWISE_UNPROVEN"):
-        with pytest.raises(tw.InvalidProblem, match=switch):
-            settings.read({switch: "yes"})
+    with pytest.raises(tw.InvalidProblem, match="TILEWISE_CHECK_VALUES"):
+        settings.read({"TILEWISE_CHECK_VALUES": "yes"})
     with settings.overridden(backend="reference"):
         assert settings.current().backend == "reference"
     assert settings.current().backend == "auto"

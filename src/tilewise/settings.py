@@ -5,7 +5,6 @@
 | `TILEWISE_BACKEND`      | `auto`  | backend used where a call says `backend="auto"`                    |
 | `TILEWISE_CHECK_VALUES` | `0`     | `1`: check index tensors on a GPU too (one synchronisation a call) |
 | `TILEWISE_CACHE_DIR`    | (user)  | where compiled kernels are kept                                    |
-| `TILEWISE_UNPROVEN`     | `0`     | `1`: take kernels that were never judged on the hardware they need |
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class Settings:
     backend: str = "auto"
     check_values: bool = False
     cache_dir: Path | None = None
-    unproven: bool = False
 
 
 _current: Settings | None = None
@@ -45,7 +43,6 @@ def read(environ: Mapping[str, str]) -> Settings:
         backend=environ.get("TILEWISE_BACKEND", "auto"),
         check_values=_switch(environ, "TILEWISE_CHECK_VALUES"),
         cache_dir=Path(cache) if cache else None,
-        unproven=_switch(environ, "TILEWISE_UNPROVEN"),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise import device, settings
+from tilewise import device
 from tilewise.backends.hopper import BACKEND
 from tilewise.problem import AttentionProblem
 
@@ -67,18 +67,13 @@ def test_takes(changes: dict[str, Any]) -> None:
     assert BACKEND.supports(replace(PLAIN, **changes), device.named("h200")) is None
 
 
-@pytest.mark.parametrize("changes", [{}, {"causal": True}, {"num_kv_heads": 1}])
-def test_the_fp8_kernel_takes_what_was_judged(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"causal": True}, {"num_kv_heads": 1}, {"window_left": 9}, {"has_sinks": True}, {"kind": "varlen"}],
+)
+def test_the_fp8_kernel_takes(changes: dict[str, Any]) -> None:
     problem = replace(PLAIN, fp8=("q", "k", "v"), **changes)
     assert BACKEND.supports(problem, device.named("h200")) is None
-
-
-@pytest.mark.parametrize("changes", [{"window_left": 9}, {"has_sinks": True}, {"kind": "varlen"}])
-def test_the_rest_of_the_fp8_kernel_waits_to_be_judged(changes: dict[str, Any]) -> None:
-    problem = replace(PLAIN, fp8=("q", "k", "v"), **changes)
-    assert "never judged on a GPU" in (BACKEND.supports(problem, device.named("h200")) or "")
-    with settings.overridden(unproven=True):
-        assert BACKEND.supports(problem, device.named("h200")) is None
 
 
 @pytest.mark.parametrize(("changes", "reason"), REFUSED.values(), ids=REFUSED.keys())

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tilewise import settings
 from tilewise.backends.base import Bound, TileShape
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Wanted
@@ -192,9 +191,6 @@ def _decode_refusals(problem: AttentionProblem) -> Iterator[str]:
 
 
 def _fp8_refusals(problem: AttentionProblem) -> Iterator[str]:
-    judged = problem.kind == "dense" and problem.band in ((None, None), (None, 0)) and not problem.has_sinks
-    if not (judged or settings.current().unproven):
-        yield "packed, window and sinks in FP8 are emulated, but never judged on a GPU (TILEWISE_UNPROVEN=1 takes them)"
     if problem.fp8 != ("q", "k", "v"):
         yield f"{', '.join(problem.fp8)} in e4m3 beside q in {problem.dtype}: FP8 products take both sides in e4m3"
     if problem.page_size is not None:
