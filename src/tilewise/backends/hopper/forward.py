@@ -387,7 +387,8 @@ def consumer(
                     seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
 
         # The last P V; what does not depend on it runs under it.
-        head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
+        if C.IS_VARLEN:  # the words go with the next tile
+            head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
         if not C.OUT_IN_Q:
             pipe.q_ring.release(q_lane)
@@ -404,6 +405,8 @@ def consumer(
         if C.SPLIT_SUM:
             row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROW_LAYOUT)
         factor, lse = finish_rows(row_max, row_sum, sinks_ptr, item, scale_log2, sizes, C)
+        if not C.IS_VARLEN:  # here: divided before the wait above, it costs the loops of D=256 two spills
+            head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
         if C.MERGE_KV:
