@@ -219,7 +219,12 @@ def _questions() -> list[Question]:
     # windows that cut nothing off.
     edges: list[dict[str, Any]] = [
         *({"context": n, "causal": causal} for n in (2047, 2048, 2049) for causal in (True, False)),
-        *({"phase": "decode", "heads": heads, "kv_heads": 1} for heads in (63, 64, 65, 71)),
+        *(
+            {"phase": "decode", "heads": heads, "kv_heads": 1, "batch": b}
+            for heads in (63, 64, 65, 71)
+            for b in (1, 64)
+        ),
+        *({"phase": "decode", "context": n, "batch": b} for n in (255, 256) for b in (1, 3)),
         *({"head_dim": dim, "window": window} for dim in (64, 128) for window in (0, 100, 4094, 4095, 9999)),
         *({"context": 128, "head_dim": 256, "phase": phase} for phase in phases),
         {"context": 1 << 20, "head_dim": 128, "heads": 128, "kv_heads": 8, "batch": 3},

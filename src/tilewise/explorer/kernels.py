@@ -2,7 +2,8 @@
 
 For every combination of choices the table says from which size on which row holds; the size is the number of tokens,
 in decoding the number of query heads of a K/V head. Between sizes that answer alike the backends are taken to answer
-alike; where they do not, the boundary is found by halving.
+alike; where they do not, the boundary is found by halving. Decoding also asks whether there are FEW_KEYS, and whether
+a K/V head has more query rows than there are (sequence, K/V head) pairs.
 """
 
 from __future__ import annotations
@@ -25,25 +26,31 @@ __all__ = ["kernel_table"]
 
 # (backend or None, (block_m, block_n), ((backend, reason), ...))
 Row = tuple[str | None, tuple[int, int], tuple[tuple[str, str], ...]]
+# Below so many keys no decode kernel is worth its merging (tests/explorer asks on both sides).
+FEW_KEYS = 256
+DECODING = tuple(itertools.product(("few", "many"), ("crowded", "apart")))
 
 
 def kernel_table() -> dict[str, Any]:
-    """{"rows": the distinct answers, "steps": {"device dtype head_dim phase mask window": [[from, row], ...]}}."""
+    """{"rows": the distinct answers, "few_keys": FEW_KEYS, "steps": {"device dtype head_dim phase mask window": [[from,
+    row], ...]}}; names of decoding end in "few" or "many" keys, and heads "crowded" or "apart".
+    """
     rows: dict[Row, int] = {}
     steps: dict[str, list[tuple[int, int]]] = {}
     combinations = itertools.product(DEVICES.items(), DTYPES, HEAD_DIMS, PHASES, (True, False), (True, False))
     for (key, spec), dtype, dim, phase, causal, windowed in combinations:
-
-        def answer(size: int, about: tuple[Any, ...] = (spec, dtype, dim, phase, causal, windowed)) -> Row:
-            spec, dtype, dim, phase, causal, windowed = about
-            return _row(_problem(phase, size, dtype, dim, causal, windowed), spec)
-
-        sizes = (1, LIMITS["heads"][1]) if phase == "decode" else LIMITS["context"]
-        found = [(start, rows.setdefault(row, len(rows))) for start, row in _pieces(answer, *sizes)]
         name = f"{key} {dtype} {dim} {phase} {'causal' if causal else 'full'} {'window' if windowed else 'open'}"
-        steps[name] = found
+        sizes = (1, LIMITS["heads"][1]) if phase == "decode" else LIMITS["context"]
+        for ending in DECODING if phase == "decode" else ((),):
+
+            def answer(size: int, about: tuple[Any, ...] = (spec, phase, ending, dtype, dim, causal, windowed)) -> Row:
+                spec, phase, ending, *rest = about
+                return _row(_problem(phase, ending, size, *rest), spec)
+
+            found = [(start, rows.setdefault(row, len(rows))) for start, row in _pieces(answer, *sizes)]
+            steps[" ".join((name, *ending))] = found
     plain = [{"backend": backend, "tile": tile, "rejected": rejected} for backend, tile, rejected in rows]
-    return {"rows": plain, "steps": steps}
+    return {"rows": plain, "few_keys": FEW_KEYS, "steps": steps}
 
 
 def _pieces(answer: Callable[[int], Row], low: int, high: int) -> list[tuple[int, Row]]:
@@ -65,12 +72,17 @@ def _boundary(answer: Callable[[int], Row], low: int, high: int, old: Row) -> in
     return high
 
 
-def _problem(phase: Phase, size: int, dtype: str, dim: int, causal: bool, windowed: bool) -> AttentionProblem:
-    tokens = LIMITS["context"][0] if phase == "decode" else size
-    queries, heads = (1, size) if phase == "decode" else (tokens, 1)
+def _problem(
+    phase: Phase, ending: tuple[str, ...], size: int, dtype: str, dim: int, causal: bool, windowed: bool
+) -> AttentionProblem:
+    batch, tokens, queries, heads = 1, size, size, 1
+    if phase == "decode":
+        tokens = LIMITS["context"][0] if "few" in ending else FEW_KEYS
+        batch, queries, heads = 1 if "crowded" in ending else size, 1, size
     kind: torch.dtype = getattr(torch, dtype)
     return AttentionProblem(
-        kind="dense", dtype=kind, batch=1, seqlen_q=queries, seqlen_k=tokens, total_q=queries, total_k=tokens,
+        kind="dense", dtype=kind, batch=batch, seqlen_q=queries, seqlen_k=tokens, total_q=batch * queries,
+        total_k=batch * tokens,
         num_heads=heads, num_kv_heads=1, head_dim=dim, head_dim_v=dim, scale=dim**-0.5, causal=causal,
         window_left=tokens // 2 if windowed else None, needs_grad=phase == "train",
     )  # fmt: skip

@@ -168,7 +168,7 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
     if decodes(problem):
         return
     if not problem.needs_grad and problem.seqlen_q * problem.group_size <= FEW_ROWS:
-        yield f"{problem.seqlen_q} query rows a K/V head fill no warpgroup, {problem.seqlen_k} keys no decode kernel"
+        yield f"at most {FEW_ROWS} query rows a K/V head fill no warpgroup, and under {MANY_KEYS} keys no decode kernel"
     if problem.scale <= 0:
         yield f"scale {problem.scale} is not positive (the running maximum is taken before scaling)"
 
@@ -178,9 +178,9 @@ def _decode_refusals(problem: AttentionProblem) -> Iterator[str]:
     # One program merges the rows of all that share an item. GB/s here and in Triton's kernel by rows and items: 32, 32
     # 3339 and 2957, 8, 8 2259 and 2165; 16, 8 1873 and 2109, 32, 8 1537 and 1914.
     if rows > items:
-        yield f"{rows} query rows for each of {items} (sequence, K/V head) pairs: too many for one program to merge"
+        yield "more query rows a K/V head than (sequence, K/V head) pairs: too many for one program to merge"
     if rows > FEW_WIDE_ROWS and problem.head_dim_v > WIDE_HEAD_DIM:
-        yield f"{rows} query rows of {problem.head_dim_v} columns do not fit into the registers of a warpgroup"
+        yield f"over {FEW_WIDE_ROWS} query rows of {problem.head_dim_v} columns do not fit the registers of a warpgroup"
     if problem.page_size is not None and problem.page_size % DECODE_PAGE_STEP:
         yield f"pages of {problem.page_size} rows: TMA fetches {DECODE_PAGE_STEP} rows of a page at a time"
     if problem.fp8 and (problem.fp8 != ("k", "v") or problem.page_size is None):

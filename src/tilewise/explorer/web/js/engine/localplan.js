@@ -50,7 +50,8 @@ export function localPlan(question, data) {
 
 /**
  * The kernel that would run. Python lists, for each combination of choices, from which length on which row holds: in
- * decoding the number of query heads for each K/V head counts, else the number of tokens.
+ * decoding the number of query heads for each K/V head counts, else the number of tokens. Decoding also asks whether
+ * keys are few, and whether a K/V head has more query rows than there are (sequence, K/V head) pairs.
  * @param {Question} question @param {any} kernels @returns {Kernel}
  */
 export function kernelFor(question, kernels) {
@@ -63,8 +64,13 @@ export function kernelFor(question, kernels) {
     question.causal ? "causal" : "full",
     cuts ? "window" : "open",
   ];
+  const rows = question.heads / question.kv_heads;
+  if (question.phase === "decode") {
+    const crowded = rows > question.batch * question.kv_heads;
+    choices.push(question.context < kernels.few_keys ? "few" : "many", crowded ? "crowded" : "apart");
+  }
   const steps = kernels.steps[choices.join(" ")];
-  const measure = question.phase === "decode" ? question.heads / question.kv_heads : question.context;
+  const measure = question.phase === "decode" ? rows : question.context;
   const found = steps.filter((/** @type {[number, number]} */ [from]) => from <= measure);
   return kernels.rows[(found[found.length - 1] ?? steps[0])[1]];
 }
