@@ -353,6 +353,8 @@ def consumer(
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
+    # Packed words go with the next tile; of wide dense heads, dividing before the last wait costs D=256 two spills.
+    DIVIDES_LATE: gl.constexpr = C.OUT_IN_Q and not C.IS_VARLEN
     at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
     tile_turn = first_turn(C)
@@ -387,7 +389,7 @@ def consumer(
                     seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
 
         # The last P V; what does not depend on it runs under it.
-        if C.IS_VARLEN:  # the words go with the next tile
+        if not DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
         if not C.OUT_IN_Q:
@@ -405,7 +407,7 @@ def consumer(
         if C.SPLIT_SUM:
             row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROW_LAYOUT)
         factor, lse = finish_rows(row_max, row_sum, sinks_ptr, item, scale_log2, sizes, C)
-        if not C.IS_VARLEN:  # here: divided before the wait above, it costs the loops of D=256 two spills
+        if DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
