@@ -46,7 +46,7 @@ def emulated() -> Iterator[Callable[[str], Any]]:
             for name in ("launch", "launch_backward"):
                 module = importlib.import_module(f"{PACKAGE}.{name}")
                 vars(module).update(counter_for=lambda _: counter)
-            yield lambda name: sys.modules[f"{PACKAGE}.{name}"]
+            yield lambda name: sys.modules.get(f"{PACKAGE}.{name}") or sys.modules[f"{SHARED}.{name}"]
     finally:
         torch.Tensor.type = plain_type  # type: ignore[method-assign]
         for name in [n for n in sys.modules if n == "triton" or n.startswith(replaced)]:

@@ -23,7 +23,9 @@ from tilewise.backends.gpu.launching import (
     on_device,
     raw_views,
 )
+from tilewise.backends.gpu.listing import heads_per_wave, list_allocation, list_call, most_blocks, rows_together
 from tilewise.backends.gpu.symbols import Address, KernelCall
+from tilewise.backends.gpu.tails import clear_tail_kernel
 from tilewise.backends.hopper.configs import PANEL, ForwardConfig, forward_config
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.fp8_configs import Fp8Config
@@ -37,9 +39,7 @@ from tilewise.backends.hopper.launching import (
     page_rows,
     rows_allocation,
 )
-from tilewise.backends.hopper.listing import heads_per_wave, list_allocation, list_call, most_blocks, rows_together
 from tilewise.backends.hopper.schedule import Sizes
-from tilewise.backends.hopper.tails import clear_tail_kernel
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LOG2E
 from tilewise.operands import Operands

@@ -22,6 +22,7 @@ from tilewise.backends.gpu.launching import (
     on_device,
     raw_views,
 )
+from tilewise.backends.gpu.listing import heads_per_wave, list_call, list_size, most_blocks, rows_together
 from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
 from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.backward_rows import (
@@ -42,7 +43,6 @@ from tilewise.backends.hopper.launching import (
     describe_flat,
     rows_allocation,
 )
-from tilewise.backends.hopper.listing import heads_per_wave, list_call, list_size, most_blocks, rows_together
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.device import DeviceSpec

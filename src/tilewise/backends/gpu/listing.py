@@ -6,7 +6,7 @@ import torch
 
 from tilewise.backends.gpu.launching import Allocation
 from tilewise.backends.gpu.symbols import Address, KernelCall
-from tilewise.backends.hopper.work_list import ENTRY_WORDS, LISTED_BLOCKS, list_blocks_kernel
+from tilewise.backends.gpu.work_list import ENTRY_WORDS, LISTED_BLOCKS, list_blocks_kernel
 from tilewise.problem import AttentionProblem
 
 __all__ = ["heads_per_wave", "list_allocation", "list_call", "list_size", "most_blocks", "rows_together"]

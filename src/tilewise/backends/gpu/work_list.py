@@ -20,7 +20,7 @@ Rows past the last sequence belong to no block: the same launch clears them.
 import triton
 import triton.language as tl
 
-from tilewise.backends.hopper.tails import clear_rows
+from tilewise.backends.gpu.tails import clear_rows
 
 __all__ = ["ENTRY_WORDS", "LISTED_BLOCKS", "list_blocks_kernel"]
 
