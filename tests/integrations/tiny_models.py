@@ -164,9 +164,21 @@ def textbook_mask(**arguments: Any) -> Tensor:
     return matrix
 
 
+def attend_with(model: Any, implementation: str) -> None:
+    """Set the attention of a model and of the models in it: up to 5.21 transformers leaves out those with a copy of its
+    config, such as T5's encoder and decoder.
+    """
+    from transformers import PreTrainedModel
+
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.set_attn_implementation(implementation)
+            assert part.config._attn_implementation == implementation
+
+
 def outputs_and_gradients(model: Any, implementation: str, inputs: dict[str, Any], valid: Tensor | None) -> Results:
     """The logits (of valid positions) and the gradient of every parameter, under one attention."""
-    model.set_attn_implementation(implementation)
+    attend_with(model, implementation)
     model.zero_grad()
     logits = model(**inputs).logits
     logits = logits if valid is None else logits[valid]

@@ -14,6 +14,7 @@ from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, multiply_panel
 from tilewise.backends.cpu.intrinsics import (
     atomic_add,
     field,
+    fma,
     load_f32,
     load_i32,
     load_i64,
@@ -104,15 +105,19 @@ def pack_block(p: int, ws: int, batch: int, head: int, first_row: int, count: in
 def pack_statistics(p: int, ws: int, out: int, at: int, num_rows: int, panel: int) -> None:
     """Lse in log2 units, and delta = rowsum(dout * out) - dlse, of a panel whose dout is staged.
 
-    A row without keys, or beyond the last one, has lse +inf, so its P is 0.
+    A row without keys, or beyond the last one, has lse +inf, so its P is 0. Lse is kept in two parts: rounding it a
+    second time would show in every P of its row.
     """
     width_v, row = field(p, f.DIM_V_WIDE), ws + field(p, f.WS_EXTRA)
+    to_log2 = scalar_bits(field(p, f.LSE_TO_LOG2))
     for r in range(PANEL):
-        lse, delta = INFINITY, 0.0
+        high, low, delta = INFINITY, 0.0, 0.0
         if r < num_rows:
-            lse = load_f32(field(p, f.LSE) + at + 4 * r) * scalar_bits(field(p, f.LSE_TO_LOG2))
-            if lse == MINUS_INF:
-                lse = INFINITY
+            lse = load_f32(field(p, f.LSE) + at + 4 * r)
+            if lse != MINUS_INF:
+                high = lse * to_log2
+            if MINUS_INF < lse < INFINITY:
+                low = fma(lse, to_log2, -high) + lse * scalar_bits(field(p, f.LSE_TO_LOG2_LOW))
             source = out + r * field(p, f.OUT_ROW)
             pack_rows(source, 0, 1, field(p, f.DTYPE), field(p, f.HEAD_DIM_V), row, 0, width_v)
             delta = row_dots(row, ws + field(p, f.WS_STAGE) + 4 * r * width_v, width_v)
@@ -120,7 +125,8 @@ def pack_statistics(p: int, ws: int, out: int, at: int, num_rows: int, panel: in
                 delta -= load_f32(field(p, f.DLSE) + at + 4 * r)
             if field(p, f.DELTA) != 0:
                 store_f32(field(p, f.DELTA) + at + 4 * r, delta)
-        store_f32(ws + field(p, f.WS_LSE) + 4 * (panel * PANEL + r), lse)
+        store_f32(ws + field(p, f.WS_LSE) + 4 * (panel * PANEL + r), high)
+        store_f32(ws + field(p, f.WS_LSE_LOW) + 4 * (panel * PANEL + r), low)
         store_f32(ws + field(p, f.WS_DELTA) + 4 * (panel * PANEL + r), delta)
 
 
@@ -157,7 +163,13 @@ def panel_gradient(
         drop_panel(p, ds, size, first_key, table, batch, vectors)
     rows = 4 * panel * PANEL
     softmax_gradient(
-        s, ds, size, ws + field(p, f.WS_LSE) + rows, ws + field(p, f.WS_DELTA) + rows, scalar_bits(field(p, f.TO_LOG2))
+        s,
+        ds,
+        size,
+        ws + field(p, f.WS_LSE) + rows,
+        ws + field(p, f.WS_LSE_LOW) + rows,
+        ws + field(p, f.WS_DELTA) + rows,
+        scalar_bits(field(p, f.TO_LOG2)),
     )
     if features & f.HAS_DROPOUT:
         drop_panel(p, s, size, first_key, table, batch, vectors)

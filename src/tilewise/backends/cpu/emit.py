@@ -26,6 +26,8 @@ ITEM_BYTES = (4, 2, 2, 1)
 
 # 2^f on [-1/2, 1/2], minimax for relative error: 1.6e-7 in fp32 arithmetic.
 EXP2_POLYNOMIAL = (1.326472690e-03, 9.671512661e-03, 5.550733744e-02, 2.402224208e-01, 6.931469776e-01, 1.0)
+# One degree more, where an error of P is not divided out again as in a softmax: 7.9e-8.
+EXP2_EXACT = (1.535336196e-04, 1.339887502e-03, 9.618436918e-03, 5.550332367e-02, 2.402264774e-01, 6.931471825e-01, 1.0)
 # (tanh(x) - x) / x^3 in powers of x^2 for |x| < TANH_NEAR, minimax for relative error: 7.4e-8 in fp32 arithmetic.
 TANH_POLYNOMIAL = (-5.895896586e-03, 2.079657117e-02, -5.378399631e-02, 1.333192591e-01, -3.333329806e-01)
 TANH_NEAR = 0.6
@@ -187,19 +189,19 @@ class Emitter:
             result = self.fma(result, x, self.f32s(coefficient))
         return result
 
-    def exp2(self, x: Value) -> Value:
+    def exp2(self, x: Value, coefficients: Sequence[float] = EXP2_POLYNOMIAL) -> Value:
         """2^x for x <= 126; exactly 0 for -inf and below 2^-126."""
         if self.isa.has_scalef:
-            return self._exp2_scalef(x)
+            return self._exp2_scalef(x, coefficients)
         b = self.b
         shifted = b.fadd(x, self.f32s(ROUND_TO_INTEGER))
         exponent = b.shl(b.bitcast(shifted, self.int_vector), self.i32s(23))
         fraction = b.fsub(x, b.fsub(shifted, self.f32s(ROUND_TO_INTEGER)))
-        mantissa = self.polynomial(fraction, EXP2_POLYNOMIAL)
+        mantissa = self.polynomial(fraction, coefficients)
         scaled = b.bitcast(b.add(b.bitcast(mantissa, self.int_vector), exponent), self.vector)
         return self.select_less(x, self.f32s(SMALLEST_EXPONENT), self.f32s(0.0), scaled)
 
-    def _exp2_scalef(self, x: Value) -> Value:
+    def _exp2_scalef(self, x: Value, coefficients: Sequence[float]) -> Value:
         b = self.b
         i32, i16 = ir.IntType(32), ir.IntType(16)
         reduce = self.declared(
@@ -213,7 +215,7 @@ class Emitter:
         every, current_rounding, zero = ir.Constant(i16, -1), ir.Constant(i32, 4), self.f32s(0.0)
         # vreduceps: x minus x rounded to an integer (immediate 8: nearest even, no exceptions); 0 for an infinite x.
         fraction = b.call(reduce, [x, ir.Constant(i32, 8), zero, every, current_rounding])
-        mantissa = self.polynomial(fraction, EXP2_POLYNOMIAL)
+        mantissa = self.polynomial(fraction, coefficients)
         return b.call(scale, [mantissa, b.fsub(x, fraction), zero, every, current_rounding])
 
     def tanh(self, x: Value) -> Value:

@@ -102,6 +102,7 @@ def problem_fields(problem: AttentionProblem) -> Block:
         f.LSE_HIGH: f.float_bits(to_natural),
         f.LSE_LOW: f.float_bits(to_natural - float(np.float32(to_natural))),
         f.LSE_TO_LOG2: f.float_bits(1.0 / to_natural),
+        f.LSE_TO_LOG2_LOW: f.float_bits(1.0 / to_natural - float(np.float32(1.0 / to_natural))),
         f.WINDOW_LEFT: f.UNBOUNDED if left is None else left,
         f.WINDOW_RIGHT: f.UNBOUNDED if right is None else right,
         f.SOFTCAP: f.float_bits(softcap or 0.0),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tilewise.backends.cpu.compiler import kernel
-from tilewise.backends.cpu.emit import Emitter, Value
+from tilewise.backends.cpu.emit import EXP2_EXACT, Emitter, Value
 
 __all__ = [
     "Statistics",
@@ -251,26 +251,26 @@ def emit_softmax(
     _per_vector(e, vectors, column)
 
 
-@kernel("iiiiif")
+@kernel("iiiiiif")
 def softmax_gradient(
-    e: Emitter, s: Value, dp: Value, num_keys: Value, lse_log2: Value, delta: Value, to_log2: Value
+    e: Emitter, s: Value, dp: Value, num_keys: Value, lse_log2: Value, lse_low: Value, delta: Value, to_log2: Value
 ) -> None:
     """P = 2^(s * to_log2 - lse) in place of s and dS = P * (dp - delta) in place of dp, on a whole panel; num_keys is
-    even.
+    even, lse in two parts.
     """
     b = e.b
     factor = e.splat(to_log2)
 
     def column(v: Value) -> None:
         at = b.mul(v, e.i64(4 * e.lanes))
-        lse = b.fneg(e.load(b.add(lse_log2, at)))
+        lse, low = b.fneg(e.load(b.add(lse_log2, at))), e.load(b.add(lse_low, at))
         shift = e.load(b.add(delta, at))
 
         def step(n: Value) -> None:
             offset = b.add(at, b.mul(n, e.i64(4 * e.isa.panel)))
             for u in range(2):
                 s_at, dp_at = (e.at(b.add(base, offset), u * e.isa.panel) for base in (s, dp))
-                p = e.exp2(e.fma(e.load(s_at), factor, lse))
+                p = e.exp2(b.fsub(e.fma(e.load(s_at), factor, lse), low), EXP2_EXACT)
                 e.store(s_at, p)
                 e.store(dp_at, b.fmul(p, b.fsub(e.load(dp_at), shift)))
 

@@ -246,17 +246,21 @@ def add_rows(e: Emitter, target: Value, source: Value, count: Value, factor: Val
 
 @kernel("iii", "f")
 def row_dots(e: Emitter, x: Value, y: Value, count: Value) -> Value:
-    """sum(x[count] * y[count]) of fp32 rows, lane by lane and then pairwise; count is a multiple of lanes."""
-    b = e.b
-    total = e.loop(count, e.lanes, [e.f32s(0.0)], lambda i, acc: [e.fma(e.load(e.at(x, i)), e.load(e.at(y, i)), acc)])[
-        0
-    ]
+    """sum(x[count] * y[count]) of fp32 rows in fp64, lane by lane and then pairwise, rounded once; count is a multiple
+    of lanes.
+    """
+    b, doubles = e.b, ir.VectorType(ir.DoubleType(), e.lanes)
+
+    def step(i: Value, acc: Value) -> list[Value]:
+        return [b.fadd(acc, b.fmul(*(b.fpext(e.load(e.at(row, i)), doubles) for row in (x, y))))]
+
+    (total,) = e.loop(count, e.lanes, [ir.Constant(doubles, [0.0] * e.lanes)], step)
     width = e.lanes
     while width > 1:
         width //= 2
         upper = ir.Constant(e.int_vector, [(i + width) % e.lanes for i in range(e.lanes)])
         total = b.fadd(total, b.shuffle_vector(total, ir.Constant(total.type, ir.Undefined), upper))
-    return b.extract_element(total, ir.Constant(ir.IntType(32), 0))
+    return b.fptrunc(b.extract_element(total, ir.Constant(ir.IntType(32), 0)), ir.FloatType())
 
 
 @kernel("iii")

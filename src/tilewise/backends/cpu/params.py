@@ -50,7 +50,9 @@ LSE_HIGH, LSE_LOW, LSE_TO_LOG2, TO_LOG2, WS_K_COLUMNS = range(125, 130)
 WS_ACC_T, WS_WEIGHTS, WS_PRODUCT, WS_V_ROWS, WS_TILES = range(130, 135)
 # Where dropout counts from: not 0 for a part of a larger problem.
 ORIGIN_BATCH, ORIGIN_HEAD, ORIGIN_ROW, ORIGIN_KEY = range(135, 139)
-BLOCK_FIELDS = 139
+# The rest of lse's factor and of lse in log2 units, beyond fp32.
+LSE_TO_LOG2_LOW, WS_LSE_LOW = range(139, 141)
+BLOCK_FIELDS = 141
 
 # Bits of WORK: what a backward pass produces.
 MAKES_DQ, MAKES_DKV, MAKES_DBIAS = 1, 2, 4
