@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise
+from concurrently import run_concurrently
 from tilewise import calls, dispatch, settings, validation
 from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
 from tilewise.ops import Call
@@ -244,21 +244,12 @@ def test_no_more_calls_are_kept_than_allowed() -> None:
 def test_threads_share_calls(judged: list[Any]) -> None:
     q, k, v = tensors(grad=True)
     want = torch.autograd.grad(call(q, k, v).sum(), (q, k, v))
-    failures: list[BaseException] = []
 
     def work() -> None:
-        try:
-            for _ in range(20):
-                torch.testing.assert_close(torch.autograd.grad(call(q, k, v).sum(), (q, k, v)), want)
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(20):
+            torch.testing.assert_close(torch.autograd.grad(call(q, k, v).sum(), (q, k, v)), want)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    run_concurrently(work)
     assert len(judged) == 1
 
 

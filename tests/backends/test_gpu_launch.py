@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from concurrently import run_concurrently
 from fake_cuda import FakeCuda, fake_cuda
 from tilewise import device as devices
 from tilewise import validation
@@ -328,22 +328,13 @@ def test_threads_share_prepared_launches(h200: FakeCuda, compiled: Compiled) -> 
     problem, ready = problem_of(operands_of(100))
     TRITON.forward(problem, ready)
     h200.expect()
-    failures: list[BaseException] = []
 
     def work() -> None:
-        try:
-            with devices.overridden(devices.named("h200")):
-                for _ in range(50):
-                    TRITON.forward(problem, ready)
-        except BaseException as error:
-            failures.append(error)
+        with devices.overridden(devices.named("h200")):
+            for _ in range(50):
+                TRITON.forward(problem, ready)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    run_concurrently(work)
     assert compiled.names == ["forward_kernel"]
 
 

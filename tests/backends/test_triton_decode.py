@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from interpreting import interpret
 from tilewise import device as devices
 from tilewise import fp8
 from tilewise.problem import AttentionProblem
@@ -69,11 +68,7 @@ CASES = {
 @pytest.mark.slow
 @only_compiled
 def test_decoding_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning",
-               "-W", "ignore::DeprecationWarning", "-k", "interpreted", str(HERE)]  # fmt: skip
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    interpret("-k", "interpreted", str(HERE))
 
 
 @only_interpreted

@@ -9,15 +9,13 @@ Triton decides when a kernel is defined whether it is interpreted, so these test
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from interpreting import interpret
 from tilewise.masks import Band, TileGrid, TileKind
 
 triton = pytest.importorskip("triton")
@@ -30,27 +28,11 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__)
-# The interpreter computes with NumPy, which warns where a GPU gives inf or where a scalar has one dimension.
-IGNORED = (
-    "ignore:Conversion of an array with ndim:DeprecationWarning",
-    "ignore:overflow encountered:RuntimeWarning",
-    "ignore:invalid value encountered:RuntimeWarning",
-    "ignore:divide by zero encountered:RuntimeWarning",
-)
 # A few tests of the small suite for the fast run, one for each kernel and loader; all of it with `-m exhaustive`.
 SAMPLE = (
     "gqa or seqlen_k_0 or varlen_padding or paged_prefill_page_3 or paged_decode_page_16 or fp32_bias_and_sinks or "
     "from_its_origin"
 )
-
-
-def interpret(*arguments: str) -> None:
-    """Run pytest in a new process with the interpreter on, and fail with its report."""
-    warnings = [part for ignored in IGNORED for part in ("-W", ignored)]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *warnings, *arguments]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")

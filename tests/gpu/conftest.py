@@ -11,6 +11,15 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True)
+def clean_memory() -> Iterator[None]:
+    """The same random numbers for every test, and nothing left of it in torch's cache."""
+    torch.manual_seed(0)
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @contextlib.contextmanager
 def _no_waiting() -> Iterator[None]:
     torch.cuda.synchronize()

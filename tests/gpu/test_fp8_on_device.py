@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +18,6 @@ pytestmark = [
 ]
 
 LONG = 32768
-
-
-@pytest.fixture(autouse=True)
-def clean_memory() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,13 +20,6 @@ pytestmark = [
 
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, DIM, LAYERS = 8, 2, 64, 2
-
-
-@pytest.fixture(autouse=True)
-def clean_memory() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture
@@ -129,14 +122,20 @@ def test_shared_prefixes_are_attended_once(flags: dict[str, Any]) -> None:
     shadow.check(batch, counts, **flags)
 
 
-@pytest.mark.usefixtures("eager")
-def test_a_step_does_not_wait_for_the_device(no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
+def eight_with_a_prefix() -> tuple[Shadow, list[int]]:
+    """Eight requests on the pages of their first 200 tokens."""
     shadow = Shadow(16)
     requests = [shadow.add([*range(200), n]) for n in range(8)]
     shadow.step(requests[:1])
     for request in requests[1:]:
         shadow.cache.reuse(request)
     shadow.step(requests[1:])
+    return shadow, requests
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_step_does_not_wait_for_the_device(no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    shadow, requests = eight_with_a_prefix()
     q, k = randn(8, HEADS, DIM), randn(8, KV_HEADS, DIM)
 
     def decode() -> None:
@@ -155,12 +154,7 @@ def test_a_step_does_not_wait_for_the_device(no_waiting: Callable[[], AbstractCo
 
 @pytest.mark.usefixtures("eager")
 def test_a_layer_is_captured_in_a_graph() -> None:
-    shadow = Shadow(16)
-    requests = [shadow.add([*range(200), n]) for n in range(8)]
-    shadow.step(requests[:1])
-    for request in requests[1:]:
-        shadow.cache.reuse(request)
-    shadow.step(requests[1:])
+    shadow, requests = eight_with_a_prefix()
     cache, q, k, v = shadow.cache, randn(8, HEADS, DIM), randn(8, KV_HEADS, DIM), randn(8, KV_HEADS, DIM)
     cache.step(requests)
     cache.append(k, v)
@@ -173,6 +167,14 @@ def test_a_layer_is_captured_in_a_graph() -> None:
         tensor.copy_(torch.randn_like(tensor))
     graph.replay()
     assert torch.equal(captured, cache.attention(q))
+
+
+def assert_near_dense(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """One token's out (heads, dim) against fp64 and dense attention to its k and v (keys, heads, dim)."""
+    q, k, v = q[None, :, None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    dense, exact = tw.attention(q, k, v), tw.attention(q.double(), k.double(), v.double())
+    allowed = 2 * (dense.double() - exact).abs().max() + 4 * torch.finfo(BF16).eps * exact.abs().max()
+    assert (out.double() - exact[0, :, 0]).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -232,11 +234,7 @@ def test_a_decode_step_is_captured_once_and_replayed_while_requests_come_and_go(
         for request, seat in zip(live, places, strict=True):
             kept[request] = torch.cat((kept[request], new[:, :, seat, None]), 2)
             for layer in range(LAYERS):
-                k, v = (t.transpose(0, 1)[None] for t in kept[request][layer])
-                dense = tw.attention(q[layer, seat][None, :, None], k, v)
-                exact = tw.attention(q[layer, seat][None, :, None].double(), k.double(), v.double())
-                allowed = 2 * (dense.double() - exact).abs().max() + 4 * torch.finfo(BF16).eps * exact.abs().max()
-                assert (out[layer, seat].double() - exact[0, :, 0]).abs().max() <= allowed
+                assert_near_dense(out[layer, seat], q[layer, seat], *kept[request][layer])
         rest = [seat for seat in range(seats) if seat not in places]
         assert bool((out[:, rest] == 0).all())
 

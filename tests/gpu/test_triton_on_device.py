@@ -8,7 +8,6 @@ The conformance suite runs there with `pytest tests/backends/test_conformance.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,13 +27,6 @@ pytestmark = [
 ]
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def clean_memory() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
-    torch.cuda.empty_cache()
 
 
 def randn(*shape: int, grad: bool = False) -> Tensor:

@@ -5,9 +5,6 @@ Triton decides when a kernel is defined whether it is interpreted, so these test
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +12,13 @@ import pytest
 import torch
 
 import tilewise as tw
+from interpreting import interpret
 from tilewise import device as devices
 from tilewise.numerics import merge_partials
 
 triton = pytest.importorskip("triton")
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-HERE = Path(__file__)
-# The interpreter computes with NumPy, which warns where a GPU gives inf or where a scalar has one dimension.
-IGNORED = (
-    "ignore:Conversion of an array with ndim:DeprecationWarning",
-    "ignore:overflow encountered:RuntimeWarning",
-    "ignore:invalid value encountered:RuntimeWarning",
-    "ignore:divide by zero encountered:RuntimeWarning",
-)
 
 pytestmark = pytest.mark.slow
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
@@ -36,12 +26,7 @@ inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's p
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 def test_in_the_interpreter() -> None:
-    warnings = [part for ignored in IGNORED for part in ("-W", ignored)]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *warnings, str(HERE)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    interpret(str(Path(__file__)))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise.cli.console import JsonOption, check_plot, print_json
 from tilewise.device import DEVICES
 from tilewise.errors import InvalidProblem
-from tilewise.plan import explain
+from tilewise.plan import Plan, explain
 from tilewise.plan.plots import write_plot
 from tilewise.validation.flags import Window
 
@@ -84,16 +84,8 @@ def command(
     shared = kv_heads or heads
     like = dtype.torch_dtype
     if context_parallel is not None:
-        # torch.distributed takes half a second to import.
-        from tilewise.distributed.forecast import forecast
-        from tilewise.distributed.scaling import Scenario
-
-        scenario = Scenario(
-            context_parallel, keys, batch, heads, shared, head_dim, head_dim_v or head_dim, like.itemsize, causal,
-            _window(window) or (None, None),
-        )  # fmt: skip
-        prediction = forecast(scenario, device=device or "h200", link=link, dtype=like)
-        print_json(prediction.to_dict()) if json else typer.echo(str(prediction))
+        sizes = (context_parallel, keys, batch, heads, shared, head_dim, head_dim_v or head_dim)
+        _show_forecast(sizes, like, causal=causal, window=window, device=device, link=link, json=json)
         return
     plan = explain(
         _meta(batch, heads, queries, head_dim, dtype=like).requires_grad_(backward),
@@ -110,17 +102,41 @@ def command(
         backend=backend,
         device=device,
     )
-    if json:
-        print_json(plan.to_dict())
-    else:
-        typer.echo(str(plan))
-        if tiles:
-            typer.echo(f"\n{plan.advice.table()}")
+    _show(plan, tiles=tiles, json=json)
     if plot is not None:
         write_plot(plan, plot)
         typer.echo(f"written: {plot}", err=True)
     if plan.backend is None:
         raise typer.Exit(1)
+
+
+def _show(plan: Plan, *, tiles: bool, json: bool) -> None:
+    if json:
+        print_json(plan.to_dict())
+        return
+    typer.echo(str(plan))
+    if tiles:
+        typer.echo(f"\n{plan.advice.table()}")
+
+
+def _show_forecast(
+    sizes: tuple[int, int, int, int, int, int, int],
+    dtype: torch.dtype,
+    *,
+    causal: bool,
+    window: str | None,
+    device: str | None,
+    link: str | None,
+    json: bool,
+) -> None:
+    """What a sequence over several devices will cost; the sizes are the first of a `Scenario`."""
+    # torch.distributed takes half a second to import.
+    from tilewise.distributed.forecast import forecast
+    from tilewise.distributed.scaling import Scenario
+
+    scenario = Scenario(*sizes, dtype.itemsize, causal, _window(window) or (None, None))
+    prediction = forecast(scenario, device=device or "h200", link=link, dtype=dtype)
+    print_json(prediction.to_dict()) if json else typer.echo(str(prediction))
 
 
 def length(text: str | int) -> int:

@@ -148,13 +148,10 @@ def _judged(
     return_lse: bool,
 ) -> tuple[Tensors, Settings]:
     """The arguments as the op takes them, or InvalidProblem."""
-    for name, value in (("method", method), ("sharding", sharding)):
-        if value not in CHOICES[name]:
-            raise InvalidProblem(
-                name, "one of " + ", ".join(map(repr, CHOICES[name])), repr(value), "Name one of them."
-            )
-    for name, length in (("seqlen", seqlen), ("seqlen_k", seqlen_k)):
-        _check_length(name, length)
+    _check_choice("method", method)
+    _check_choice("sharding", sharding)
+    _check_length("seqlen", seqlen)
+    _check_length("seqlen_k", seqlen_k)
     validation.require_tensors(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens)
     q, k, v = validation.autocast(q, k, v)
     grads = [validation.needs_grad(t) for t in (q, k, v, sinks)]
@@ -165,19 +162,28 @@ def _judged(
     if dropout > 0.0 and seed is None:
         fix = "Every rank drops what one device would; draw a seed on one rank and broadcast it."
         raise InvalidProblem("seed", "an integer, the same on every rank, because dropout is on", None, fix)
-    rank = 4 if cu_seqlens is None else 3
-    if q.dim() != rank:
-        expected = f"{rank} dimensions " + ("with cu_seqlens" if rank == 3 else "without cu_seqlens")
-        raise InvalidProblem("q", expected, f"shape {tuple(q.shape)}", "Packed rows are (rows, heads, dim).")
+    _check_rank(q, packed=cu_seqlens is not None)
+    layout = layout if cu_seqlens is None else "packed"
     tensors = Tensors(q, k, v, alibi_slopes, sinks, seed_tensor(seed, dropout), cu_seqlens)
     if method == "auto":
-        method = _best(tensors, layout if cu_seqlens is None else "packed", flags.causal, dist.get_world_size(group))
+        method = _best(tensors, layout, flags.causal, dist.get_world_size(group))
     settings = Settings(
         flags.causal, flags.window_left, flags.window_right, flags.scale, flags.softcap, flags.dropout,
-        layout if cu_seqlens is None else "packed", seqlen, seqlen_k, method, sharding, flags.deterministic, backend,
-        grads, group.group_name,
+        layout, seqlen, seqlen_k, method, sharding, flags.deterministic, backend, grads, group.group_name,
     )  # fmt: skip
     return tensors, settings
+
+
+def _check_choice(name: str, value: str) -> None:
+    if value not in CHOICES[name]:
+        raise InvalidProblem(name, "one of " + ", ".join(map(repr, CHOICES[name])), repr(value), "Name one of them.")
+
+
+def _check_rank(q: Tensor, *, packed: bool) -> None:
+    rank = 3 if packed else 4
+    if q.dim() != rank:
+        expected = f"{rank} dimensions {'with' if packed else 'without'} cu_seqlens"
+        raise InvalidProblem("q", expected, f"shape {tuple(q.shape)}", "Packed rows are (rows, heads, dim).")
 
 
 def _check_length(name: str, length: Any) -> None:
