@@ -1,0 +1,27 @@
+"""Triton's interpreter, which is chosen when triton is imported: pytest in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# The interpreter computes with NumPy, which warns where a GPU gives inf or where a scalar has one dimension.
+IGNORED = (
+    "ignore:Conversion of an array with ndim:DeprecationWarning",
+    "ignore:overflow encountered:RuntimeWarning",
+    "ignore:invalid value encountered:RuntimeWarning",
+    "ignore:divide by zero encountered:RuntimeWarning",
+)
+
+
+def interpret(*arguments: str) -> None:
+    """Run pytest with the interpreter on, and fail with its report, or where nothing passed."""
+    warnings = [part for ignored in IGNORED for part in ("-W", ignored)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *warnings, *arguments]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
