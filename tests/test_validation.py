@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,25 @@ MISTAKES: dict[str, tuple[Call, Arguments, str, str, str]] = {
     ),
     "rank 3 pages": (tw.attention_paged, paged(k_pages=torch.zeros(6, 4, 8)), "k_pages", "4 dimensions", "(6, 4, 8)"),
 }
+
+
+# What comes up most, and what the message tells to do about it.
+FIXES: dict[str, tuple[Arguments, str]] = {
+    "a sequence without a batch": (dense(q=torch.zeros(4, 5, 8)), "q[None]; packed ones belong in attention_varlen"),
+    "heads and lengths exchanged": (
+        dense(k=torch.zeros(2, 7, 3, 8), v=torch.zeros(2, 7, 3, 8)),
+        "heads are dimension 1, or 2 with layout='bshd'",
+    ),
+    "a mask of padding": (dense(mask=torch.ones(2, 7, dtype=torch.bool)), "is mask[:, None, None, :]"),
+    "a window of one number": (dense(window=128), "The last n keys are (n - 1, 0)"),
+}
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_likely_mistakes_are_told_what_to_do(name: str) -> None:
+    arguments, fix = FIXES[name]
+    with pytest.raises(tw.InvalidProblem, match=re.escape(fix)):
+        tw.attention(**arguments)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -53,7 +53,7 @@ RULES: dict[str, Rule] = {
     "window": Rule(
         _is_window,
         "None or a pair (left, right), each None or an integer >= 0 of at most 31 bits",
-        "Use None for an unbounded side (what flash-attn writes as -1).",
+        "The last n keys are (n - 1, 0); None is an unbounded side (what flash-attn writes as -1).",
     ),
     "softcap": Rule(
         lambda x: x is None or (_is_number(x) and x > 0),

@@ -123,6 +123,12 @@ def _public_names(kind: Kind) -> dict[str, str]:
     return {"k": "k_pages", "v": "v_pages"} if kind == "paged" else {}
 
 
+def _rank_fix(name: str, expected: int, got: int) -> str:
+    if name in ("q", "k", "v") and (expected, got) == (4, 3):
+        return f"A single sequence is {name}[None]; packed ones belong in attention_varlen."
+    return "Reshape it."
+
+
 def _bind_shapes(shapes: dict[str, str], specs: Specs, public: dict[str, str]) -> dict[str, int]:
     """Give every named dimension its size; complain about wrong ranks and disagreeing sizes."""
     sizes: dict[str, int] = {}
@@ -133,7 +139,7 @@ def _bind_shapes(shapes: dict[str, str], specs: Specs, public: dict[str, str]) -
         name, names, shape = public.get(operand, operand), dims.split(), specs[operand].shape
         if len(shape) != len(names):
             expected = f"{len(names)} dimensions ({', '.join(names)})"
-            raise InvalidProblem(name, expected, f"shape {tuple(shape)}", "Reshape it.")
+            raise InvalidProblem(name, expected, f"shape {tuple(shape)}", _rank_fix(name, len(names), len(shape)))
         for dim, size in zip(names, shape, strict=True):
             if dim == "batch+1":
                 dim, size = "batch", size - 1
@@ -164,7 +170,10 @@ def _check_sizes(sizes: dict[str, int]) -> None:
     if sizes["num_heads"] % sizes["num_kv_heads"] != 0:
         expected = f"a multiple of num_kv_heads ({sizes['num_kv_heads']})"
         raise InvalidProblem(
-            "num_heads", expected, sizes["num_heads"], "Each K/V head serves equally many query heads."
+            "num_heads",
+            expected,
+            sizes["num_heads"],
+            "Each K/V head serves equally many query heads; heads are dimension 1, or 2 with layout='bshd'.",
         )
 
 
@@ -245,7 +254,10 @@ def _check_broadcast(specs: Specs, scores: tuple[int, int, int, int], *, bounds_
         )
         if not broadcasts:
             expected = f"a shape that broadcasts to (batch, num_heads, seqlen_q, seqlen_k) = {scores}"
-            raise InvalidProblem(name, expected, tuple(shape), "Use size 1 along the dimensions it does not vary over.")
+            fix = "Use size 1 along the dimensions it does not vary over."
+            if tuple(shape) == (scores[0], scores[3]):
+                fix = f"A {name} of (batch, seqlen_k) is {name}[:, None, None, :]."
+            raise InvalidProblem(name, expected, tuple(shape), fix)
 
 
 def _check_per_head(specs: Specs, batch: int, num_heads: int) -> None:
