@@ -48,7 +48,41 @@ def test_commands_of_the_readme(arguments: list[str]) -> None:
     assert result.exit_code == 0, result.output
 
 
+def blocks_that_stand_alone() -> list[tuple[str, str]]:
+    """The Python blocks of the pages under docs that import all they need."""
+    found = []
+    for page in PAGES:
+        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        found += [(page.name, code) for code in blocks if re.search("^import (torch|numpy)", code, re.MULTILINE)]
+    return [(name, code) for name, code in found if name != "README.md"]
+
+
+def test_pages_show_code_that_stands_alone() -> None:
+    assert {name for name, _ in blocks_that_stand_alone()} >= {"explain.md", "serving.md"}
+
+
+@pytest.mark.parametrize(("page", "code"), blocks_that_stand_alone())
+def test_code_of_the_pages(page: str, code: str) -> None:
+    exec(compile(code, page, "exec"), {})
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that a page's headings make."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_links_to_files(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def test_links_to_files_and_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor and linked.suffix == ".md":
+            assert anchor in headings(linked), f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    for path in re.findall(r"`((?:src|tests|bench|docs|examples)/[\w./-]+)`", page.read_text()):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"

@@ -237,6 +237,17 @@ def test_gradients_are_planned_only_where_they_would_be_taken() -> None:
         assert not tw.explain(q, k, k).problem.needs_grad
 
 
+def test_a_backward_that_does_not_repeat_is_named() -> None:
+    q, k = meta(1, 8, 512, 128, grad=True), meta(1, 8, 512, 128)
+    assert "dq" in str(tw.explain(q, k, k, device="h200").unordered)
+    assert "last bits     of dq" in str(tw.explain(q, k, k, device="h200"))
+    assert tw.explain(q, k, k, deterministic=True, device="h200").unordered is None
+    assert tw.explain(k, k, k, device="h200").unordered is None
+    assert tw.explain(q, k, k, device="a100").unordered is None
+    wide = meta(1, 8, 512, 192, grad=True)
+    assert tw.explain(wide, wide, wide, device="h200").unordered is None
+
+
 def test_the_cpu_is_measured() -> None:
     q = torch.zeros(1, 1, 64, 8)
     plan = tw.explain(q, q, q)

@@ -196,11 +196,6 @@ def test_a_slot_holds_no_more_than_its_maximum() -> None:
 PAGE = (Path(__file__).parent.parent / "docs" / "explain.md").read_text()
 
 
-def test_the_example_of_the_page_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    exec(compile(code, "explain.md", "exec"), {})
-
-
 def test_the_traffic_table_of_the_page() -> None:
     rows = [row.replace(",", "").split(" | ") for row in re.findall(r"^\| (\d+ \| [\d,]{7,} .*) \|$", PAGE, re.M)]
     assert len(rows) == 5

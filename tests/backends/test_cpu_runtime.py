@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import multiprocessing
 import os
 import resource
@@ -105,6 +106,26 @@ def test_pages_and_layouts_decode_to_the_bits_of_dense_tensors(
         assert torch.equal(tw.attention(q, k, v, layout="bshd", backend="cpu"), expected)
         paged = tw.attention_paged(q[:, 0], k_pages, v_pages, table, lengths, backend="cpu")
         assert torch.equal(paged, expected[:, 0])
+
+
+def test_a_sequence_does_not_depend_on_its_batch() -> None:
+    """Packed with others or alone, the same bits, few rows and many; the bounds say which kernel is taken."""
+    lengths = (3, 333, 1, 64)
+    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    q, k, v = (torch.randn(sum(lengths), heads, 64, requires_grad=True) for heads in (4, 2, 2))
+
+    def attend(begin: int, end: int, *cuts: int) -> list[torch.Tensor]:
+        cu_seqlens = torch.tensor(cuts, dtype=torch.int32)
+        rows = (q[begin:end], k[begin:end], v[begin:end])
+        out = tw.attention_varlen(
+            *rows, cu_seqlens, cu_seqlens, causal=True, backend="cpu", max_seqlen_q=512, max_seqlen_k=512
+        )
+        return [out, *torch.autograd.grad(out.square().sum(), rows)]
+
+    together = attend(0, ends[-1], *ends)
+    for begin, end in itertools.pairwise(ends):
+        for whole, alone in zip(together, attend(begin, end, 0, end - begin), strict=True):
+            assert torch.equal(whole[begin:end], alone)
 
 
 def test_concurrent_callers_agree() -> None:

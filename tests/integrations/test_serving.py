@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -163,10 +162,3 @@ def test_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert (tmp_path / "memory.svg").stat().st_size > 1000
     assert serve.main(["--trace", str(tmp_path / "none.json")]) == 2
     assert "error: trace" in capsys.readouterr().out
-
-
-def test_the_guide_shows_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    guide = (Path(serve.__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
-    code, *_ = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    exec(compile(code, "serving.md", "exec"), {})
-    assert "requests=0" in capsys.readouterr().out

@@ -44,7 +44,7 @@ class Plan:
     `lengths_read` is False where the lengths of packed sequences could not be read and their bounds stand in.
     `tile` is the backend's own, chosen by measurement; `advice` says what the device has room for, and why.
     `cascade` says what becomes of a shared prefix that was named; figures count every sequence's keys all the same.
-    `quantised` says how the backend computes with e4m3 operands.
+    `quantised` says how the backend computes with e4m3 operands, `unordered` what differs from run to run, if anything.
     """
 
     problem: AttentionProblem
@@ -63,6 +63,7 @@ class Plan:
     advice: TileAdvice
     cascade: str | None = None
     quantised: str | None = None
+    unordered: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain dicts, lists, strings and numbers."""
@@ -165,6 +166,7 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -
         tiled=tiled_work(problem, bands, grid, memory, rated),
         advice=advise(problem, rated),
         quantised=_quantised(problem, backend),
+        unordered=_unordered(problem, backend),
     )
 
 
@@ -231,6 +233,12 @@ def _quantised(problem: AttentionProblem, backend: str | None) -> str | None:
         return None
     say = getattr(dispatch.load(backend), "fp8_path", None)
     return "dequantised before the kernels" if say is None else str(say(problem))
+
+
+def _unordered(problem: AttentionProblem, backend: str | None) -> str | None:
+    """What the backend sums in no fixed order; one that says nothing repeats its results bit for bit."""
+    say = None if backend is None else getattr(dispatch.load(backend), "unordered", None)
+    return None if say is None else say(problem)
 
 
 def _bands(problem: AttentionProblem, operands: Operands | None) -> Counter[Band]:

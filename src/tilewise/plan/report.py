@@ -40,6 +40,7 @@ def render(plan: Plan) -> str:
         *((f"  not {name}", reason) for name, reason in plan.rejected),
         *(() if plan.quantised is None else (("fp8", plan.quantised),)),
         *(() if plan.cascade is None else (("cascade", plan.cascade),)),
+        *(() if plan.unordered is None else (("last bits", plan.unordered),)),
         ("tiles", _tiles(plan)),
         ("tile advice", str(plan.advice)),
         ("FLOPs", _flops(plan)),

@@ -84,6 +84,15 @@ class HopperBackend:
             return f"{', '.join(problem.fp8)} read as e4m3 and widened to fp16 in registers, probabilities in fp16"
         return f"{', '.join(problem.fp8)} multiplied as e4m3 by FP8 tensor cores, probabilities rounded to e4m3"
 
+    def unordered(self, problem: AttentionProblem) -> str | None:
+        """What is summed in no fixed order, for `explain()`."""
+        if not problem.needs_grad:
+            return None
+        config = importlib.import_module("tilewise.backends.hopper.configs").backward_config(problem)
+        if config.WIDE or config.FIXED_POINT:
+            return None
+        return "of dq differ from run to run: key tiles add to it as they finish; deterministic=True makes them repeat"
+
     def launch_path(self) -> str:
         """How kernels are started here, for `tilewise doctor`."""
         return str(importlib.import_module("tilewise.backends.gpu.driver").launch_path())
