@@ -215,7 +215,7 @@ FIXES: dict[str, tuple[Arguments, str]] = {
     "a sequence without a batch": (dense(q=torch.zeros(4, 5, 8)), "q[None]; packed ones belong in attention_varlen"),
     "heads and lengths exchanged": (
         dense(k=torch.zeros(2, 7, 3, 8), v=torch.zeros(2, 7, 3, 8)),
-        "heads are dimension 1, or 2 with layout='bshd'",
+        "heads are dimension 1, with layout='bshd' 2",
     ),
     "a mask of padding": (dense(mask=torch.ones(2, 7, dtype=torch.bool)), "is mask[:, None, None, :]"),
     "a window of one number": (dense(window=128), "The last n keys are (n - 1, 0)"),

@@ -294,6 +294,7 @@ KV_REJECTED: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("rotary alone", tw.InvalidProblem, "apply_rotary_emb", {**COS, "rotary_sin": randn(4, 4), "cache_seqlens": 1}),
     ("cos alone", tw.InvalidProblem, "both or neither", {**COS, "cache_seqlens": 1}),
     ("a length past the end", tw.InvalidProblem, "at most 4", {"cache_seqlens": 5}),
+    ("a window of one number", tw.InvalidProblem, "a pair \\(left, right\\)", {"window_size": 128, "cache_seqlens": 1}),
     ("another dtype", tw.InvalidProblem, "dtype", {**ONE, "k": ONE["k"].half(), "cache_seqlens": 1}),
     ("pages and leftpad", tw.Unsupported, "cache_leftpad", {**PAGES, "cache_seqlens": int32(2)}),
 ]

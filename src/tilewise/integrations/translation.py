@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.errors import InvalidProblem
+
 __all__ = ["Window", "length", "places", "softcap_of", "window_of"]
 
 Window = tuple[int | None, int | None]
@@ -12,6 +14,9 @@ Window = tuple[int | None, int | None]
 
 def window_of(window_size: tuple[int, int]) -> Window | None:
     """flash-attn's window: a negative side is unbounded."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        fix = "A causal window of the last n keys is (n - 1, 0); -1 is an unbounded side."
+        raise InvalidProblem("window_size", "a pair (left, right)", repr(window_size), fix)
     left, right = window_size
     if left < 0 and right < 0:
         return None

@@ -39,6 +39,8 @@ __all__ = ["PagedKVCache"]
 
 Tokens = Sequence[int] | Tensor
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
+
 
 class PagedKVCache:
     """Pages of K and V for every layer, with the requests that hold them.
@@ -77,6 +79,9 @@ class PagedKVCache:
     ) -> None:
         width_v = head_dim if head_dim_v is None else head_dim_v
         require_sizes(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=width_v)
+        if dtype not in DTYPES:
+            expected = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+            raise InvalidProblem("dtype", f"one of {expected}", dtype, "Pages hold what attention reads.")
         self.book = PageBook(
             num_pages, page_size, max_seqlen=max_seqlen, max_requests=max_requests, prefix_sharing=prefix_sharing
         )

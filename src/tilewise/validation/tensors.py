@@ -173,7 +173,7 @@ def _check_sizes(sizes: dict[str, int]) -> None:
             "num_heads",
             expected,
             sizes["num_heads"],
-            "Each K/V head serves equally many query heads; heads are dimension 1, or 2 with layout='bshd'.",
+            "Each K/V head serves equally many query heads; heads are dimension 1, with layout='bshd' 2.",
         )
 
 
