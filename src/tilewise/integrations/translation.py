@@ -14,10 +14,11 @@ Window = tuple[int | None, int | None]
 
 def window_of(window_size: tuple[int, int]) -> Window | None:
     """flash-attn's window: a negative side is unbounded."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
         fix = "A causal window of the last n keys is (n - 1, 0); -1 is an unbounded side."
-        raise InvalidProblem("window_size", "a pair (left, right)", repr(window_size), fix)
-    left, right = window_size
+        raise InvalidProblem("window_size", "a pair (left, right)", repr(window_size), fix) from None
     if left < 0 and right < 0:
         return None
     return None if left < 0 else left, None if right < 0 else right
