@@ -128,6 +128,51 @@ def test_rotation_spreads_an_outlier_over_its_part() -> None:
     assert float(fp8.rotate(x)[0, 64:].abs().max()) == 0.0
 
 
+def with_outliers(*shape: int) -> torch.Tensor:
+    """N(0, 1), and in every row one channel around 20."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator)
+    where = torch.randint(shape[-1], (*shape[:-1], 1), generator=generator)
+    return x.scatter(-1, where, 20.0 + torch.randn((*shape[:-1], 1), generator=generator))
+
+
+# A part of 32 channels, as 96 has one, offers fewer codes to move than one of 128.
+@pytest.mark.parametrize(("head_dim", "left"), [(64, 0.7), (96, 0.8), (128, 0.6)])
+def test_rotated_rows_keep_their_largest_channel(head_dim: int, left: float) -> None:
+    x = with_outliers(1, 2, 300, head_dim)
+    matrix = fp8.rotate(torch.eye(head_dim)).double()
+    rotated, made = fp8.rotate(x), fp8.quantize(x, rotation=True)
+    nearest = fp8.quantize(rotated).dequantize()
+    channel = x.abs().argmax(-1, keepdim=True)
+
+    def errors(values: torch.Tensor) -> tuple[float, float]:
+        """RMS of the largest channels' errors, and of all."""
+        found = (values.double() @ matrix.T - x.double()).square()
+        return float(found.gather(-1, channel).mean().sqrt()), float(found.mean().sqrt())
+
+    largest, everywhere = errors(made.dequantize())
+    plain_largest, plain_everywhere = errors(nearest)
+    assert largest < left * plain_largest
+    assert everywhere < 1.02 * plain_everywhere
+
+
+def test_rotated_codes_differ_from_the_nearest_within_a_sixteenth() -> None:
+    x = with_outliers(1, 1, 500, 128)
+    exact, made = fp8.rotate(x), fp8.quantize(x, rotation=True)
+    moved = made.data.float() != fp8.quantize(exact).data.float()
+    assert 0.005 < float(moved.float().mean()) < 0.1
+    assert bool(((made.dequantize() - exact).abs()[moved] <= exact.abs()[moved] / 16 * (1 + 1e-6)).all())
+
+
+def test_a_rotated_row_of_zeros_or_of_infinities_stays_one() -> None:
+    x = with_outliers(1, 1, 3, 64)
+    x[0, 0, 0], x[0, 0, 1, 5] = 0.0, torch.inf
+    back = fp8.quantize(x, rotation=True).dequantize()[0, 0]
+    assert torch.equal(back[0], torch.zeros(64))
+    assert torch.isnan(back[1]).all()
+    assert torch.isfinite(back[2]).all()
+
+
 def test_quantising_what_needs_a_gradient_is_refused() -> None:
     x = torch.randn(1, 1, 4, 4, requires_grad=True)
     with pytest.raises(Unsupported, match="no gradient"):

@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "masks": set(),
     "numerics": set(),
     "device": set(),
-    "fp8": {"numerics"},
+    "fp8": {"numerics", "dispatch"},
     "canonical": {"operands", "problem"},
     "dequantising": {"operands", "problem"},
     "validation": {"fp8", "problem", "operands", "masks", "backends.__init__"},

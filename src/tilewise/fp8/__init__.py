@@ -26,5 +26,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+        # Kept, as finding it again takes longer than what it does before a launch.
+        found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

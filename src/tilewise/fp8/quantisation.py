@@ -4,7 +4,8 @@ For a group of values that share a scale:
 
     amax  = the largest finite magnitude, at least 2^-96
     scale = amax / 448                                            fp32, rounded to nearest
-    data  = e4m3(clamp(x * (448 / amax), -448, 448))              fp32 products, e4m3 to nearest, ties to even
+    data  = e4m3(clamp(x * (448 / amax), -448, 448))              fp32 products, e4m3 to nearest, ties to even;
+                                                                  of rotated rows as rounding.py says
 
 so that e4m3 numbers from 2^-9 to 448 cover magnitudes from scale / 512 to amax, below 2^-10 of the scale they become 0.
 
@@ -16,8 +17,10 @@ which attention carries into the rows that see it, while the scale of their grou
 
 from __future__ import annotations
 
+import functools
 import itertools
-from typing import Any, Literal, cast
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,12 +28,15 @@ from torch import Tensor
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import BLOCK, E4M3, E4M3_MAX, Fp8Layout, Fp8Tensor, Granularity
 from tilewise.fp8.rotation import rotate
+from tilewise.fp8.rounding import encode, encode_rotated
 
 __all__ = ["AMAX_FLOOR", "encode", "inverse_of", "quantize", "quantize_pages", "scale_of"]
 
 # Groups of smaller numbers get this one's scale: 448 / amax stays finite, and so does the ratio of any two scales.
 AMAX_FLOOR = 2.0**-96
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+# Types of tensors that are nothing but memory.
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def quantize(
@@ -83,7 +89,7 @@ def quantize_pages(pages: Tensor) -> Fp8Tensor:
         fix = "Pages are (num_pages, page_size, heads, dim)."
         raise InvalidProblem("pages", "a tensor of float32, bfloat16 or float16 with 4 dimensions", got, fix)
     values = pages.detach().float().transpose(1, 2)
-    data, scale = _dense(values, "head", None, None)
+    data, scale = _dense(_Rows(values), "head", None, None)
     dtype = torch.float16 if pages.dtype == torch.float16 else torch.bfloat16
     return Fp8Tensor(data.transpose(1, 2).contiguous(), scale, "page", "paged", dtype=dtype)
 
@@ -101,11 +107,14 @@ def inverse_of(amax: Tensor) -> Tensor:
     return torch.full_like(amax, E4M3_MAX) / amax
 
 
-def encode(x: Tensor, inverse: Tensor) -> Tensor:
-    """e4m3 of fp32 values times `inverse`: saturated, NaN where not finite."""
-    scaled = (x * inverse).clamp(-E4M3_MAX, E4M3_MAX)
-    # Explicitly: releases of torch differ in what a cast makes of infinities.
-    return torch.where(torch.isfinite(x), scaled, torch.nan).to(E4M3)
+@functools.cache
+def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
+    """What quantises on a GPU; asked once, as finding a package takes longer than a call."""
+    from tilewise import dispatch
+
+    backend: Any = dispatch.load("triton")
+    found: Callable[..., tuple[Tensor, Tensor]] = backend.quantize
+    return found
 
 
 def _compute(
@@ -119,23 +128,39 @@ def _compute(
     given: Tensor | None,
     max_seqlen: int | None,
 ) -> tuple[Tensor, Tensor]:
-    if x.is_cuda:
-        from tilewise.fp8 import launch
-
-        return launch.quantize(
+    # Where torch records what is done, it records the operations below.
+    if x.is_cuda and type(x) in PLAIN and not torch.compiler.is_compiling():
+        return _kernel()(
             x, granularity, block, layout, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen
         )
     if layout == "packed":
         assert cu_seqlens is not None
         return _packed(x, granularity, block, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen)
     heads_first = x.transpose(1, 2) if layout == "bshd" else x
-    values = rotate(heads_first) if rotation else heads_first.float()
-    data, scale = _dense(values, granularity, block, given)
+    data, scale = _dense(_prepared(heads_first, rotation), granularity, block, given)
     return (data.transpose(1, 2) if layout == "bshd" else data).contiguous(), scale
 
 
-def _dense(values: Tensor, granularity: str, block: int | None, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Heads first, fp32 (batch, heads, rows, dim) -> e4m3 and (batch, heads, blocks) scales."""
+class _Rows(NamedTuple):
+    """Heads first, fp32 (batch, heads, rows, dim): what is rounded, and what it was before rotation if it was."""
+
+    values: Tensor
+    before: Tensor | None = None
+
+    def encoded(self, inverse: Tensor) -> Tensor:
+        """In e4m3."""
+        if self.before is None:
+            return encode(self.values, inverse)
+        return encode_rotated(self.before, self.values, inverse)
+
+
+def _prepared(heads_first: Tensor, rotation: bool) -> _Rows:
+    return _Rows(rotate(heads_first), heads_first) if rotation else _Rows(heads_first.float())
+
+
+def _dense(rows: _Rows, granularity: str, block: int | None, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """e4m3 and (batch, heads, blocks) scales."""
+    values = rows.values
     batch, heads, length, _ = values.shape
     blocks = -(-length // block) if block else 1
     if given is not None:
@@ -145,7 +170,7 @@ def _dense(values: Tensor, granularity: str, block: int | None, given: Tensor | 
         amax = _amax(values, granularity, block, blocks)
         scale, inverse = (f(amax).expand(batch, heads, blocks) for f in (scale_of, inverse_of))
     index = torch.arange(length, device=values.device) // (block or max(length, 1))
-    return encode(values, inverse[:, :, index, None]), scale
+    return rows.encoded(inverse[:, :, index, None]), scale
 
 
 def _amax(values: Tensor, granularity: str, block: int | None, blocks: int) -> Tensor:
@@ -175,7 +200,8 @@ def _packed(
     bounds = cu_seqlens.tolist()
     data = torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(E4M3)
     pieces = [x[a:b].transpose(0, 1)[None] for a, b in itertools.pairwise(bounds)]
-    values = [rotate(piece) if rotation else piece.float() for piece in pieces]
+    rows = [_prepared(piece, rotation) for piece in pieces]
+    values = [each.values for each in rows]
     longest = max([0, *(v.shape[2] for v in values)]) if max_seqlen is None else max_seqlen
     blocks = -(-longest // block) if block else 1
     scale = x.new_full((len(values), x.shape[1], blocks), AMAX_FLOOR / E4M3_MAX, dtype=torch.float32)
@@ -184,13 +210,13 @@ def _packed(
             0
         )
         scale, inverse = (f(everywhere).expand(scale.shape) for f in (scale_of, inverse_of))
-        for (a, b), v in zip(itertools.pairwise(bounds), values, strict=True):
-            data[a:b] = encode(v, inverse[:1, :1, :1, None])[0].transpose(0, 1)
+        for (a, b), each in zip(itertools.pairwise(bounds), rows, strict=True):
+            data[a:b] = each.encoded(inverse[:1, :1, :1, None])[0].transpose(0, 1)
         return data, scale
     given = None if given is None else given.expand(scale.shape)
     for i, v in enumerate(values):
         used = -(-v.shape[2] // block) if block else 1
-        piece, found = _dense(v, granularity, block, None if given is None else given[i : i + 1, :, :used])
+        piece, found = _dense(rows[i], granularity, block, None if given is None else given[i : i + 1, :, :used])
         data[bounds[i] : bounds[i + 1]] = piece[0].transpose(0, 1)
         scale[i, :, :used] = found[0]
     return data, scale if given is None else given

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilewise.numerics import philox_4x32
 
-__all__ = ["norms", "part_sizes", "parts", "rotate", "signs"]
+__all__ = ["directions", "norms", "part_sizes", "parts", "rotate", "signs"]
 
 # The key of the random signs: fixed, so that q and k, and caches written by another process, agree.
 SIGN_KEY = (0x7469_6C65, 0x7769_7365)
@@ -54,6 +54,14 @@ def norms(head_dim: int, device: torch.device) -> Tensor:
     """1 / sqrt(size) of each channel's part, in fp32."""
     values = [1.0 / math.sqrt(size) for size in parts(head_dim) for _ in range(size)]
     return torch.tensor(values, dtype=torch.float32).to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def directions(head_dim: int, device: torch.device) -> Tensor:
+    """bf16 (head_dim, head_dim): where each channel goes, as +1 or -1 up to its own sign, and 0 outside its part."""
+    blocks = [_hadamard(torch.eye(size)) for size in parts(head_dim)]
+    matrix: Tensor = torch.block_diag(*blocks)
+    return matrix.bfloat16().to(device)
 
 
 def rotate(x: Tensor) -> Tensor:

@@ -58,7 +58,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """A kernel and everything it is started with but addresses; `arguments` by parameter name."""
+    """A kernel and everything it is started with but addresses; `arguments` by parameter name.
+
+    Without `fused` no product is fused with a sum: results have the bits that separate operations give.
+    """
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -66,6 +69,7 @@ class KernelCall:
     num_warps: int = 4
     num_stages: int | None = None
     max_registers: int | None = None
+    fused: bool = True
 
     @property
     def ordered(self) -> list[Any]:
@@ -76,6 +80,7 @@ class KernelCall:
     def options(self) -> dict[str, int]:
         """What the compiler is told beside the arguments."""
         found = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+        found["enable_fp_fusion"] = None if self.fused else False
         return {name: value for name, value in found.items() if value is not None}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -139,6 +139,12 @@ class TritonBackend:
         from tilewise.backends.triton import serving
 
         serving.write_rows(k, v, k_pages, v_pages, slots)
+
+    def quantize(self, x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """(data, scale) in e4m3: see tilewise.fp8.quantisation."""
+        from tilewise.backends.triton import launch_quantising
+
+        return launch_quantising.quantize(x, *arguments, **options)
 
     def append_quantised(
         self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor

@@ -1,0 +1,163 @@
+"""Quantising on a GPU: which of the kernels, over which blocks. See tilewise.fp8.quantisation for what they compute."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import device as devices
+from tilewise.backends.gpu.launching import Launches, RawView, on_device, raw_views
+from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
+from tilewise.backends.triton.quantising import amax_kernel, quantize_kernel
+from tilewise.fp8.container import E4M3, E4M3_MAX
+from tilewise.fp8.quantisation import AMAX_FLOOR
+from tilewise.fp8.rotation import directions, norms, part_sizes, signs
+
+__all__ = ["Job", "quantising_calls", "quantize"]
+
+# In which order tensors are handed to the launches; the four after cu_seqlens are the rotation's.
+NAMES = ("x", "cu_seqlens", "signs", "sizes", "norms", "directions", "data", "scale", "amax")
+BASIS = (signs, part_sizes, norms, directions)
+# Where the batch entries, the heads and the rows are, by layout.
+ORDER = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1), "packed": (0, 1, 0)}
+# Elements and warps of a tile, and elements that stay in registers, with those of a warp.
+PLAIN_TILE, ROTATED_TILE = (8192, 8), (2048, 4)
+MOST_HELD, HELD_PER_WARP = 16384, 1024
+Views = tuple[RawView | None, ...]
+
+
+class Job(NamedTuple):
+    """All of a call but its tensors; `seqlen` is that of the longest sequence."""
+
+    mode: str
+    batch: int
+    heads: int
+    seqlen: int
+    head_dim: int
+    layout: str
+    block: int | None
+    per_tensor: bool
+    rotation: bool
+
+    @property
+    def num_blocks(self) -> int:
+        """Scales of a head."""
+        return -(-self.seqlen // self.block) if self.block else 1
+
+    @property
+    def scale_shape(self) -> tuple[int, int, int]:
+        """Of the scales that are stored."""
+        alone = self.per_tensor and self.mode == "shared"
+        return (1, 1, 1) if alone else (self.batch, self.heads, self.num_blocks)
+
+
+def quantize(
+    x: Tensor,
+    granularity: str,
+    block: int | None,
+    layout: str,
+    cu_seqlens: Tensor | None,
+    *,
+    rotation: bool,
+    given: Tensor | None,
+    max_seqlen: int | None,
+) -> tuple[Tensor, Tensor]:
+    """(data, scale) of a tensor on a GPU, or on the CPU in Triton's interpreter."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    mode = "given" if given is not None else "own" if block else "shared"
+    sizes = _sizes(x, layout, cu_seqlens, max_seqlen)
+    job = Job(mode, *sizes, x.shape[-1], layout, block, granularity == "tensor", rotation)
+    data = (torch.zeros if layout == "packed" else torch.empty)(x.shape, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(job.scale_shape, dtype=torch.float32, device=x.device)
+    if given is not None:
+        scale.copy_(given.expand(scale.shape))
+    if 0 not in job[1:5]:
+        on_device(x.get_device(), _run, job, x, cu_seqlens, data, scale)
+    elif given is None:
+        scale.fill_(AMAX_FLOOR / E4M3_MAX)
+    return data.view(E4M3), scale.expand(job.batch, job.heads, job.num_blocks)
+
+
+def _sizes(x: Tensor, layout: str, cu_seqlens: Tensor | None, max_seqlen: int | None) -> tuple[int, int, int]:
+    if cu_seqlens is not None:
+        return len(cu_seqlens) - 1, x.shape[1], x.shape[0] if max_seqlen is None else max_seqlen
+    batch, heads, rows = (x.shape[i] for i in ORDER[layout])
+    return batch, heads, rows
+
+
+def _run(job: Job, x: Tensor, cu_seqlens: Tensor | None, data: Tensor, scale: Tensor) -> None:
+    amax = torch.zeros(scale.numel(), dtype=torch.int32, device=x.device) if job.mode == "shared" else None
+    basis = [f(job.head_dim, x.device) for f in BASIS] if job.rotation else [None] * len(BASIS)
+    tensors = (x, cu_seqlens, *basis, data, scale, amax)
+    _prepared(job, raw_views(tensors), x.device).run(tensors)
+
+
+@functools.lru_cache(maxsize=512)
+def _prepared(job: Job, views: Views, device: torch.device) -> Launches:
+    spec = devices.of(device)
+    index = -1 if device.type != "cuda" else device.index
+    return Launches(quantising_calls(job, views, hardware=spec.has_fp8), NAMES, spec, index)
+
+
+def quantising_calls(job: Job, views: Views, *, hardware: bool) -> list[KernelCall]:
+    """The quantising kernel, after the one that finds the largest magnitude where all rows share a scale."""
+    named = dict(zip(NAMES, views, strict=True))
+    address = {n: None if v is None else Address(n, v[1], v[2]) for n, v in named.items()}
+    tile, num_warps = _tile(job)
+    shared = {
+        "x_ptr": address["x"],
+        "amax_ptr": address["amax"],
+        "cu_seqlens": address["cu_seqlens"],
+        "basis": tuple(address[name] for name in NAMES[2:6]),
+        "seqlen": job.seqlen,
+        "num_heads": job.heads,
+        "x_strides": _strides(named["x"], job.layout),
+        "ROWS": tile,
+        "HEAD_DIM": job.head_dim,
+        "COLUMNS": _columns(job),
+        "PER_TENSOR": job.per_tensor,
+        "ROTATE": job.rotation,
+    }
+    rows = job.block or tile
+    own = {
+        "data_ptr": address["data"],
+        "scale_ptr": address["scale"],
+        "num_blocks": job.num_blocks,
+        "data_strides": _strides(named["data"], job.layout),
+        "BLOCK": rows,
+        "MODE": job.mode,
+        "BLOCK_SCALES": job.block is not None,
+        "HARDWARE": hardware,
+    }
+    grid = (-(-job.seqlen // rows), job.heads, job.batch)
+    # Sums and products are not fused: their bits are those of tilewise.fp8.quantisation.
+    quantising = KernelCall(quantize_kernel, grid, shared | own, num_warps, fused=False)
+    if job.mode != "shared":
+        return [quantising]
+    return [KernelCall(amax_kernel, grid, shared, num_warps, fused=False), quantising]
+
+
+def _columns(job: Job) -> int:
+    return max(16, 1 << (job.head_dim - 1).bit_length())
+
+
+def _tile(job: Job) -> tuple[int, int]:
+    """(rows, warps) of a tile."""
+    columns = _columns(job)
+    if job.rotation and job.mode == "own" and job.block is not None:
+        held = 1 << (job.block - 1).bit_length()
+        if held * columns <= MOST_HELD:
+            return held, min(max(held * columns // HELD_PER_WARP, 4), 32)
+    elements, warps = ROTATED_TILE if job.rotation else PLAIN_TILE
+    return max(1, elements // columns), warps
+
+
+def _strides(view: RawView | None, layout: str) -> tuple[int | Multiple, ...]:
+    """Of (batch, head, row); multiples of 16 bytes are named as such, so that a thread loads that many at once."""
+    assert view is not None
+    whole = ALIGNMENT // view[1].itemsize
+    strides: Any = (view[0][i] for i in ORDER[layout])
+    return tuple(Multiple(stride, whole) if stride % whole == 0 else stride for stride in strides)

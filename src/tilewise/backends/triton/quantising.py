@@ -1,0 +1,251 @@
+"""The quantising kernel: rotation, largest magnitude, scale and e4m3 in one launch, with the bits of quantisation.py.
+
+One program per (block of rows, head, sequence). It reads its rows twice, the second time from a cache: small tiles
+leave room for many programs, which hide each other's loads. Rotated rows, which cost more than loading, stay in
+registers. Scales per head or tensor need the largest magnitude of all blocks first: a kernel of its own finds it.
+"""
+
+# Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# ruff: noqa: N803, N806, RET505
+
+import triton
+import triton.language as tl
+
+__all__ = ["amax_kernel", "quantize_kernel"]
+
+E4M3_MAX = tl.constexpr(448.0)
+AMAX_FLOOR = tl.constexpr(2.0**-96)
+# Of fp32 numbers: all bits but the sign, and the smallest magnitude that is no finite number. Magnitudes are ordered
+# like their bits.
+MAGNITUDE, INFINITY = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
+LARGEST = tl.constexpr(3.4028234663852886e38)
+# As in rounding.py: the bits that hold a channel's number, and what rounds errors to multiples of 2^-11.
+LAST_INDEX, GRID = tl.constexpr(511), tl.constexpr(1.5 * 2.0**12)
+
+
+@triton.jit
+def butterfly(x, sizes, DISTANCE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(a + b, a - b) of channels DISTANCE apart, in the parts of the head that are longer than that."""
+    pairs = tl.reshape(x, [ROWS, COLUMNS // (2 * DISTANCE), 2, DISTANCE])
+    left, right = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
+    mixed = tl.reshape(tl.permute(tl.join(left + right, left - right), [0, 1, 3, 2]), [ROWS, COLUMNS])
+    if sizes is None:
+        return mixed
+    else:
+        return tl.where((sizes > DISTANCE)[None, :], mixed, x)
+
+
+@triton.jit
+def rotated(x, cols, basis, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Signs, butterflies of growing distance, one multiplication: the order that rotation.py defines."""
+    signs_ptr, sizes_ptr, norms_ptr, _ = basis
+    inside = cols < HEAD_DIM
+    sizes = None
+    if HEAD_DIM != COLUMNS:
+        sizes = tl.load(sizes_ptr + cols, mask=inside, other=1)
+    x = x * tl.load(signs_ptr + cols, mask=inside, other=1.0)[None, :]
+    LOG_COLUMNS: tl.constexpr = (COLUMNS - 1).bit_length()
+    for i in tl.static_range(LOG_COLUMNS):
+        x = butterfly(x, sizes, 1 << i, ROWS, COLUMNS)
+    return x * tl.load(norms_ptr + cols, mask=inside, other=1.0)[None, :]
+
+
+@triton.jit
+def e4m3_bits(y, HARDWARE: tl.constexpr):
+    """The e4m3 code of y to nearest even, saturated: by one instruction where there is one (from sm_89 on)."""
+    if HARDWARE:
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = y.to(tl.int32, bitcast=True)
+    magnitude = bits & MAGNITUDE
+    # Three bits of fraction are left of 23, the exponent's bias becomes 7.
+    normal = tl.minimum(((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3), 0x7E)
+    # Below 2^-6 codes count steps of 2^-9, the last place of numbers around 2^14: adding that rounds.
+    small = (tl.abs(y) + 16384.0).to(tl.int32, bitcast=True) & 0xF
+    code = tl.where(magnitude < 0x3C800000, small, normal)
+    code = tl.where(magnitude > INFINITY, 0x7F, code | ((bits >> 24) & 0x80))
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def rounded(y, HARDWARE: tl.constexpr):
+    """The e4m3 number nearest to y, in fp32."""
+    if HARDWARE:
+        return y.to(tl.float8e4nv).to(tl.float32)
+    bits = y.to(tl.int32, bitcast=True)
+    magnitude = bits & MAGNITUDE
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) & 0x7FF00000).to(tl.float32, bitcast=True)
+    small = (tl.abs(y) + 16384.0) - 16384.0
+    nearest = tl.where(magnitude < 0x3C800000, small, tl.minimum(normal, E4M3_MAX))
+    nearest = tl.where(magnitude > INFINITY, float("nan"), nearest)
+    return (nearest.to(tl.int32, bitcast=True) | (bits - magnitude)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def largest_channel(x, cols):
+    """The channel of each row's largest magnitude, as rounding.py defines it."""
+    magnitude = x.to(tl.int32, bitcast=True) & (MAGNITUDE - LAST_INDEX)
+    return (tl.max(magnitude | (cols ^ LAST_INDEX)[None, :], axis=1) & LAST_INDEX) ^ LAST_INDEX
+
+
+@triton.jit
+def keeping_largest(y, largest, cols, basis, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr):
+    """Rotated rows, moved so that e4m3 of them keeps the row's largest channel; NaN where one is not finite."""
+    _, sizes_ptr, _, directions_ptr = basis
+    at = directions_ptr + largest[:, None] * HEAD_DIM + cols[None, :]
+    direction = tl.load(at, mask=(cols < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
+    error = (rounded(y, HARDWARE) - y + GRID) - GRID
+    moved = tl.sum(error * direction, axis=1)
+    size = 1.0 * HEAD_DIM if HEAD_DIM == COLUMNS else tl.load(sizes_ptr + largest).to(tl.float32)
+    moved = tl.div_rn(moved, size)
+    moved = tl.where(tl.abs(moved) <= E4M3_MAX, moved, float("nan"))
+    shifted = y - moved[:, None] * direction
+    # The other way round NaN would be no reason to move.
+    is_far = tl.abs(rounded(shifted, HARDWARE) - y) > tl.abs(y) * 0.0625
+    return tl.where(is_far, y, shifted)
+
+
+@triton.jit
+def finite_amax(x):
+    """The bits of the largest finite magnitude."""
+    largest = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE)
+    # Only tiles with NaN or infinities have to select among their elements.
+    if largest >= INFINITY:
+        largest = tl.max(tl.where(tl.abs(x) <= LARGEST, tl.abs(x), 0.0)).to(tl.int32, bitcast=True)
+    return largest
+
+
+@triton.jit
+def place_of(batch_idx, head, cu_seqlens, seqlen, strides):
+    """(elements before a head's first row, its rows); packed rows have cu_seqlens."""
+    first = batch_idx.to(tl.int64) * strides[0]
+    length = seqlen
+    if cu_seqlens is not None:
+        start = tl.load(cu_seqlens + batch_idx)
+        length = tl.load(cu_seqlens + batch_idx + 1) - start
+        first = start.to(tl.int64) * strides[2]
+    return first + head * strides[1], length
+
+
+@triton.jit
+def load_rows(x_ptr, rows, end, cols, stride, HEAD_DIM: tl.constexpr):
+    """Rows before `end` in fp32, 0 elsewhere."""
+    inside = (rows < end)[:, None] & (cols < HEAD_DIM)[None, :]
+    return tl.load(x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def prepared_rows(x_ptr, rows, end, cols, stride, basis, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+                  COLUMNS: tl.constexpr, ROTATE: tl.constexpr):  # fmt: skip
+    """(rows, rotated if they shall be; then also the largest channel of each before that)."""
+    x = load_rows(x_ptr, rows, end, cols, stride, HEAD_DIM)
+    if ROTATE:
+        return rotated(x, cols, basis, HEAD_DIM, ROWS, COLUMNS), largest_channel(x, cols)
+    else:
+        return x, rows
+
+
+@triton.jit
+def store_rows(
+    x, largest, data_ptr, rows, end, cols, stride, inverse, basis, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    ROTATE: tl.constexpr, SATURATE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Scale, round and write."""
+    y = x * inverse
+    if ROTATE:
+        if SATURATE:
+            is_finite = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1) < INFINITY
+            y = tl.where(is_finite[:, None], tl.minimum(tl.maximum(y, -E4M3_MAX), E4M3_MAX), float("nan"))
+        y = keeping_largest(y, largest, cols, basis, HEAD_DIM, COLUMNS, HARDWARE)
+    else:
+        y = tl.where(tl.abs(x) <= LARGEST, y, float("nan"))
+    inside = (rows < end)[:, None] & (cols < HEAD_DIM)[None, :]
+    tl.store(data_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :], e4m3_bits(y, HARDWARE), mask=inside)
+
+
+@triton.jit
+def block_amax(
+    x_ptr, rows, end, cols, stride, basis, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """finite_amax of BLOCK rows, with one reduction at the end."""
+    largest = tl.zeros([ROWS, COLUMNS], tl.int32)
+    for tile in range(0, BLOCK, ROWS):
+        x, _ = prepared_rows(x_ptr, rows + tile, end, cols, stride, basis, HEAD_DIM, ROWS, COLUMNS, ROTATE)
+        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & MAGNITUDE)
+    found = tl.max(largest)
+    if found >= INFINITY:
+        found = 0
+        for tile in range(0, BLOCK, ROWS):
+            x, _ = prepared_rows(x_ptr, rows + tile, end, cols, stride, basis, HEAD_DIM, ROWS, COLUMNS, ROTATE)
+            found = tl.maximum(found, finite_amax(x))
+    return found
+
+
+@triton.jit(do_not_specialize=["seqlen", "num_heads"])
+def amax_kernel(
+    x_ptr, amax_ptr, cu_seqlens, basis, seqlen, num_heads, x_strides, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, PER_TENSOR: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """The bits of the largest magnitude of each head (or of all, PER_TENSOR), by one program for ROWS rows."""
+    tile, head, batch_idx = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows, cols = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    first, length = place_of(batch_idx, head, cu_seqlens, seqlen, x_strides)
+    if tile * ROWS < length:
+        x, _ = prepared_rows(x_ptr + first, rows, length, cols, x_strides[2], basis, HEAD_DIM, ROWS, COLUMNS, ROTATE)
+        tl.atomic_max(amax_ptr + (0 if PER_TENSOR else batch_idx * num_heads + head), finite_amax(x))
+
+
+@triton.jit(do_not_specialize=["seqlen", "num_heads", "num_blocks"])
+def quantize_kernel(
+    x_ptr, data_ptr, scale_ptr, amax_ptr, cu_seqlens, basis, seqlen, num_heads, num_blocks, x_strides, data_strides,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, MODE: tl.constexpr,
+    PER_TENSOR: tl.constexpr, BLOCK_SCALES: tl.constexpr, ROTATE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Strides are of (batch, head, row). One program for BLOCK rows, in tiles of ROWS; scales are contiguous.
+
+    MODE "own" gives each block its scale, "shared" takes the largest magnitude of the head (or of all, PER_TENSOR)
+    from amax_ptr and writes its scale, "given" takes scales (of blocks, or of heads) from scale_ptr.
+    """
+    block, head, batch_idx = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if MODE == "shared":
+        # What amax_kernel has read last is still in the cache.
+        block = tl.num_programs(0) - 1 - block
+        head = tl.num_programs(1) - 1 - head
+        batch_idx = tl.num_programs(2) - 1 - batch_idx
+    first, length = place_of(batch_idx, head, cu_seqlens, seqlen, x_strides)
+    x_ptr += first
+    data_ptr += place_of(batch_idx, head, cu_seqlens, seqlen, data_strides)[0]
+    group = batch_idx * num_heads + head
+    end = min(length, (block + 1) * BLOCK)
+    rows, cols = block * BLOCK + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    HELD: tl.constexpr = MODE == "own" and ROWS >= BLOCK
+    if MODE == "given":
+        inverse = tl.div_rn(1.0, tl.load(scale_ptr + (group * num_blocks + block if BLOCK_SCALES else group)))
+    else:
+        if MODE == "own":
+            slot = group * num_blocks + block
+            if HELD:
+                x, channel = prepared_rows(x_ptr, rows, end, cols, x_strides[2], basis, HEAD_DIM, ROWS, COLUMNS, ROTATE)
+                largest = finite_amax(x)
+            else:
+                largest = block_amax(
+                    x_ptr, rows, end, cols, x_strides[2], basis, BLOCK, HEAD_DIM, ROWS, COLUMNS, ROTATE
+                )
+        else:
+            slot = 0 if PER_TENSOR else group
+            largest = tl.load(amax_ptr + slot)
+        amax = tl.maximum(largest.to(tl.float32, bitcast=True), AMAX_FLOOR)
+        inverse = tl.div_rn(E4M3_MAX, amax)
+        if MODE == "own" or block == 0:
+            tl.store(scale_ptr + slot, tl.div_rn(amax, E4M3_MAX))
+    if HELD:
+        store_rows(x, channel, data_ptr, rows, end, cols, data_strides[2], inverse, basis,
+                   HEAD_DIM, COLUMNS, ROTATE, False, HARDWARE)  # fmt: skip
+    else:
+        for tile in range(0, BLOCK, ROWS):
+            x, channel = prepared_rows(
+                x_ptr, rows + tile, end, cols, x_strides[2], basis, HEAD_DIM, ROWS, COLUMNS, ROTATE
+            )
+            store_rows(x, channel, data_ptr, rows + tile, end, cols, data_strides[2], inverse, basis,
+                       HEAD_DIM, COLUMNS, ROTATE, MODE == "given", HARDWARE)  # fmt: skip

@@ -1,0 +1,59 @@
+"""Rounding to e4m3: to the nearest number, and for rotated rows so that their largest channel keeps its value.
+
+Rotation spreads a row's outlier over all channels, and the rounding errors of all of them add up again to an error of
+the outlier. That is the channel in which products with other outliers are large, so it costs more than any other. Of
+the two codes around a value the farther one may be taken where that brings the outlier back:
+
+    y      = the rotated row times 448 / amax
+    j      = the channel of the row before rotation that is largest, by the upper 14 bits of its magnitude's fp32
+             number; of equal ones the first
+    d      = the rotated direction of channel j as +1, -1 or, outside j's part, 0
+    error  = e4m3(y) - y, in multiples of 2^-11 (so that sums are exact, whatever their order)
+    t      = sum(error * d) / size of j's part
+    data   = e4m3(y - t * d) where that is within 1/16 of y, else e4m3(y); NaN in rows that are not finite
+
+Values stay within the 1/16 that nearest rounding promises, and t moves a few of 128 codes. RMSE of attention at 8192
+tokens with 0.1 % outliers of sigma 10: 8.92e-3 -> 8.37e-3 over eight draws, of which 6.2e-3 are V's rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.fp8.container import E4M3, E4M3_MAX
+from tilewise.fp8.rotation import directions, part_sizes
+
+__all__ = ["INDEX_BITS", "encode", "encode_rotated"]
+
+# Low bits of a magnitude that give way to the number of its channel (head dims go up to 512).
+INDEX_BITS = 9
+# Adding and subtracting it rounds errors, which are at most 16, to multiples of 2^-11.
+GRID = 1.5 * 2.0**12
+
+
+def encode(x: Tensor, inverse: Tensor) -> Tensor:
+    """e4m3 of fp32 values times `inverse`: to nearest, saturated, NaN where not finite."""
+    scaled = (x * inverse).clamp(-E4M3_MAX, E4M3_MAX)
+    # Explicitly: releases of torch differ in what a cast makes of infinities.
+    return torch.where(torch.isfinite(x), scaled, torch.nan).to(E4M3)
+
+
+def encode_rotated(x: Tensor, rotated: Tensor, inverse: Tensor) -> Tensor:
+    """e4m3 of `rotated` times `inverse`, where `rotated` is the rotation of the rows of x: see above."""
+    y = (rotated * inverse).clamp(-E4M3_MAX, E4M3_MAX)
+    largest = _largest_channel(x.float())
+    direction = directions(x.shape[-1], x.device)[largest].float()
+    error = (y.to(E4M3).float() - y + GRID) - GRID
+    moved = (error * direction).sum(-1, keepdim=True) / part_sizes(x.shape[-1], x.device)[largest][..., None]
+    shifted = y - moved * direction
+    is_far = (shifted.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).float() - y).abs() > y.abs() * (1 / 16)
+    chosen = torch.where(is_far, y, shifted.clamp(-E4M3_MAX, E4M3_MAX))
+    return torch.where(torch.isfinite(rotated).all(-1, keepdim=True), chosen, torch.nan).to(E4M3)
+
+
+def _largest_channel(x: Tensor) -> Tensor:
+    last = (1 << INDEX_BITS) - 1
+    magnitude = x.contiguous().view(torch.int32) & (0x7FFFFFFF - last)
+    channel = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+    return last - ((magnitude | (last - channel)).amax(-1) & last)
