@@ -169,6 +169,54 @@ def test_a_layer_is_captured_in_a_graph() -> None:
     assert torch.equal(captured, cache.attention(q))
 
 
+class Decoding:
+    """A cache with seats, what one decoding step of all layers reads and writes, and every request's K and V again."""
+
+    def __init__(self, page_size: int, seats: int) -> None:
+        self.cache = tw.PagedKVCache(
+            40, page_size, LAYERS, KV_HEADS, DIM, dtype=BF16, device="cuda", max_seqlen=256, max_requests=seats
+        )
+        self.cache.k.fill_(torch.nan)
+        self.cache.v.fill_(torch.nan)
+        self.kept: dict[int, Tensor] = {}
+        self.q, self.new = randn(LAYERS, seats, HEADS, DIM), randn(LAYERS, 2, seats, KV_HEADS, DIM)
+        self.out = torch.full_like(self.q, torch.nan)
+
+    def prefill(self, tokens: list[int]) -> int:
+        """A request with its prompt; what is found of it is request 0's."""
+        request = self.cache.add(tokens)
+        found = len(tokens) - self.cache.step([request])
+        rows = randn(LAYERS, 2, len(tokens), KV_HEADS, DIM)
+        if found:
+            rows[:, :, :found] = self.kept[0][:, :, :found]
+        for layer in range(LAYERS):
+            self.cache.append(*rows[layer, :, found:].unbind(), layer=layer)
+        self.kept[request] = rows
+        return request
+
+    def decode(self) -> None:
+        """What is captured."""
+        for layer in range(LAYERS):
+            self.cache.append(*self.new[layer].unbind(), layer=layer)
+            self.out[layer] = self.cache.attention(self.q[layer], layer=layer)
+
+    def renew(self) -> None:
+        """Other numbers in the same places."""
+        self.q.copy_(torch.randn_like(self.q))
+        self.new.copy_(torch.randn_like(self.new))
+        self.out.fill_(torch.nan)
+
+    def check(self, live: list[int]) -> None:
+        """Every seat in use against dense attention, the others 0."""
+        places = self.cache.seats(live)
+        for request, seat in zip(live, places, strict=True):
+            self.kept[request] = torch.cat((self.kept[request], self.new[:, :, seat, None]), 2)
+            for layer in range(LAYERS):
+                assert_near_dense(self.out[layer, seat], self.q[layer, seat], *self.kept[request][layer])
+        rest = [seat for seat in range(self.q.shape[1]) if seat not in places]
+        assert bool((self.out[:, rest] == 0).all())
+
+
 def assert_near_dense(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
     """One token's out (heads, dim) against fp64 and dense attention to its k and v (keys, heads, dim)."""
     q, k, v = q[None, :, None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
@@ -180,63 +228,29 @@ def assert_near_dense(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_a_decode_step_is_captured_once_and_replayed_while_requests_come_and_go(page_size: int) -> None:
     """40 replays of one graph: sequences cross page borders, two requests join, one ends, all equal dense attention."""
-    seats, steps = 6, 40
-    cache = tw.PagedKVCache(
-        40, page_size, LAYERS, KV_HEADS, DIM, dtype=BF16, device="cuda", max_seqlen=256, max_requests=seats
-    )
-    cache.k.fill_(torch.nan)
-    cache.v.fill_(torch.nan)
-    kept: dict[int, Tensor] = {}
-    q, new = randn(LAYERS, seats, HEADS, DIM), randn(LAYERS, 2, seats, KV_HEADS, DIM)
-    out = torch.full_like(q, torch.nan)
-
-    def prefill(tokens: list[int]) -> int:
-        request = cache.add(tokens)
-        count = cache.step([request])
-        rows = randn(LAYERS, 2, len(tokens), KV_HEADS, DIM)
-        found = len(tokens) - count
-        if found:
-            rows[:, :, :found] = kept[0][:, :, :found]
-        for layer in range(LAYERS):
-            cache.append(*rows[layer, :, found:].unbind(), layer=layer)
-        kept[request] = rows
-        return request
-
-    def decode() -> None:
-        for layer in range(LAYERS):
-            cache.append(*new[layer].unbind(), layer=layer)
-            out[layer] = cache.attention(q[layer], layer=layer)
-
-    first = prefill(list(range(70)))
-    assert first == 0
-    live = [first, prefill([9] * 15)]
+    run = Decoding(page_size, seats=6)
+    cache = run.cache
+    live = [run.prefill(list(range(70))), run.prefill([9] * 15)]
+    assert live[0] == 0
     # Nobody moves while kernels are compiled and the graph is captured.
     cache.step([], fixed=True)
-    decode()
+    run.decode()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode()
+        run.decode()
     cache.step([], fixed=True)
     cache.mark_written()
-    for number in range(steps):
+    for number in range(40):
         if number == 10:
-            live.append(prefill([*range(65), 3, 4]))
+            live.append(run.prefill([*range(65), 3, 4]))
         if number == 20:
             cache.free(live.pop(0))
-            live.append(prefill([5]))
-        q.copy_(torch.randn_like(q))
-        new.copy_(torch.randn_like(new))
-        out.fill_(torch.nan)
+            live.append(run.prefill([5]))
+        run.renew()
         cache.step(live, tokens=[number] * len(live), fixed=True)
         graph.replay()
         cache.mark_written()
-        places = cache.seats(live)
-        for request, seat in zip(live, places, strict=True):
-            kept[request] = torch.cat((kept[request], new[:, :, seat, None]), 2)
-            for layer in range(LAYERS):
-                assert_near_dense(out[layer, seat], q[layer, seat], *kept[request][layer])
-        rest = [seat for seat in range(seats) if seat not in places]
-        assert bool((out[:, rest] == 0).all())
+        run.check(live)
 
 
 def test_tables_on_another_device_are_named() -> None:
