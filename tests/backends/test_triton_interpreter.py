@@ -28,6 +28,9 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__)
+# The suite in parts that processes can share.
+LARGE = ("special_cases", "single_features", "fp8", "left_alone", "outside_the_lengths")
+PARTS = (*LARGE, f"not ({' or '.join(LARGE)})")
 # A few tests of the small suite for the fast run, one for each kernel and loader; all of it with `-m exhaustive`.
 SAMPLE = (
     "gqa or seqlen_k_0 or varlen_padding or paged_prefill_page_3 or paged_decode_page_16 or fp32_bias_and_sinks or "
@@ -49,9 +52,10 @@ def test_a_sample_of_the_conformance_suite() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
-def test_the_conformance_suite() -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_the_conformance_suite(part: str) -> None:
     suite = str(HERE.with_name("test_conformance.py"))
-    interpret(suite, "--backend", "triton", "--size", "small", "-m", "not slow")
+    interpret(suite, "--backend", "triton", "--size", "small", "-m", "not slow", "-k", part)
 
 
 LENGTHS = (1, 5, 16, 37)
