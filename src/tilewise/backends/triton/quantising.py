@@ -1,8 +1,8 @@
 """The quantising kernel: rotation, largest magnitude, scale and e4m3 in one launch, with the bits of quantisation.py.
 
 One program per (block of rows, head, sequence). It reads its rows twice, the second time from a cache: small tiles
-leave room for many programs, which hide each other's loads. Rotated rows, which cost more than loading, stay in
-registers. Scales per head or tensor need the largest magnitude of all blocks first: a kernel of its own finds it.
+leave room for many programs, which hide each other's loads. Scales per head or tensor need the largest magnitude of all
+blocks first: a kernel of its own finds it.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -135,22 +135,26 @@ def load_rows(x_ptr, rows, end, cols, stride, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def prepared_rows(x_ptr, rows, end, cols, stride, basis, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
-                  COLUMNS: tl.constexpr, ROTATE: tl.constexpr):  # fmt: skip
-    """(rows, rotated if they shall be; then also the largest channel of each before that)."""
+def turned_rows(
+    x_ptr, rows, end, cols, stride, basis, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROTATE: tl.constexpr,
+):  # fmt: skip
+    """load_rows, rotated if they shall be."""
     x = load_rows(x_ptr, rows, end, cols, stride, HEAD_DIM)
     if ROTATE:
-        return rotated(x, cols, basis, HEAD_DIM, ROWS, COLUMNS), largest_channel(x, cols)
-    else:
-        return x, rows
+        x = rotated(x, cols, basis, HEAD_DIM, ROWS, COLUMNS)
+    return x
 
 
 @triton.jit
 def store_rows(
-    x, largest, data_ptr, rows, end, cols, stride, inverse, basis, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
-    ROTATE: tl.constexpr, SATURATE: tl.constexpr, HARDWARE: tl.constexpr,
+    x, data_ptr, rows, end, cols, stride, inverse, basis, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, ROTATE: tl.constexpr, SATURATE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Scale, round and write."""
+    """Rotate, scale, round and write."""
+    if ROTATE:
+        largest = largest_channel(x, cols)
+        x = rotated(x, cols, basis, HEAD_DIM, ROWS, COLUMNS)
     y = x * inverse
     if ROTATE:
         if SATURATE:
@@ -171,13 +175,13 @@ def block_amax(
     """finite_amax of BLOCK rows, with one reduction at the end."""
     largest = tl.zeros([ROWS, COLUMNS], tl.int32)
     for tile in range(0, BLOCK, ROWS):
-        x, _ = prepared_rows(x_ptr, rows + tile, end, cols, stride, basis, HEAD_DIM, ROWS, COLUMNS, ROTATE)
+        x = turned_rows(x_ptr, rows + tile, end, cols, stride, basis, HEAD_DIM, ROWS, COLUMNS, ROTATE)
         largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & MAGNITUDE)
     found = tl.max(largest)
     if found >= INFINITY:
         found = 0
         for tile in range(0, BLOCK, ROWS):
-            x, _ = prepared_rows(x_ptr, rows + tile, end, cols, stride, basis, HEAD_DIM, ROWS, COLUMNS, ROTATE)
+            x = turned_rows(x_ptr, rows + tile, end, cols, stride, basis, HEAD_DIM, ROWS, COLUMNS, ROTATE)
             found = tl.maximum(found, finite_amax(x))
     return found
 
@@ -192,7 +196,7 @@ def amax_kernel(
     rows, cols = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     first, length = place_of(batch_idx, head, cu_seqlens, seqlen, x_strides)
     if tile * ROWS < length:
-        x, _ = prepared_rows(x_ptr + first, rows, length, cols, x_strides[2], basis, HEAD_DIM, ROWS, COLUMNS, ROTATE)
+        x = turned_rows(x_ptr + first, rows, length, cols, x_strides[2], basis, HEAD_DIM, ROWS, COLUMNS, ROTATE)
         tl.atomic_max(amax_ptr + (0 if PER_TENSOR else batch_idx * num_heads + head), finite_amax(x))
 
 
@@ -219,19 +223,12 @@ def quantize_kernel(
     group = batch_idx * num_heads + head
     end = min(length, (block + 1) * BLOCK)
     rows, cols = block * BLOCK + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    HELD: tl.constexpr = MODE == "own" and ROWS >= BLOCK
     if MODE == "given":
         inverse = tl.div_rn(1.0, tl.load(scale_ptr + (group * num_blocks + block if BLOCK_SCALES else group)))
     else:
         if MODE == "own":
             slot = group * num_blocks + block
-            if HELD:
-                x, channel = prepared_rows(x_ptr, rows, end, cols, x_strides[2], basis, HEAD_DIM, ROWS, COLUMNS, ROTATE)
-                largest = finite_amax(x)
-            else:
-                largest = block_amax(
-                    x_ptr, rows, end, cols, x_strides[2], basis, BLOCK, HEAD_DIM, ROWS, COLUMNS, ROTATE
-                )
+            largest = block_amax(x_ptr, rows, end, cols, x_strides[2], basis, BLOCK, HEAD_DIM, ROWS, COLUMNS, ROTATE)
         else:
             slot = 0 if PER_TENSOR else group
             largest = tl.load(amax_ptr + slot)
@@ -239,13 +236,7 @@ def quantize_kernel(
         inverse = tl.div_rn(E4M3_MAX, amax)
         if MODE == "own" or block == 0:
             tl.store(scale_ptr + slot, tl.div_rn(amax, E4M3_MAX))
-    if HELD:
-        store_rows(x, channel, data_ptr, rows, end, cols, data_strides[2], inverse, basis,
-                   HEAD_DIM, COLUMNS, ROTATE, False, HARDWARE)  # fmt: skip
-    else:
-        for tile in range(0, BLOCK, ROWS):
-            x, channel = prepared_rows(
-                x_ptr, rows + tile, end, cols, x_strides[2], basis, HEAD_DIM, ROWS, COLUMNS, ROTATE
-            )
-            store_rows(x, channel, data_ptr, rows + tile, end, cols, data_strides[2], inverse, basis,
-                       HEAD_DIM, COLUMNS, ROTATE, MODE == "given", HARDWARE)  # fmt: skip
+    for tile in range(0, BLOCK, ROWS):
+        x = load_rows(x_ptr, rows + tile, end, cols, x_strides[2], HEAD_DIM)
+        store_rows(x, data_ptr, rows + tile, end, cols, data_strides[2], inverse, basis,
+                   HEAD_DIM, ROWS, COLUMNS, ROTATE, MODE == "given", HARDWARE)  # fmt: skip
