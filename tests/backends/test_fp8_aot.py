@@ -49,7 +49,7 @@ RECORDS = (
     Recorded({"d": 128, **CAUSAL, **PACKED, **BLOCKS, "has_sinks": True}, 48),
     Recorded({"d": 256}, 64, fast=True),
     Recorded({"d": 256, **CAUSAL}, 96, hot_spills=16),
-    Recorded({"d": 256, **CAUSAL, **PACKED}, 96, hot_spills=8),
+    Recorded({"d": 256, **CAUSAL, **PACKED}, 96),
 )
 
 

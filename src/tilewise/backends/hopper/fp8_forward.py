@@ -20,17 +20,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from tilewise.backends.hopper.channels import Mailbox, Ring, make_mailbox, make_ring, start
+from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import NEG_INF, barrier_arrive, barrier_sync, exp2, pin
 from tilewise.backends.hopper.schedule import (
-    key_span,
+    announce,
+    first_tile,
+    first_turn,
+    following_tile,
     key_tiles,
-    lengths_of,
+    make_tiles,
     next_tile,
-    place_of,
-    query_span,
-    skip_empty,
+    place_at,
+    spans_at,
+    take_tile,
     whole_tiles,
 )
 from tilewise.backends.hopper.scores import finish_rows, mask_scores, sum_rows
@@ -105,7 +108,7 @@ def scale_at(scale, batch_idx, head):
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, tiles_per_head, sizes, pipe, C: gl.constexpr):
+def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, tiles_per_head, sizes, pipe, C: gl.constexpr):
     """Feed the rings."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * C.NUM_WARPGROUPS
@@ -114,19 +117,15 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, tiles_per_head, si
     KV_BYTES: gl.constexpr = C.BLOCK_N * C.D
     kv_at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
-    tile_turn = start(1)
+    tile_turn = first_turn(C)
     tile = gl.program_id(0)
     if C.IS_VARLEN:
-        tile = skip_empty(tile, counter_ptr, cu_seqlens[0], sizes, BLOCK_M, C.HAS_RIGHT, C)
-        pipe.tiles.send(tile_turn, tile)
-        tile_turn = tile_turn.next()
+        num_entries = gl.load(work_ptr)
+        tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
     while tile < sizes.num_tiles:
-        block, item = place_of(tile, sizes, C.HAS_RIGHT)
-        batch_idx = item // sizes.num_heads
-        head = item - batch_idx * sizes.num_heads
+        block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 1, C)
+        head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
         kv_head = head // sizes.group_size
-        q_span = query_span(cu_seqlens, batch_idx, sizes, C)
-        kv_span = key_span(cu_seqlens, batch_idx, sizes, C)
         last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
         v_slot = value_slot(kv_span, kv_head, tiles_per_head, sizes, C)
         for w in gl.static_range(NUM_WARPGROUPS):
@@ -136,9 +135,11 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, tiles_per_head, si
             tma.async_copy_global_to_shared(q_desc, place, ready, pipe.q_smem.index(at.slot))
         q_at = q_at.next()
         # Early, so that the atomic's latency hides behind this tile.
-        tile = next_tile(counter_ptr, sizes)
-        tile = skip_empty(tile, counter_ptr, cu_seqlens[0], sizes, BLOCK_M, C.HAS_RIGHT, C)
-        pipe.tiles.send(tile_turn, tile)
+        if C.IS_VARLEN:
+            tile = take_tile(counter_ptr, num_entries * sizes.num_items)
+        else:
+            tile = next_tile(counter_ptr, sizes)
+            pipe.tiles.send(tile_turn, tile)
         tile_turn = tile_turn.next()
         for i in range(count):
             ready = pipe.k_ring.acquire(kv_at, KV_BYTES)
@@ -147,6 +148,8 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, tiles_per_head, si
             ready = pipe.v_ring.acquire(kv_at, KV_BYTES)
             tma.async_copy_global_to_shared(v_desc, [v_slot + last - i, 0, 0], ready, pipe.v_smem.index(kv_at.slot))
             kv_at = kv_at.next()
+        if C.IS_VARLEN:
+            tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
 
 
 # ---- consumer: the two products and what surrounds them
@@ -279,18 +282,13 @@ def attend(
 
 
 @gluon.jit
-def store_rows(acc, acc_rest, lse, out_desc, lse_ptr, item, row, seqlen_q, cu_seqlens, sizes, pipe,
+def store_rows(acc, acc_rest, lse, out_desc, lse_ptr, item, head, span, row, sizes, pipe,
                WARPGROUP: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Write one warpgroup's lse and, through shared memory, its rows of O; TMA drops rows past the end."""
     PART: gl.constexpr = C.PART
-    batch_idx = item // sizes.num_heads
-    head = item - batch_idx * sizes.num_heads
-    span = query_span(cu_seqlens, batch_idx, sizes, C)
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
-    first = item.to(gl.int64) * seqlen_q
-    if C.IS_VARLEN:
-        first = head.to(gl.int64) * sizes.total_q + span[1]
-    gl.store(lse_ptr + first + rows, lse, mask=rows < seqlen_q)
+    first = item.to(gl.int64) * (sizes.total_q if C.IS_VARLEN else sizes.seqlen_q) + span[1]
+    gl.store(lse_ptr + first + rows, lse, mask=rows < span[2])
     tma.store_wait(0)  # the last tile's store has read this buffer
     out = pipe.out_smem.index(WARPGROUP)
     whole = out.reshape([64, C.D])
@@ -305,7 +303,7 @@ def store_rows(acc, acc_rest, lse, out_desc, lse_ptr, item, row, seqlen_q, cu_se
 
 @gluon.jit
 def consumer(
-    out_desc, lse_ptr, sinks_ptr, scales, cu_seqlens, scale_log2, sizes, pipe,
+    out_desc, lse_ptr, sinks_ptr, scales, scale_log2, sizes, pipe,
     WARPGROUP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
@@ -319,20 +317,18 @@ def consumer(
     strides = (k_scale[3], v_scale[3])
     at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
-    tile_turn = start(1)
-    tile = gl.program_id(0)
-    if C.IS_VARLEN:
-        tile = pipe.tiles.receive(tile_turn)
-        tile_turn = tile_turn.next()
+    tile_turn = first_turn(C)
+    tile = first_tile(pipe.tiles, tile_turn, C)
     if C.PING_PONG and WARPGROUP == NUM_WARPGROUPS - 1:
         barrier_arrive(TURN, TURN_THREADS)  # the first warpgroup has the first turn
     while tile < sizes.num_tiles:
-        block, item = place_of(tile, sizes, C.HAS_RIGHT)
+        block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 4, C)
         row = block * BLOCK_M + WARPGROUP * 64
-        seqlen_q, seqlen_k = lengths_of(cu_seqlens, item, sizes, C)
+        head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
+        batch_idx = q_span[0]
+        seqlen_q = q_span[2]
+        seqlen_k = kv_span[2]
         last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
-        batch_idx = item // sizes.num_heads
-        head = item - batch_idx * sizes.num_heads
         # Rows past the end have no block of their own.
         q_block = min(row, max(seqlen_q - 1, 0)) // Q_BLOCK
         row_scale = scale_log2 * gl.load(scale_at(q_scale, batch_idx, head) + q_block * q_scale[3])
@@ -368,9 +364,10 @@ def consumer(
                     last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales,
                     v_scales, strides, seqlen_q, seqlen_k, sizes, pipe, True, WARPGROUP, C)  # fmt: skip
 
-        # The last P V, and the end of the rows.
-        tile = pipe.tiles.receive(tile_turn)
-        tile_turn = tile_turn.next()
+        # The last P V, and the end of the rows. Packed words go with the next tile; dense ones would take registers.
+        if C.IS_VARLEN:
+            head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
+        tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
         pipe.q_ring.release(q_lane)
         q_at = q_at.next()
         tile_v_scale = gl.load(v_scales + (last + 1 - count) * strides[1])
@@ -381,8 +378,10 @@ def consumer(
         if not C.HAS_V_BLOCKS:
             factor = factor * tile_v_scale
         factor = gl.convert_layout(factor, OUT_ROWS)[:, None]
-        store_rows(acc * factor, acc_rest * factor, lse, out_desc, lse_ptr, item, row, seqlen_q, cu_seqlens, sizes,
-                   pipe, WARPGROUP, C)  # fmt: skip
+        if not C.IS_VARLEN:
+            head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
+        store_rows(acc * factor, acc_rest * factor, lse, out_desc, lse_ptr, item, head, q_span, row, sizes, pipe,
+                   WARPGROUP, C)  # fmt: skip
     tma.store_wait(0)
     if C.PING_PONG and WARPGROUP == 0:
         barrier_sync(TURN, TURN_THREADS)  # takes the turn that is left over
@@ -403,7 +402,7 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
     out_smem = gl.allocate_shared_memory(
         out_desc.dtype, slots_shape(C.NUM_WARPGROUPS, 64, C.D, C.IS_VARLEN), out_desc.layout
     )
-    tiles = make_mailbox(C.NUM_WARPGROUPS)
+    tiles = make_tiles(C.NUM_WARPGROUPS, C)
     q_ring = make_ring(NUM_Q, 1)
     k_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
     v_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
@@ -413,24 +412,26 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
 
 @gluon.jit
 def fp8_forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, q_scale, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k,
-    counter_ptr, tiles_per_head, scale_log2, sizes, C: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, q_scale, k_scale, v_scale, counter_ptr, work_ptr,
+    tiles_per_head, scale_log2, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """A scale is (pointer, strides of batch entry, head and block); v_desc is of the tiles of fp8_values.py."""
-    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    """A scale is (pointer, strides of batch entry, head and block); v_desc is of the tiles of fp8_values.py.
+
+    Packed queries: work_ptr is the list of their blocks (gpu/work_list.py).
+    """
     scales = (q_scale, k_scale, v_scale)
     pipe = make_pipeline(q_desc, k_desc, v_desc, out_desc, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     if C.NUM_WARPGROUPS == 2:
         gl.warp_specialize([
-            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, cu_seqlens, scale_log2, sizes, pipe, 0, C)),
-            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, cu_seqlens, scale_log2, sizes, pipe, 1, C)),
-            (producer, (q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, tiles_per_head, sizes, pipe, C)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, scale_log2, sizes, pipe, 0, C)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, scale_log2, sizes, pipe, 1, C)),
+            (producer, (q_desc, k_desc, v_desc, counter_ptr, work_ptr, tiles_per_head, sizes, pipe, C)),
         ], [4, 1], [C.CONSUMER_REGS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, cu_seqlens, scale_log2, sizes, pipe, 0, C)),
-            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, cu_seqlens, scale_log2, sizes, pipe, 1, C)),
-            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, cu_seqlens, scale_log2, sizes, pipe, 2, C)),
-            (producer, (q_desc, k_desc, v_desc, counter_ptr, cu_seqlens, tiles_per_head, sizes, pipe, C)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, scale_log2, sizes, pipe, 0, C)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, scale_log2, sizes, pipe, 1, C)),
+            (consumer, (out_desc, lse_ptr, sinks_ptr, scales, scale_log2, sizes, pipe, 2, C)),
+            (producer, (q_desc, k_desc, v_desc, counter_ptr, work_ptr, tiles_per_head, sizes, pipe, C)),
         ], [4, 4, 1], [C.CONSUMER_REGS, C.CONSUMER_REGS, 24])  # fmt: skip

@@ -16,11 +16,12 @@ from tilewise.backends.hopper.fp8_forward import fp8_forward_kernel
 from tilewise.backends.hopper.fp8_values import transpose_values_kernel
 from tilewise.backends.hopper.launch import (
     RawViews,
-    clear_tail_call,
     index_address,
+    listing_call,
     result_allocations,
     shapes_of,
     sizes_of,
+    work_allocation,
 )
 from tilewise.backends.hopper.launching import TMA_BYTES, addressable, contiguous, counter_for, describe, describe_flat
 from tilewise.device import DeviceSpec
@@ -32,7 +33,7 @@ __all__ = ["Fp8Pass", "fp8_allocations", "fp8_calls", "fp8_pass", "run_fp8_forwa
 
 E4M3 = torch.float8_e4m3fn
 # In which order tensors are handed to the launches.
-TENSORS = (*Operands._fields, "out", "lse", "values", "counter")
+TENSORS = (*Operands._fields, "out", "lse", "values", "counter", "work")
 
 
 class Fp8Pass(NamedTuple):
@@ -42,6 +43,7 @@ class Fp8Pass(NamedTuple):
     out: Allocation
     lse: Allocation
     values: Allocation
+    work: Allocation | None
     launches: Launches
 
 
@@ -61,7 +63,8 @@ def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Ten
         operands = operands._replace(**{name: contiguous(getattr(operands, name)) for name in ready.copies})
         ready = fp8_pass(problem, device, index, raw_views(operands))
     out, lse, values = ready.out.new(q), ready.lse.new(q), ready.values.new(q)
-    ready.launches.run((*operands, out, lse, values, counter_for(q)))
+    work = None if ready.work is None else ready.work.new(q)
+    ready.launches.run((*operands, out, lse, values, counter_for(q), work))
     return out, lse
 
 
@@ -76,7 +79,8 @@ def fp8_pass(
     copies = tuple(name for name in ("q", "k", "v") if not addressable(views[name], shapes[name]))
     views |= {name: allocation.view for name, allocation in made.items()}
     calls = [] if copies else fp8_calls(problem, device, views, tile)
-    return Fp8Pass(copies, **made, launches=Launches(calls, TENSORS, device, index))
+    work = work_allocation(problem, fp8_config(problem, tile), itemsize=1)
+    return Fp8Pass(copies, **made, work=work, launches=Launches(calls, TENSORS, device, index))
 
 
 def fp8_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
@@ -91,7 +95,7 @@ def fp8_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
 def fp8_calls(
     problem: AttentionProblem, device: DeviceSpec, views: dict[str, View], tile: Fp8Tile | None = None
 ) -> list[KernelCall]:
-    """Clearing of packed rows past the last sequence, V's transposition, the forward."""
+    """The list of packed sequences' blocks, V's transposition, the forward."""
     config = fp8_config(problem, tile)
     sizes = sizes_of(problem, config, itemsize=1)
     tiles_per_head = _tiles_per_head(problem, config)
@@ -101,9 +105,8 @@ def fp8_calls(
         "lse_ptr": Address("lse", torch.float32),
         "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
         **_scales(problem, views),
-        "cu_seqlens_q": index_address(views, "cu_seqlens_q"),
-        "cu_seqlens_k": index_address(views, "cu_seqlens_k"),
         "counter_ptr": Address("counter", torch.int32, aligned=False),
+        "work_ptr": Address("work", torch.int32) if config.IS_VARLEN else None,
         "tiles_per_head": tiles_per_head,
         "scale_log2": problem.scale * LOG2E,
         "sizes": sizes,
@@ -111,10 +114,7 @@ def fp8_calls(
     }
     forward = KernelCall(fp8_forward_kernel, (min(device.num_sms, sizes.num_tiles), 1, 1), arguments)
     calls = [_transposition(problem, config, views, tiles_per_head), forward]
-    if not config.IS_VARLEN:
-        return calls
-    shape = (problem.total_q, problem.num_heads, problem.head_dim_v)
-    return [clear_tail_call("out", shape, problem, "cu_seqlens_q", with_lse=True), *calls]
+    return [listing_call(problem, config, sizes, itemsize=1), *calls] if config.IS_VARLEN else calls
 
 
 def _tiles_per_head(problem: AttentionProblem, config: Fp8Config) -> int:

@@ -52,10 +52,12 @@ __all__ = [
     "forward_calls",
     "forward_pass",
     "index_address",
+    "listing_call",
     "result_allocations",
     "run_forward",
     "shapes_of",
     "sizes_of",
+    "work_allocation",
 ]
 
 # Heads walked together under a causal mask: their K and V in this much of the 50 MiB of L2, and at most so many.
@@ -119,8 +121,13 @@ def forward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw:
     if "block_table" in views and views["block_table"].strides[1] != 1:
         copies += ("block_table",)
     calls = [] if copies else forward_calls(problem, device, views | {name: a.view for name, a in made.items()})
-    work = None if problem.kind == "dense" else list_allocation(_sizes(problem, forward_config(problem)).num_blocks)
+    work = work_allocation(problem, forward_config(problem), problem.dtype.itemsize)
     return ForwardPass(copies, made["out"], made["lse"], work, Launches(calls, TENSORS, device, index))
+
+
+def work_allocation(problem: AttentionProblem, config: ForwardConfig | Fp8Config, itemsize: int) -> Allocation | None:
+    """Room for the list of packed sequences' blocks."""
+    return list_allocation(sizes_of(problem, config, itemsize).num_blocks) if config.IS_VARLEN else None
 
 
 def result_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
@@ -143,7 +150,7 @@ def shapes_of(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
 def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
     """The forward kernel, after the one that lists the blocks of packed sequences."""
     config = forward_config(problem)
-    sizes = _sizes(problem, config)
+    sizes = sizes_of(problem, config, problem.dtype.itemsize)
     work = Address("work", torch.int32) if config.IS_VARLEN else None
     arguments = _descriptors(problem, config, views) | {
         "lse_ptr": Address("lse", torch.float32),
@@ -162,24 +169,33 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
     call = KernelCall(forward_kernel, (min(device.num_sms, sizes.num_tiles), 1, 1), arguments)
     if work is None:
         return [call]
-    row_bytes, banded = _row_bytes(problem, problem.dtype.itemsize), config.HAS_RIGHT or config.HAS_LEFT
-    listing = list_call(
+    return [listing_call(problem, config, sizes, problem.dtype.itemsize), call]
+
+
+def listing_call(
+    problem: AttentionProblem, config: ForwardConfig | Fp8Config, sizes: Sizes, itemsize: int
+) -> KernelCall:
+    """List the blocks of packed queries at "work", and clear the rows of no sequence."""
+    row_bytes, banded = _row_bytes(problem, itemsize), config.HAS_RIGHT or config.HAS_LEFT
+    return list_call(
         problem,
-        work,
+        Address("work", torch.int32),
         64 * config.NUM_WARPGROUPS,
         together=rows_together(row_bytes, sizes.items_per_wave, banded=banded),
         cleared=("out", "lse", None, None),
     )
-    return [listing, call]
 
 
-def _sizes(problem: AttentionProblem, config: ForwardConfig) -> Sizes:
-    """The numbers of a launch; those of packed sequences are bounds of what is listed on the device."""
-    sizes = sizes_of(problem, config, problem.dtype.itemsize)
+def sizes_of(problem: AttentionProblem, config: ForwardConfig | Fp8Config, itemsize: int) -> Sizes:
+    """The numbers of a launch; those of packed sequences are bounds of what is listed on the device.
+
+    K and V have elements of `itemsize` bytes.
+    """
+    sizes = _grid_sizes(problem, config, itemsize)
     if not config.IS_VARLEN:
         return sizes
     blocks = most_blocks(problem.total_q, 64 * config.NUM_WARPGROUPS, problem.batch)
-    head_bytes = problem.seqlen_k * _row_bytes(problem, problem.dtype.itemsize)
+    head_bytes = problem.seqlen_k * _row_bytes(problem, itemsize)
     wave = heads_per_wave(problem.num_heads, sizes.num_blocks, head_bytes)
     return sizes._replace(
         num_items=problem.num_heads,
@@ -194,8 +210,8 @@ def _row_bytes(problem: AttentionProblem, itemsize: int) -> int:
     return (problem.head_dim + problem.head_dim_v) * itemsize
 
 
-def sizes_of(problem: AttentionProblem, config: ForwardConfig | Fp8Config, itemsize: int) -> Sizes:
-    """The numbers of a forward launch; K and V have elements of `itemsize` bytes."""
+def _grid_sizes(problem: AttentionProblem, config: ForwardConfig | Fp8Config, itemsize: int) -> Sizes:
+    """Of a grid for the longest sequence."""
     num_blocks = -(-problem.seqlen_q // (64 * config.NUM_WARPGROUPS))
     num_items = problem.batch * problem.num_heads
     head_bytes = problem.seqlen_k * _row_bytes(problem, itemsize)

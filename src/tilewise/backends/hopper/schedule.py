@@ -28,19 +28,15 @@ __all__ = [
     "first_tile",
     "first_turn",
     "following_tile",
-    "key_span",
     "key_tiles",
-    "lengths_of",
     "make_tiles",
     "next_tile",
     "own_tile",
     "place_at",
     "place_of",
-    "query_span",
     "query_tiles",
     "right_of",
     "row_tile_of",
-    "skip_empty",
     "spans_at",
     "take_tile",
     "whole_query_tiles",
@@ -203,40 +199,6 @@ def row_tile_of(item, q_span, sizes, C: gl.constexpr):
 
 
 @gluon.jit
-def _span(cu_seqlens, batch_idx, length, PACKED: gl.constexpr):
-    if PACKED:
-        first = gl.load(cu_seqlens + batch_idx)
-        return batch_idx, first, gl.load(cu_seqlens + batch_idx + 1) - first
-    else:
-        return batch_idx, 0, length
-
-
-@gluon.jit
-def query_span(cu_seqlens, batch_idx, sizes, C: gl.constexpr):
-    """(batch_idx, first packed row, length) of a sequence's queries."""
-    return _span(cu_seqlens[0], batch_idx, sizes.seqlen_q, C.IS_VARLEN)
-
-
-@gluon.jit
-def key_span(cu_seqlens, batch_idx, sizes, C: gl.constexpr):
-    """(batch_idx, first packed row, length) of a sequence's keys; of paged ones cu_seqlens holds the lengths."""
-    if C.IS_PAGED:
-        return batch_idx, 0, gl.load(cu_seqlens[1] + batch_idx)
-    else:
-        return _span(cu_seqlens[1], batch_idx, sizes.seqlen_k, C.IS_VARLEN)
-
-
-@gluon.jit
-def lengths_of(cu_seqlens, item, sizes, C: gl.constexpr):
-    """(seqlen_q, seqlen_k) of the sequence an item belongs to."""
-    if C.IS_VARLEN:
-        batch_idx = item // sizes.num_heads
-        return query_span(cu_seqlens, batch_idx, sizes, C)[2], key_span(cu_seqlens, batch_idx, sizes, C)[2]
-    else:
-        return sizes.seqlen_q, sizes.seqlen_k
-
-
-@gluon.jit
 def right_of(sizes, C: gl.constexpr):
     """Keys visible right of the diagonal; causal masks know it at compile time (a register of D=256's last one)."""
     if C.IS_CAUSAL:
@@ -298,20 +260,6 @@ def take_tile(counter_ptr, num_tiles):
     if taken == num_tiles - 1:
         gl.atomic_xchg(counter_ptr, 0)
     return taken + gl.num_programs(0)
-
-
-@gluon.jit
-def skip_empty(tile, counter_ptr, cu_seqlens, sizes, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr, C: gl.constexpr):
-    """The tile, or the next one that has rows: sequences shorter than the bound leave tiles without any."""
-    if C.IS_VARLEN:
-        searching = tile < sizes.num_tiles
-        while searching:
-            block, item = place_of(tile, sizes, LAST_FIRST)
-            empty = block * BLOCK >= _span(cu_seqlens, item // sizes.num_heads, 0, True)[2]
-            if empty:
-                tile = next_tile(counter_ptr, sizes)
-            searching = empty & (tile < sizes.num_tiles)
-    return tile
 
 
 @gluon.jit
