@@ -142,39 +142,7 @@ def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tens
     )  # fmt: skip
     longest = max(group.rows for group in shared.groups)
     everything = flags._replace(causal=False, window_left=None, window_right=None, max_seqlen_q=longest)
-    attend = _heads_as_rows if q.device.type == "cpu" and _is_wide(shared, operands) else _plainly
-    return _merged(out, lse, *attend(prefix, everything), rows)
-
-
-def _is_wide(shared: SharedPrefix, operands: Operands) -> bool:
-    """Whether there are K/V heads and groups enough to give every thread many rows at a time. Where there are not, rows
-    are cut until all are busy, and heads by themselves are no more work and split by keys as well (64 queries, 8 heads
-    on 2, 4096 keys: 8.8 ms of CPU time as rows and 9.5 plainly for one thread, 9.7 and 9.6 for two, 12.1 and 11.1 for
-    four).
-    """
-    return len(shared.groups) * operands.k.shape[2] >= 2 * torch.get_num_threads()
-
-
-def _plainly(prefix: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
-    return ops.attention("paged", prefix, flags)
-
-
-def _heads_as_rows(prefix: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
-    """The heads that share a K/V head as more rows of it: nothing here tells heads apart, and a CPU packs K and V once
-    for all of them (57 ms become 47 for 64 queries, 32 heads on 8, 4096 keys of dim 128, one thread).
-    """
-    rows, num_heads, _ = prefix.q.shape
-    num_kv_heads = prefix.k.shape[2]
-    group_size = num_heads // num_kv_heads
-    assert prefix.cu_seqlens_q is not None
-    assert flags.max_seqlen_q is not None
-    if group_size == 1:
-        return _plainly(prefix, flags)
-    q = prefix.q.unflatten(1, (num_kv_heads, group_size)).transpose(1, 2).flatten(0, 1)
-    prefix = prefix._replace(q=q, cu_seqlens_q=prefix.cu_seqlens_q * group_size)
-    out, lse = _plainly(prefix, flags._replace(max_seqlen_q=flags.max_seqlen_q * group_size))
-    out = out.unflatten(0, (rows, group_size)).transpose(1, 2).flatten(1, 2)
-    return out, lse.unflatten(1, (rows, group_size)).transpose(1, 2).flatten(0, 1)
+    return _merged(out, lse, *ops.attention("paged", prefix, everything), rows)
 
 
 def _merged(

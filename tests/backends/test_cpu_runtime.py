@@ -76,6 +76,24 @@ def test_bf16_bits_depend_neither_on_threads_nor_on_torch_s_use_of_tiles(thread_
         assert torch.allclose(weights @ weights, product, rtol=0.02, atol=0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [50, 70])
+def test_heads_of_a_group_are_computed_together_to_the_bits_of_heads_alone(
+    rows: int, dtype: torch.dtype, thread_count: int
+) -> None:
+    make = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 6, rows, 40, generator=make).to(dtype)
+    k, v = (torch.randn(1, 2, 2100, 40, generator=make).to(dtype) for _ in range(2))
+    # 50 rows are split over keys, 70 are not; with 9 threads blocks are one panel, which starts within any head.
+    for flags in ({}, {"causal": True, "window": (1500, 0)}):
+        torch.set_num_threads(thread_count)
+        alone = tw.attention(q, *(t.repeat_interleave(3, 1) for t in (k, v)), backend="cpu", return_lse=True, **flags)
+        for count in (1, 2, 9):
+            torch.set_num_threads(count)
+            together = tw.attention(q, k, v, backend="cpu", return_lse=True, **flags)
+            assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
 @pytest.mark.parametrize("kv_heads", [1, 8])
 def test_decode_bits_do_not_depend_on_threads(kv_heads: int, thread_count: int) -> None:
     q, k, v = torch.randn(2, 8, 1, 64), torch.randn(2, kv_heads, 5000, 64), torch.randn(2, kv_heads, 5000, 64)

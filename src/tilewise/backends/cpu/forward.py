@@ -164,7 +164,9 @@ def forward_item(p: int, ws: int, item: int) -> None:
     place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * ENTRY_BYTES
     batch, first_row, count = load_i64(place), load_i64(place + 8), load_i64(place + 16)
     chunk, num_chunks = load_i64(place + 24), load_i64(place + 32)
-    head = unit * field(p, f.HEADS_PER_UNIT)
+    # The rows of a unit go on from head to head.
+    head = unit * field(p, f.HEADS_PER_UNIT) + first_row // q_length(p, batch)
+    first_row = first_row % q_length(p, batch)
     kv_head = head // field(p, f.GROUP_SIZE)
     k_len = k_length(p, batch)
     k_begin = chunk * field(p, f.CHUNK)

@@ -181,7 +181,9 @@ def matrix_item(p: int, ws: int, item: int) -> None:
     place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * ENTRY_BYTES
     batch, first_row, count = load_i64(place), load_i64(place + 8), load_i64(place + 16)
     chunk, num_chunks = load_i64(place + 24), load_i64(place + 32)
-    head, width_v = unit * field(p, f.HEADS_PER_UNIT), field(p, f.DIM_V_PADDED)
+    # The rows of a unit go on from head to head.
+    head = unit * field(p, f.HEADS_PER_UNIT) + first_row // q_length(p, batch)
+    first_row, width_v = first_row % q_length(p, batch), field(p, f.DIM_V_PADDED)
     k_len, k_begin = k_length(p, batch), chunk * field(p, f.CHUNK)
     k_end = k_len if chunk == num_chunks - 1 else min(k_len, k_begin + field(p, f.CHUNK))
     prepare_rows(p, ws, batch, head, first_row, count, k_begin, k_end)

@@ -23,10 +23,8 @@ __all__ = ["Lengths", "Schedule", "dense_lengths", "forward_schedule", "kept_sch
 
 Lengths = NDArray[np.int64]
 
-# Below this many query rows a GQA group's heads share panels: they read the same keys.
-GROUP_ROWS = 128
-# Rows of few queries are split over keys in chunks of this many; a function of the problem only, so that threads do
-# not matter.
+# Sequences of few query rows are split over keys in chunks of this many; a function of the problem only, so that
+# threads do not matter.
 CHUNK_KEYS = 1024
 CHUNK_ROWS = 64
 # Up to this many rows a unit is decoded: vectors along the head dim beat a mostly empty panel of queries (about 11
@@ -37,6 +35,8 @@ DECODE_ROWS = 8
 TOGETHER_BYTES = 4096
 # Items a thread, below which fewer heads are decoded together.
 ITEMS_PER_THREAD = 2
+# The same for blocks of rows that see all keys: they differ where there is a band.
+BLOCKS_PER_THREAD = 4
 
 
 class Schedule(NamedTuple):
@@ -61,8 +61,16 @@ def decodes(problem: AttentionProblem) -> bool:
 
 
 def shares_panels(problem: AttentionProblem) -> bool:
-    """Whether the heads of a GQA group are computed together."""
-    return problem.group_size > 1 and problem.seqlen_q * problem.group_size <= GROUP_ROWS
+    """Whether the heads of a GQA group are computed together: all of their rows fit a block, for which K and V are packed
+    once (64 rows of 8 heads on 2, 4096 keys of dim 128, one thread of a Xeon: fp32 9.3 ms head by head, 7.8 together;
+    bf16 3.3 and 2.4).
+    """
+    return problem.group_size > 1 and problem.seqlen_q * problem.group_size <= host().block_m
+
+
+def splits_keys(problem: AttentionProblem) -> bool:
+    """Whether long sequences are split over their keys."""
+    return problem.seqlen_q <= CHUNK_ROWS
 
 
 def rows_per_unit(problem: AttentionProblem) -> int:
@@ -75,9 +83,12 @@ def block_rows(problem: AttentionProblem, threads: int) -> int:
     panel = host().panel
     if decodes(problem):
         return round_up(max(1, rows_per_unit(problem)), host().lanes)
-    rows = min(host().block_m, round_up(max(1, rows_per_unit(problem)), panel))
-    sequences = max(1, problem.batch) * problem.num_heads
-    while rows > panel and not shares_panels(problem) and sequences * -(-problem.seqlen_q // rows) < 4 * threads:
+    total, heads = max(1, rows_per_unit(problem)), problem.group_size if shares_panels(problem) else 1
+    units = max(1, problem.batch) * problem.num_heads // heads * int(_chunks(problem, np.array([problem.seqlen_k]))[0])
+    # Packing K and V costs as much as 22 rows (with a matrix unit 65), so chunks of keys are divided less eagerly.
+    wanted = threads if splits_keys(problem) else BLOCKS_PER_THREAD * threads
+    rows = min(host().block_m, round_up(total, panel))
+    while rows > panel and units * -(-total // rows) < wanted:
         rows = round_up(rows // 2, panel)
     return rows
 
@@ -120,7 +131,9 @@ def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: L
     batch = np.repeat(np.arange(len(rows)), counts)
     first = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * block
     size = np.minimum(block, rows[batch] - first)
-    order = np.argsort(-keys_seen(problem, first + size, q_lengths[batch], k_lengths[batch]), kind="stable")
+    # Rows go on from head to head.
+    end_row = (first + size - 1) % q_lengths[batch] + 1
+    order = np.argsort(-keys_seen(problem, end_row, q_lengths[batch], k_lengths[batch]), kind="stable")
     batch, first, size = batch[order], first[order], size[order]
     chunks = _chunks(problem, k_lengths[batch])
     chunk = np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks)
@@ -146,6 +159,6 @@ def keys_seen(problem: AttentionProblem, end_row: Lengths, q_lengths: Lengths, k
 
 def _chunks(problem: AttentionProblem, k_lengths: Lengths) -> Lengths:
     """Chunks of keys per entry: more than one only for few rows and many keys."""
-    if rows_per_unit(problem) > CHUNK_ROWS:
+    if not splits_keys(problem):
         return np.ones_like(k_lengths)
     return np.maximum(1, -(-k_lengths // chunk_keys()))
