@@ -16,7 +16,16 @@ from llvmlite import binding, ir
 import tilewise as tw
 from tilewise.backends.cpu import isa
 from tilewise.backends.cpu.compiler import Part, build_module, compile_object, driver, kernel, optimise, part_of
-from tilewise.backends.cpu.emit import BF16, EXP2_EXACT, EXP2_POLYNOMIAL, FP16, Emitter, Value
+from tilewise.backends.cpu.emit import (
+    BF16,
+    E4M3,
+    E4M3_UNIT,
+    EXP2_EXACT,
+    EXP2_POLYNOMIAL,
+    FP16,
+    Emitter,
+    Value,
+)
 from tilewise.backends.cpu.features import drop, philox
 from tilewise.backends.cpu.intrinsics import load_f32, store_f32
 from tilewise.backends.cpu.isa import Isa
@@ -121,6 +130,35 @@ def test_halves_round_like_torch_and_come_back(dtype: int, table: Isa) -> None:
     assert torch.equal(rounded.isnan(), expected.isnan())
     assert torch.equal(rounded.nan_to_num(7.0), expected.nan_to_num(7.0))
     assert torch.equal(back.nan_to_num(7.0), expected.float().nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("table", [isa.host(), isa.NEON, isa.AVX2, isa.GENERIC], ids=lambda t: t.name)
+def test_every_e4m3_code_is_the_number_that_torch_makes_of_it(table: Isa, count: int) -> None:
+    """Subnormal numbers and NaN too, alone, as a vector, and as several vectors that are converted together."""
+    import torch
+
+    width = count * table.lanes
+    codes = torch.cat([torch.arange(256, dtype=torch.uint8), torch.zeros(-256 % width, dtype=torch.uint8)])
+    scale = 0.37
+
+    def body(e: Emitter, read: Value, vectors: Value, single: Value, total: Value, factor: Value) -> None:
+        def step(i: Value) -> None:
+            e.store_vectors(e.at(vectors, i), e.load_many_as_f32(e.b.add(read, i), E4M3, count, factor))
+
+        e.loop(total, width, (), step)
+        e.loop(total, 1, (), lambda i: e.store(e.at(single, i), e.load_as_f32(e.b.add(read, i), E4M3, 1, factor)))
+
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 4 + [ir.FloatType()])
+    function, engine = loaded([Part("tilewise_test", kind, body, is_driver=False)], table)
+    vectors, single = torch.empty(len(codes)), torch.empty(len(codes))
+    function(codes.data_ptr(), vectors.data_ptr(), single.data_ptr(), len(codes), scale * E4M3_UNIT)
+    del engine
+    expected = codes.view(torch.float8_e4m3fn).float() * scale
+    assert int(expected[:256].isnan().sum()) == 2
+    for got in (vectors, single):
+        assert torch.equal(got.isnan(), expected.isnan())
+        assert torch.equal(got.nan_to_num(7.0).view(torch.int32), expected.nan_to_num(7.0).view(torch.int32))
 
 
 def test_philox_words_are_the_contract_s() -> None:

@@ -75,14 +75,14 @@ def pack_panel(p: int, ws: int, tensor: int, source: int, num_rows: int, dim: in
     share eight of them.
     """
     stage, is_q = ws + field(p, f.WS_STAGE), tensor == f.Q
-    pack_rows(source, field(p, tensor + 3), num_rows, field(p, f.DTYPE), dim, stage, 4 * width, width)
+    pack_rows(source, field(p, tensor + 3), num_rows, field(p, f.DTYPE), dim, stage, 4 * width, width, 1.0)
     fill(stage + 4 * num_rows * width, (PANEL - num_rows) * width, 0.0)
     scale = scalar_bits(field(p, f.Q_SCALE)) if is_q else 1.0
     transposed = ws + (field(p, f.WS_Q) if is_q else field(p, f.WS_DOUT)) + 4 * panel * PANEL * width
     transpose_panel(stage, 4 * width, width, transposed, scale)
     columns = ws + (field(p, f.WS_Q_ROWS) if is_q else field(p, f.WS_DOUT_ROWS)) + 4 * panel * PANEL * VALUE_STEP
     column_bytes = 4 * field(p, f.BLOCK_M) * VALUE_STEP
-    pack_values(stage, 4 * width, PANEL, FP32_CODE, width, columns, column_bytes, width)
+    pack_values(stage, 4 * width, PANEL, FP32_CODE, width, columns, column_bytes, width, 1.0)
 
 
 @driver
@@ -119,7 +119,7 @@ def pack_statistics(p: int, ws: int, out: int, at: int, num_rows: int, panel: in
             if MINUS_INF < lse < INFINITY:
                 low = fma(lse, to_log2, -high) + lse * scalar_bits(field(p, f.LSE_TO_LOG2_LOW))
             source = out + r * field(p, f.OUT_ROW)
-            pack_rows(source, 0, 1, field(p, f.DTYPE), field(p, f.HEAD_DIM_V), row, 0, width_v)
+            pack_rows(source, 0, 1, field(p, f.DTYPE), field(p, f.HEAD_DIM_V), row, 0, width_v, 1.0)
             delta = row_dots(row, ws + field(p, f.WS_STAGE) + 4 * r * width_v, width_v)
             if field(p, f.DLSE) != 0:
                 delta -= load_f32(field(p, f.DLSE) + at + 4 * r)
@@ -234,7 +234,7 @@ def tile_gradient(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int
     if work & f.MAKES_DQ:
         padded, columns = (size + KEY_STEP - 1) // KEY_STEP * KEY_STEP, ws + field(p, f.WS_K_COLUMNS)
         column_bytes = 4 * BLOCK_N * VALUE_STEP
-        pack_values(k, 4 * width, padded, FP32_CODE, width, columns, column_bytes, width)
+        pack_values(k, 4 * width, padded, FP32_CODE, width, columns, column_bytes, width, 1.0)
     panels = (count + PANEL - 1) // PANEL
     for panel in range(panels):
         bounds = ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES

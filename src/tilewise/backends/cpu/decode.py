@@ -27,6 +27,7 @@ from tilewise.backends.cpu.scoring import (
     MIN_LAST,
     change_scores,
     drop_panel,
+    e4m3_factor,
     k_length,
     kv_address,
     prepare_rows,
@@ -55,33 +56,34 @@ def gather_queries(p: int, ws: int, batch: int, head: int, first_row: int, count
             head += 1
         source = base + head * field(p, f.Q_HEAD) + row * field(p, f.Q_ROW)
         place = ws + field(p, f.WS_Q) + 4 * r * width
-        pack_rows(source, 0, 1, field(p, f.DTYPE), field(p, f.HEAD_DIM), place, 0, width)
+        factor = e4m3_factor(p, f.Q, batch, head, row)
+        pack_rows(source, 0, 1, field(p, f.Q_DTYPE), field(p, f.HEAD_DIM), place, 0, width, factor)
         row += 1
     scale_rows(ws + field(p, f.WS_Q), count * width, scalar_bits(field(p, f.Q_SCALE)))
 
 
 @driver
-def part_length(p: int, row: int, end: int) -> int:
+def part_length(p: int, tensor: int, row: int, end: int) -> int:
     """How many keys to read from one head before the next: a run at one stride, or a few rows of it where heads lie
     within a row.
     """
-    run = run_length(p, row, end)
+    run = run_length(p, tensor, row, end)
     return min(run, ROWS_AT_ONCE) if field(p, f.K_HEAD) < field(p, f.K_ROW) else run
 
 
 @driver
-def score_run(p: int, ws: int, k: int, v: int, size: int, first: int, count: int, s: int) -> None:
+def score_run(p: int, ws: int, k: int, v: int, size: int, first: int, count: int, s: int, factor: float) -> None:
     """Scores of a run of keys of one head with rows [first, first + count); odd head dims go through a packed copy, as
     vectors may not read past a row.
     """
-    width, k_row, dtype = field(p, f.DIM_LANES), field(p, f.K_ROW), field(p, f.DTYPE)
+    width, k_row, v_row, dtype = field(p, f.DIM_LANES), field(p, f.K_ROW), field(p, f.V_ROW), field(p, f.KV_DTYPE)
     q = ws + field(p, f.WS_Q) + 4 * first * width
     if field(p, f.HEAD_DIM) != width:
         packed = ws + field(p, f.WS_K)
-        pack_rows(k, k_row, size, dtype, field(p, f.HEAD_DIM), packed, 4 * width, width)
-        stream_scores(packed, 4 * width, size, width, FP32_CODE, q, 4 * width, count, s, v, field(p, f.V_ROW))
+        pack_rows(k, k_row, size, dtype, field(p, f.HEAD_DIM), packed, 4 * width, width, factor)
+        stream_scores(packed, 4 * width, size, width, FP32_CODE, q, 4 * width, count, s, v, v_row, 1.0)
     else:
-        stream_scores(k, k_row, size, width, dtype, q, 4 * width, count, s, v, field(p, f.V_ROW))
+        stream_scores(k, k_row, size, width, dtype, q, 4 * width, count, s, v, v_row, factor)
 
 
 @driver
@@ -89,28 +91,29 @@ def score_tile(p: int, ws: int, batch: int, kv_head: int, num_rows: int, count: 
     """Scores of keys [k0, end), `count` rows a K/V head; the rows of V that are weighed next are prefetched."""
     row = k0
     while row < end:
-        size = part_length(p, row, end)
+        size = part_length(p, f.K, row, end)
         k, v = kv_address(p, f.K, batch, kv_head, row), kv_address(p, f.V, batch, kv_head, row)
         s = ws + field(p, f.WS_SCORES) + 4 * PANEL * (row - k0)
         for first in range(0, num_rows, count):
-            score_run(p, ws, k, v, size, first, count, s + 4 * first)
+            factor = e4m3_factor(p, f.K, batch, kv_head + first // count, row)
+            score_run(p, ws, k, v, size, first, count, s + 4 * first, factor)
             k += field(p, f.K_HEAD)
             v += field(p, f.V_HEAD)
         row += size
 
 
 @driver
-def weigh_run(p: int, ws: int, v: int, ahead: int, size: int, first: int, count: int, s: int) -> None:
+def weigh_run(p: int, ws: int, v: int, ahead: int, size: int, first: int, count: int, s: int, factor: float) -> None:
     """Values of a run of keys of one head into rows [first, first + count); rows at `ahead` are prefetched."""
-    width, v_row, dtype = field(p, f.DIM_V_LANES), field(p, f.V_ROW), field(p, f.DTYPE)
+    width, v_row, dtype = field(p, f.DIM_V_LANES), field(p, f.V_ROW), field(p, f.KV_DTYPE)
     acc_row, k_row, alpha = 4 * field(p, f.DIM_V_PADDED), field(p, f.K_ROW), ws + field(p, f.WS_ALPHA) + 4 * first
     acc = ws + field(p, f.WS_ACC) + first * acc_row
     if field(p, f.HEAD_DIM_V) != width:
         packed = ws + field(p, f.WS_V)
-        pack_rows(v, v_row, size, dtype, field(p, f.HEAD_DIM_V), packed, 4 * width, width)
-        stream_values(packed, 4 * width, size, width, FP32_CODE, s, count, acc, acc_row, alpha, ahead, k_row)
+        pack_rows(v, v_row, size, dtype, field(p, f.HEAD_DIM_V), packed, 4 * width, width, factor)
+        stream_values(packed, 4 * width, size, width, FP32_CODE, s, count, acc, acc_row, alpha, ahead, k_row, 1.0)
     else:
-        stream_values(v, v_row, size, width, dtype, s, count, acc, acc_row, alpha, ahead, k_row)
+        stream_values(v, v_row, size, width, dtype, s, count, acc, acc_row, alpha, ahead, k_row, factor)
 
 
 @driver
@@ -120,12 +123,13 @@ def weigh_tile(
     """Values of keys [k0, end) into the running results; the rows of K of the next tile are prefetched."""
     row = k0
     while row < end:
-        size = part_length(p, row, end)
+        size = part_length(p, f.V, row, end)
         v = kv_address(p, f.V, batch, kv_head, row)
         ahead = kv_address(p, f.K, batch, kv_head, min(row + BLOCK_N, last))
         s = ws + field(p, f.WS_SCORES) + 4 * PANEL * (row - k0)
         for first in range(0, num_rows, count):
-            weigh_run(p, ws, v, ahead, size, first, count, s + 4 * first)
+            factor = e4m3_factor(p, f.V, batch, kv_head + first // count, row)
+            weigh_run(p, ws, v, ahead, size, first, count, s + 4 * first, factor)
             v += field(p, f.V_HEAD)
             ahead += field(p, f.K_HEAD)
         # The running results were rescaled with the first run.

@@ -1,4 +1,4 @@
-"""Vector code as LLVM IR: a thin layer over llvmlite's builder that knows the instruction set and the three dtypes.
+"""Vector code as LLVM IR: a thin layer over llvmlite's builder that knows the instruction set and the dtypes.
 
 Addresses are int64 numbers of bytes, as the drivers hold them. Floating point is exact IEEE per instruction: no
 fast-math flags, since reassociation would delete the rounding tricks.
@@ -14,15 +14,17 @@ from llvmlite import ir
 
 from tilewise.backends.cpu.isa import Isa
 
-__all__ = ["BF16", "BOOL", "FP16", "FP32", "ITEM_BYTES", "Emitter", "Value"]
+__all__ = ["BF16", "BOOL", "E4M3", "E4M3_UNIT", "FP16", "FP32", "ITEM_BYTES", "Emitter", "Value"]
 
 Value = Any  # llvmlite carries no types
 
 F32, I64, I32, I16, I8 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
 
 # Element codes of the parameter block. A boolean mask is read as a bias: True is 0, False is -inf.
-FP32, BF16, FP16, BOOL = 0, 1, 2, 3
-ITEM_BYTES = (4, 2, 2, 1)
+FP32, BF16, FP16, BOOL, E4M3 = 0, 1, 2, 3, 4
+ITEM_BYTES = (4, 2, 2, 1, 1)
+# e4m3 bits shifted into an fp16 number are this many times too small: its exponents are biased by 15 instead of 7.
+E4M3_UNIT = 2.0**8
 
 # 2^f on [-1/2, 1/2], minimax for relative error: 1.6e-7 in fp32 arithmetic.
 EXP2_POLYNOMIAL = (1.326472690e-03, 9.671512661e-03, 5.550733744e-02, 2.402224208e-01, 6.931469776e-01, 1.0)
@@ -96,11 +98,12 @@ class Emitter:
         for i, value in enumerate(values):
             self.store(self.at(address, i * self.lanes), value)
 
-    def splat(self, scalar: Value) -> Value:
+    def splat(self, scalar: Value, lanes: int | None = None) -> Value:
         """A vector of one run-time scalar."""
-        kind = ir.VectorType(scalar.type, self.lanes)
+        count = lanes or self.lanes
+        kind = ir.VectorType(scalar.type, count)
         first = self.b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
-        return self.lane(first, 0)
+        return self.b.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, count), [0] * count))
 
     def lane(self, vector: Value, index: int) -> Value:
         """A vector of one lane of another."""
@@ -150,11 +153,23 @@ class Emitter:
         with self.b.if_then(condition):
             body()
 
-    def positive(self, count: Value, step: int, body: Callable[[Value], None]) -> None:
-        """Like `loop` without carried values, but allowed to run zero times."""
-        self.when(
-            self.b.icmp_signed(">", count, self.i64(0)), lambda: void(self.loop(count, step, (), lambda i: body(i)))
-        )
+    def positive(
+        self, count: Value, step: int, body: Callable[..., Sequence[Value] | None], carried: Sequence[Value] = ()
+    ) -> list[Value]:
+        """Like `loop`, but allowed to run zero times."""
+        b, before = self.b, self.b.block
+        some, after = b.append_basic_block("some"), b.append_basic_block("joined")
+        b.cbranch(b.icmp_signed(">", count, self.i64(0)), some, after)
+        b.position_at_end(some)
+        results = self.loop(count, step, carried, body)
+        b.branch(after)
+        end = b.block
+        b.position_at_end(after)
+        joined = [b.phi(value.type) for value in carried]
+        for phi, value, result in zip(joined, carried, results, strict=True):
+            phi.add_incoming(value, before)
+            phi.add_incoming(result, end)
+        return joined
 
     # Arithmetic
 
@@ -231,10 +246,14 @@ class Emitter:
 
     # Element types
 
-    def load_as_f32(self, address: Value, dtype: int, lanes: int | None = None) -> Value:
-        """Adjacent elements of some dtype as a vector of fp32."""
+    def load_as_f32(self, address: Value, dtype: int, lanes: int | None = None, factor: Value = None) -> Value:
+        """Adjacent elements of some dtype as a vector of fp32; e4m3 ones times `factor`, their scale * E4M3_UNIT."""
         b, count = self.b, lanes or self.lanes
         floats, words = ir.VectorType(F32, count), ir.VectorType(I32, count)
+        if dtype == E4M3:
+            return b.fmul(
+                self._e4m3_to_float(self.load(address, ir.VectorType(I8, count), align=1)), self.splat(factor, count)
+            )
         if dtype == FP32:
             return self.load(address, floats)
         if dtype == BOOL:
@@ -244,14 +263,47 @@ class Emitter:
         halves = self.load(address, ir.VectorType(I16, count), align=2)
         if dtype == BF16:
             return b.bitcast(b.shl(b.zext(halves, words), self.i32s(16, count)), floats)
+        return self._half_to_float(halves)
+
+    def load_many_as_f32(self, address: Value, dtype: int, count: int, factor: Value) -> list[Value]:
+        """`count` adjacent vectors, as `load_as_f32` makes them; of e4m3 two at a time, as its bits are moved in 16-bit
+        lanes.
+        """
+        b, lanes, item = self.b, self.lanes, ITEM_BYTES[dtype]
+        at_once = 2 if dtype == E4M3 else 1
+        found = []
+        for first in range(0, count, at_once):
+            number = min(at_once, count - first)
+            both = self.load_as_f32(b.add(address, self.i64(first * lanes * item)), dtype, number * lanes, factor)
+            picks = [ir.Constant(self.int_vector, list(range(n * lanes, (n + 1) * lanes))) for n in range(number)]
+            found += [b.shuffle_vector(both, both, pick) for pick in picks]
+        return found
+
+    def _e4m3_to_float(self, codes: Value) -> Value:
+        """e4m3 numbers / E4M3_UNIT, by way of fp16: its subnormal numbers are the right ones, and those of fp32, which
+        processors are slow with or flush to 0, are never met.
+        """
+        b, count = self.b, codes.type.count
+        shorts = ir.VectorType(I16, count)
+
+        def constant(number: int) -> Value:
+            return ir.Constant(shorts, [number] * count)
+
+        # The sign is in bits 15 and 14, the other seven are below. One more in their last place changes bit 14 if they
+        # are all ones, and only then: exclusive or with it leaves 0 there for numbers, and the exponent of NaN for NaN.
+        placed = b.shl(b.sext(codes, shorts), constant(7))
+        changed = b.and_(b.add(placed, constant(0x80)), constant(0x4000))
+        return self._half_to_float(b.xor(placed, changed))
+
+    def _half_to_float(self, halves: Value) -> Value:
+        """fp16 bits as fp32; without hardware: shift into place, rescale the exponent by 2^112, restore inf, NaN and
+        the sign.
+        """
+        b, count = self.b, halves.type.count
+        floats, words = ir.VectorType(F32, count), ir.VectorType(I32, count)
         if self.isa.has_half:
             return b.fpext(b.bitcast(halves, ir.VectorType(ir.HalfType(), count)), floats)
-        return self._half_to_float(b.zext(halves, words), count)
-
-    def _half_to_float(self, word: Value, count: int) -> Value:
-        """fp16 bits in 32-bit lanes: shift into place, rescale the exponent by 2^112, restore inf, NaN and the sign."""
-        b = self.b
-        floats, words = ir.VectorType(F32, count), ir.VectorType(I32, count)
+        word = b.zext(halves, words)
         body = b.shl(b.and_(word, self.i32s(0x7FFF, count)), self.i32s(13, count))
         scaled = b.bitcast(b.fmul(b.bitcast(body, floats), self.f32s(2.0**112, count)), words)
         special = b.icmp_unsigned(">=", body, self.i32s(0x7C00 << 13, count))

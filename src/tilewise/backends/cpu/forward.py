@@ -29,12 +29,14 @@ from tilewise.backends.cpu.scoring import (
     VALUE_STEP,
     change_scores,
     drop_panel,
+    e4m3_factor,
     k_length,
     pack_tile,
     pack_values_tile,
     prepare_rows,
     q_length,
     q_start,
+    rows_of_scale,
 )
 
 __all__ = ["forward"]
@@ -44,12 +46,10 @@ VALUE_ROWS = host().value_rows
 
 
 @driver
-def pack_queries(
-    p: int, tensor: int, batch: int, head: int, first_row: int, count: int, stage: int, target: int
-) -> None:
-    """Rows of q (or dout) into transposed, scaled panels; stage holds one panel of rows."""
-    width, q_len = field(p, f.DIM_LANES), q_length(p, batch)
-    base = field(p, tensor) + batch * field(p, tensor + 1) + q_start(p, batch) * field(p, tensor + 3)
+def pack_queries(p: int, batch: int, head: int, first_row: int, count: int, stage: int, target: int) -> None:
+    """Rows of q into transposed, scaled panels; stage holds one panel of rows."""
+    width, q_len, dtype = field(p, f.DIM_LANES), q_length(p, batch), field(p, f.Q_DTYPE)
+    base = field(p, f.Q) + batch * field(p, f.Q_BATCH) + q_start(p, batch) * field(p, f.Q_ROW)
     row = first_row
     for panel in range((count + PANEL - 1) // PANEL):
         lane = 0
@@ -58,12 +58,10 @@ def pack_queries(
             if row == q_len:
                 row = 0
                 head += 1
-            run = min(rows - lane, q_len - row)
-            source = base + head * field(p, tensor + 2) + row * field(p, tensor + 3)
-            place = stage + 4 * lane * width
-            pack_rows(
-                source, field(p, tensor + 3), run, field(p, f.DTYPE), field(p, f.HEAD_DIM), place, 4 * width, width
-            )
+            run = rows_of_scale(p, f.Q, row, min(rows - lane, q_len - row))
+            source, place = base + head * field(p, f.Q_HEAD) + row * field(p, f.Q_ROW), stage + 4 * lane * width
+            factor = e4m3_factor(p, f.Q, batch, head, row)
+            pack_rows(source, field(p, f.Q_ROW), run, dtype, field(p, f.HEAD_DIM), place, 4 * width, width, factor)
             lane += run
             row += run
         fill(stage + 4 * rows * width, (PANEL - rows) * width, 0.0)
@@ -172,7 +170,7 @@ def forward_item(p: int, ws: int, item: int) -> None:
     k_begin = chunk * field(p, f.CHUNK)
     k_end = k_len if chunk == num_chunks - 1 else min(k_len, k_begin + field(p, f.CHUNK))
     prepare_rows(p, ws, batch, head, first_row, count, k_begin, k_end)
-    pack_queries(p, f.Q, batch, head, first_row, count, ws + field(p, f.WS_STAGE), ws + field(p, f.WS_Q))
+    pack_queries(p, batch, head, first_row, count, ws + field(p, f.WS_STAGE), ws + field(p, f.WS_Q))
     padded = (count + PANEL - 1) // PANEL * PANEL
     state = acc_state(p, ws)
     fill(ws + field(p, f.WS_ACC), padded * field(p, f.DIM_V_PADDED), 0.0)

@@ -84,11 +84,11 @@ def rows_tile(
     itself, or `target`, into which they are packed.
     """
     adjacent = dim == width and field(p, tensor + 3) == 2 * width
-    if adjacent and (end - begin) % STEP == 0 and run_length(p, begin, end) == end - begin:
+    if adjacent and (end - begin) % STEP == 0 and run_length(p, tensor, begin, end) == end - begin:
         return kv_address(p, tensor, batch, kv_head, begin)
     row = begin
     while row < end:
-        count = run_length(p, row, end)
+        count = run_length(p, tensor, row, end)
         source, place = kv_address(p, tensor, batch, kv_head, row), target + 2 * (row - begin) * width
         pack_halves(source, field(p, tensor + 3), count, dim, place, 2 * width, width)
         row += count

@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu import schedule, threads
 from tilewise.backends.cpu.cache import program
-from tilewise.backends.cpu.emit import BF16, FP16, FP32
+from tilewise.backends.cpu.emit import BF16, E4M3, FP16, FP32
 from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.schedule import Lengths, Schedule, round_up
 from tilewise.numerics import LOG2E, dropout_threshold
@@ -96,6 +96,8 @@ def problem_fields(problem: AttentionProblem) -> Block:
         f.DIM_V_PADDED: padded.v_padded,
         f.DIM_V_LANES: padded.v_lanes,
         f.DTYPE: DTYPES[problem.dtype],
+        f.Q_DTYPE: E4M3 if "q" in problem.fp8 else DTYPES[problem.dtype],
+        f.KV_DTYPE: E4M3 if problem.fp8 else DTYPES[problem.dtype],
         f.Q_SCALE: f.float_bits(q_scale),
         f.SCALE: f.float_bits(problem.scale),
         f.TO_LOG2: f.float_bits(to_log2),
@@ -160,12 +162,11 @@ Strides = tuple[int, ...]
 @functools.lru_cache(maxsize=1024)
 def template(problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: Strides) -> Values:
     """The block of a call but for its addresses, to be copied."""
-    item = problem.dtype.itemsize
+    item, kv_item = problem.dtype.itemsize, schedule.kv_item(problem)
     kv_kind = problem.kind if problem.kind in ("dense", "paged") else "packed"
     fields = problem_fields(problem) | lse_strides(problem, kind)
-    fields |= (
-        stride_fields(f.Q, q, item, kind) | stride_fields(f.K, k, item, kv_kind) | stride_fields(f.V, v, item, kv_kind)
-    )
+    fields |= stride_fields(f.Q, q, 1 if "q" in problem.fp8 else item, kind)
+    fields |= stride_fields(f.K, k, kv_item, kv_kind) | stride_fields(f.V, v, kv_item, kv_kind)
     packed = (problem.num_heads * problem.head_dim_v, problem.head_dim_v)
     fields |= stride_fields(f.OUT, _dense_out_strides(problem) if kind == "dense" else packed, item, kind)
     if kind == "token":
@@ -187,6 +188,8 @@ def put_operands(
     values[f.OUT], values[f.LSE] = out.data_ptr(), lse.data_ptr()
     if problem.kind != "dense":
         put(values, _sequence_fields(operands, keep))
+    if problem.fp8:
+        put(values, _scale_fields(problem, operands))
     if values[f.FEATURES] or problem.has_sinks:
         put(values, _feature_fields(problem, operands, keep))
 
@@ -211,6 +214,18 @@ def _sequence_fields(operands: Operands, keep: list[Tensor]) -> Block:
     if operands.block_table is not None:
         keep.append(operands.block_table.to(torch.int32).contiguous())
         block |= {f.BLOCK_TABLE: keep[-1].data_ptr(), f.BLOCK_TABLE_ROW: 4 * keep[-1].shape[1]}
+    return block
+
+
+def _scale_fields(problem: AttentionProblem, operands: Operands) -> Block:
+    """Addresses and byte strides of the scales of e4m3 operands, and the rows that share one."""
+    block: Block = {}
+    positions = (f.Q_SCALES, f.K_SCALES, f.V_SCALES)
+    scales = (operands.q_scale, operands.k_scale, operands.v_scale)
+    for position, scale, rows in zip(positions, scales, problem.scale_blocks, strict=True):
+        if scale is not None:
+            strides = (4 * stride for stride in scale.stride())
+            block |= dict(enumerate((scale.data_ptr(), *strides, rows or 0), position))
     return block
 
 
@@ -322,9 +337,9 @@ def lengths(problem: AttentionProblem, operands: Operands) -> tuple[Lengths, Len
     return q_lengths, np.diff(operands.cu_seqlens_k.numpy()).astype(np.int64)
 
 
-def empty_out(problem: AttentionProblem, like: Tensor) -> Tensor:
+def empty_out(problem: AttentionProblem) -> Tensor:
     """The output: a heads-first view of memory in the caller's layout."""
-    out = torch.empty(problem.out_shape, dtype=like.dtype)
+    out = torch.empty(problem.out_shape, dtype=problem.dtype)
     return out.transpose(1, 2) if problem.kind == "dense" and problem.layout == "bshd" else out
 
 
@@ -338,7 +353,7 @@ def expected_microseconds(problem: AttentionProblem) -> int:
     dims_of_pair = problem.head_dim + problem.head_dim_v
     if schedule.decodes(problem):
         rows = problem.batch * problem.seqlen_k * problem.num_kv_heads
-        return rows * dims_of_pair * problem.dtype.itemsize // DECODED_BYTES
+        return rows * dims_of_pair * schedule.kv_item(problem) // DECODED_BYTES
     flops = 2 * problem.total_q * problem.num_heads * problem.seqlen_k * dims_of_pair
     rate = FLOPS_WITH_MATRIX if forward_program(problem) == "forward_matrix" else FLOPS_PER_LANE * host().lanes
     return flops // rate
@@ -388,7 +403,7 @@ def packed_call(problem: AttentionProblem, operands: Operands, q_lengths: Length
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
-    out, lse = empty_out(problem, operands.q), torch.empty(problem.lse_shape, dtype=torch.float32)
+    out, lse = empty_out(problem), torch.empty(problem.lse_shape, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse.fill_(-torch.inf)
     if problem.kind == "dense":
@@ -409,7 +424,9 @@ def forward_program(problem: AttentionProblem) -> str:
     """The program for a forward pass."""
     if schedule.decodes(problem):
         return "decode"
-    return "forward_matrix" if problem.dtype == torch.bfloat16 and host().matrix is not None else "forward"
+    # e4m3 times its scale is no number of bf16.
+    in_tiles = problem.dtype == torch.bfloat16 and not problem.fp8 and host().matrix is not None
+    return "forward_matrix" if in_tiles else "forward"
 
 
 def run_items(name: str, values: Values, plan: Schedule, workspace_bytes: int, count: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from tilewise.backends.cpu.compiler import kernel
-from tilewise.backends.cpu.emit import BF16, F32, FP16, FP32, ITEM_BYTES, Emitter, Value, void
+from tilewise.backends.cpu.emit import BF16, E4M3, F32, FP16, FP32, ITEM_BYTES, Emitter, Value, void
 
 __all__ = [
     "add_row",
@@ -43,6 +43,8 @@ def by_dtype(e: Emitter, dtype: Value, dtypes: tuple[int, ...], body: Callable[[
     e.b.position_at_end(done)
 
 
+# What rows are read from.
+SOURCES = (FP32, BF16, FP16, E4M3)
 # Vectors that are moved in one round of a loop.
 MOVED_AT_ONCE = 4
 
@@ -66,7 +68,7 @@ def _zero_up_to(e: Emitter, address: Value, count: Value, padded: Value) -> None
     e.positive(e.b.sub(padded, count), 1, lambda i: e.store(e.at(e.at(address, count), i), zero))
 
 
-@kernel("iiiiiiii")
+@kernel("iiiiiiiif")
 def pack_rows(
     e: Emitter,
     source: Value,
@@ -77,8 +79,11 @@ def pack_rows(
     target: Value,
     target_stride: Value,
     padded: Value,
+    factor: Value,
 ) -> None:
-    """target[num_rows][padded] = source[num_rows][dim] as fp32, zero beyond dim; strides in bytes."""
+    """target[num_rows][padded] = source[num_rows][dim] as fp32, zero beyond dim; strides in bytes. `factor` is for e4m3
+    (see load_as_f32).
+    """
     b = e.b
 
     def convert(code: int) -> None:
@@ -86,7 +91,7 @@ def pack_rows(
             read, write = b.add(source, b.mul(n, source_stride)), b.add(target, b.mul(n, target_stride))
 
             def element(i: Value, lanes: int) -> None:
-                value = e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes)
+                value = e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes, factor)
                 e.store(e.at(write, i), value)
 
             _elements(e, dim, element)
@@ -94,10 +99,10 @@ def pack_rows(
 
         e.positive(num_rows, 1, row)
 
-    by_dtype(e, dtype, (FP32, BF16, FP16), convert)
+    by_dtype(e, dtype, SOURCES, convert)
 
 
-@kernel("iiiiiiii")
+@kernel("iiiiiiiif")
 def pack_values(
     e: Emitter,
     source: Value,
@@ -108,6 +113,7 @@ def pack_values(
     target: Value,
     column_bytes: Value,
     padded: Value,
+    factor: Value,
 ) -> None:
     """Rows as `pack_rows`, but in columns of value_step: target[column][row][value_step], which the value kernel
     streams through.
@@ -123,12 +129,12 @@ def pack_values(
                 return b.add(write, b.add(b.mul(column, column_bytes), b.mul(b.urem(i, e.i64(width)), e.i64(4))))
 
             def element(i: Value, lanes: int) -> None:
-                e.store(place(i), e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes))
+                e.store(place(i), e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes, factor))
 
             def whole_column(i: Value, to: Value) -> list[Value]:
                 for j in range(e.isa.value_vectors):
                     at = b.mul(b.add(i, e.i64(j * e.lanes)), e.i64(ITEM_BYTES[code]))
-                    e.store(e.at(to, j * e.lanes), e.load_as_f32(b.add(read, at), code))
+                    e.store(e.at(to, j * e.lanes), e.load_as_f32(b.add(read, at), code, factor=factor))
                 return [b.add(to, column_bytes)]
 
             columns = b.mul(b.udiv(dim, e.i64(width)), e.i64(width))
@@ -139,7 +145,7 @@ def pack_values(
 
         e.positive(num_rows, 1, row)
 
-    by_dtype(e, dtype, (FP32, BF16, FP16), convert)
+    by_dtype(e, dtype, SOURCES, convert)
 
 
 @kernel("iiiif")
@@ -207,18 +213,12 @@ def store_row(e: Emitter, source: Value, dim: Value, target: Value, dtype: Value
     def convert(code: int) -> None:
         def element(i: Value, lanes: int) -> None:
             value = e.load(e.at(source, i), ir.VectorType(F32, lanes))
-            scaled = e.b.fmul(value, _splat(e, factor, lanes))
+            scaled = e.b.fmul(value, e.splat(factor, lanes))
             e.store_from_f32(e.b.add(target, e.b.mul(i, e.i64(ITEM_BYTES[code]))), scaled, code)
 
         _elements(e, dim, element)
 
     by_dtype(e, dtype, (FP32, BF16, FP16), convert)
-
-
-def _splat(e: Emitter, scalar: Value, lanes: int) -> Value:
-    if lanes == e.lanes:
-        return e.splat(scalar)
-    return e.b.insert_element(ir.Constant(ir.VectorType(F32, 1), ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
 
 
 @kernel("iif")

@@ -23,8 +23,8 @@ OUT, OUT_BATCH, OUT_HEAD, OUT_ROW = range(19, 23)
 LSE, LSE_BATCH, LSE_HEAD = range(23, 26)
 # Sequences: lengths, or tables of them; pages.
 SEQLEN_Q, SEQLEN_K, CU_SEQLENS_Q, CU_SEQLENS_K, SEQLENS_K, BLOCK_TABLE, BLOCK_TABLE_ROW, PAGE_SIZE = range(26, 34)
-# Sizes and dtype.
-NUM_HEADS, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, DIM_PADDED, DIM_LANES, DIM_V_PADDED, DTYPE, ITEM = range(34, 43)
+# Sizes and dtypes: of results (and, where it is not e4m3, of q), of K and V.
+NUM_HEADS, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, DIM_PADDED, DIM_LANES, DIM_V_PADDED, DTYPE, KV_DTYPE = range(34, 43)
 # Semantics.
 Q_SCALE, WINDOW_LEFT, WINDOW_RIGHT, SOFTCAP, FEATURES = range(43, 48)
 BIAS, BIAS_BATCH, BIAS_HEAD, BIAS_ROW, BIAS_KEY, BIAS_DTYPE = range(48, 54)
@@ -52,7 +52,11 @@ WS_ACC_T, WS_WEIGHTS, WS_PRODUCT, WS_V_ROWS, WS_TILES = range(130, 135)
 ORIGIN_BATCH, ORIGIN_HEAD, ORIGIN_ROW, ORIGIN_KEY = range(135, 139)
 # The rest of lse's factor and of lse in log2 units, beyond fp32.
 LSE_TO_LOG2_LOW, WS_LSE_LOW = range(139, 141)
-BLOCK_FIELDS = 141
+# The dtype of q, and the scales of e4m3 operands: address (0: no scales), strides of a sequence or page, a head and a
+# block, and the rows of a block (0: all rows of a head share one).
+Q_DTYPE = 141
+Q_SCALES, K_SCALES, V_SCALES = range(142, 157, 5)
+BLOCK_FIELDS = 157
 
 # Bits of WORK: what a backward pass produces.
 MAKES_DQ, MAKES_DKV, MAKES_DBIAS = 1, 2, 4

@@ -55,15 +55,20 @@ def round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
+def kv_item(problem: AttentionProblem) -> int:
+    """Bytes of an element of K or V."""
+    return 1 if problem.fp8 else problem.dtype.itemsize
+
+
 def decodes(problem: AttentionProblem) -> bool:
     """Whether a problem takes the decode path."""
     return problem.seqlen_q * problem.group_size <= DECODE_ROWS
 
 
 def shares_panels(problem: AttentionProblem) -> bool:
-    """Whether the heads of a GQA group are computed together: all of their rows fit a block, for which K and V are packed
-    once (64 rows of 8 heads on 2, 4096 keys of dim 128, one thread of a Xeon: fp32 9.3 ms head by head, 7.8 together;
-    bf16 3.3 and 2.4).
+    """Whether the heads of a GQA group are computed together: their rows fit a block, for which K and V are packed once
+    (64 rows of 8 heads on 2, 4096 keys of dim 128, one thread of a Xeon: fp32 9.3 ms head by head, 7.8 together; bf16
+    3.3 and 2.4).
     """
     return problem.group_size > 1 and problem.seqlen_q * problem.group_size <= host().block_m
 
@@ -97,7 +102,7 @@ def heads_per_unit(problem: AttentionProblem, k_lengths: Lengths, threads: int) 
     """Query heads of a work item: a group where it shares panels, several groups in decode. It changes no bit."""
     if not decodes(problem):
         return problem.group_size if shares_panels(problem) else 1
-    kv_heads, bytes_per_head = problem.num_kv_heads, problem.head_dim * problem.dtype.itemsize
+    kv_heads, bytes_per_head = problem.num_kv_heads, problem.head_dim * kv_item(problem)
     most = min(host().panel // max(1, problem.seqlen_q * problem.group_size), TOGETHER_BYTES // bytes_per_head)
     chunks = int(_chunks(problem, k_lengths).sum())
     fitting = (n for n in range(max(1, most), 0, -1) if kv_heads % n == 0)

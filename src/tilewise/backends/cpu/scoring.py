@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.compiler import driver
+from tilewise.backends.cpu.emit import E4M3_UNIT
 from tilewise.backends.cpu.features import (
     FIELD_BYTES,
     PANEL,
@@ -114,11 +115,41 @@ def kv_address(p: int, tensor: int, batch: int, kv_head: int, row: int) -> int:
 
 
 @driver
-def run_length(p: int, row: int, end: int) -> int:
-    """How many rows from `row` on, below `end`, lie at one stride: up to the end of the page."""
+def scales_of(tensor: int) -> int:
+    """The position of the scale fields of Q, K or V."""
+    return f.Q_SCALES + (tensor - f.Q) // 4 * 5
+
+
+@driver
+def e4m3_factor(p: int, tensor: int, batch: int, head: int, row: int) -> float:
+    """What loads of e4m3 multiply a row of Q, K or V with: its scale times E4M3_UNIT. Other dtypes take no notice.
+
+    It is finite for scales below 2^120; those of fp32 numbers are at most 2^128 / 448.
+    """
+    scales = scales_of(tensor)
+    if field(p, scales) == 0:
+        return 1.0
+    entry = kv_row(p, batch, row) if tensor != f.Q and field(p, f.PAGE_SIZE) != 0 else batch
+    block = row // field(p, scales + 4) if field(p, scales + 4) != 0 else 0
+    place = entry * field(p, scales + 1) + head * field(p, scales + 2) + block * field(p, scales + 3)
+    return E4M3_UNIT * load_f32(field(p, scales) + place)
+
+
+@driver
+def rows_of_scale(p: int, tensor: int, row: int, count: int) -> int:
+    """How many of `count` rows of Q, K or V from `row` on share a scale."""
+    block = field(p, scales_of(tensor) + 4)
+    return min(count, block - row % block) if block != 0 else count
+
+
+@driver
+def run_length(p: int, tensor: int, row: int, end: int) -> int:
+    """How many rows of K or V from `row` on, below `end`, lie at one stride and share a scale: up to the end of the
+    page, or of the scale's block.
+    """
     page_size = field(p, f.PAGE_SIZE)
     if page_size == 0:
-        return end - row
+        return rows_of_scale(p, tensor, row, end - row)
     return min(end - row, page_size - row % page_size)
 
 
@@ -129,23 +160,15 @@ def pack_tile(
     """Where rows [begin, end) of K or V are fp32 rows of `width`, zero beyond dim, with zero rows up to a whole key
     step: the tensor itself if it is just so, else `target`, into which they are packed.
     """
-    fits = field(p, f.DTYPE) == FP32_CODE and dim == width and field(p, tensor + 3) == 4 * width
-    if fits and (end - begin) % KEY_STEP == 0 and run_length(p, begin, end) == end - begin:
+    fits = field(p, f.KV_DTYPE) == FP32_CODE and dim == width and field(p, tensor + 3) == 4 * width
+    if fits and (end - begin) % KEY_STEP == 0 and run_length(p, tensor, begin, end) == end - begin:
         return kv_address(p, tensor, batch, kv_head, begin)
     row = begin
     while row < end:
-        count = run_length(p, row, end)
-        source = kv_address(p, tensor, batch, kv_head, row)
-        pack_rows(
-            source,
-            field(p, tensor + 3),
-            count,
-            field(p, f.DTYPE),
-            dim,
-            target + 4 * (row - begin) * width,
-            4 * width,
-            width,
-        )
+        count = run_length(p, tensor, row, end)
+        source, place = kv_address(p, tensor, batch, kv_head, row), target + 4 * (row - begin) * width
+        factor = e4m3_factor(p, tensor, batch, kv_head, row)
+        pack_rows(source, field(p, tensor + 3), count, field(p, f.KV_DTYPE), dim, place, 4 * width, width, factor)
         row += count
     for pad in range(end - begin, (end - begin + KEY_STEP - 1) // KEY_STEP * KEY_STEP):
         for d in range(width):
@@ -160,12 +183,11 @@ def pack_values_tile(p: int, batch: int, kv_head: int, begin: int, end: int, tar
     column_bytes = 4 * BLOCK_N * VALUE_STEP
     row = begin
     while row < end:
-        count = run_length(p, row, end)
+        count = run_length(p, f.V, row, end)
         source = kv_address(p, f.V, batch, kv_head, row)
-        place = target + 4 * (row - begin) * VALUE_STEP
-        pack_values(
-            source, field(p, f.V_ROW), count, field(p, f.DTYPE), field(p, f.HEAD_DIM_V), place, column_bytes, width
-        )
+        place, dim = target + 4 * (row - begin) * VALUE_STEP, field(p, f.HEAD_DIM_V)
+        factor = e4m3_factor(p, f.V, batch, kv_head, row)
+        pack_values(source, field(p, f.V_ROW), count, field(p, f.KV_DTYPE), dim, place, column_bytes, width, factor)
         row += count
     padded = (end - begin + KEY_STEP - 1) // KEY_STEP * KEY_STEP
     for column in range(width // VALUE_STEP):

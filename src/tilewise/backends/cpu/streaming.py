@@ -7,22 +7,25 @@ for each in turn.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 
 from llvmlite import ir
 
 from tilewise.backends.cpu.compiler import kernel
-from tilewise.backends.cpu.emit import BF16, FP16, FP32, I32, ITEM_BYTES, Emitter, Value
-from tilewise.backends.cpu.packing import by_dtype
+from tilewise.backends.cpu.emit import I32, ITEM_BYTES, Emitter, Value
+from tilewise.backends.cpu.packing import SOURCES, by_dtype
 
 __all__ = ["stream_scores", "stream_values"]
 
-DTYPES = (FP32, BF16, FP16)
 # Rows that share a loaded vector of K or V, and keys whose loads are in flight together: 16 accumulators, or 8.
 ROWS, KEYS, KEYS_FOR_ONE = 4, 4, 8
 # Vectors of V per row that are accumulated in registers.
 STRIP_FOR_ROWS, STRIP_FOR_ONE = 4, 8
 CACHE_LINE = 64
+# Vectors of a row of K that a round of the loop multiplies at most, and how many of each key are in registers at once.
+MOST_VECTORS, TOGETHER = 4, 2
 
 
 def _in_groups(e: Emitter, count: Value, size: int, body: Callable[[Value, int], None]) -> None:
@@ -60,7 +63,7 @@ def _store_sums(e: Emitter, sums: list[Value], out: Value, first_key: int, rows:
         e.store(e.at(out, (first_key + n) * e.isa.panel), part)
 
 
-@kernel("iiiiiiiiiii")
+@kernel("iiiiiiiiiiif")
 def stream_scores(
     e: Emitter,
     k: Value,
@@ -74,6 +77,7 @@ def stream_scores(
     s: Value,
     ahead: Value,
     ahead_stride: Value,
+    factor: Value,
 ) -> None:
     """s[num_keys][num_rows of panel] = k[num_keys][dim] . q[num_rows][dim]; dim is a multiple of lanes, rows at
     `ahead` are prefetched.
@@ -86,19 +90,27 @@ def stream_scores(
         q_rows = e.rows(b.add(q, b.mul(row, q_stride)), q_stride, rows)
         ahead_rows = e.rows(b.add(ahead, b.mul(key, ahead_stride)), ahead_stride, keys)
 
-        def step(d: Value, *acc: Value) -> list[Value]:
+        def step(vectors: int, first: Value, *acc: Value) -> list[Value]:
             sums = list(acc)
-            offset = b.mul(d, e.i64(item))
+            offset = b.mul(first, e.i64(item))
             for place in ahead_rows:
                 e.prefetch(b.add(place, offset))
-            loaded = [e.load_as_f32(b.add(place, offset), code) for place in k_rows]
-            for r, place in enumerate(q_rows):
-                query = e.load(e.at(place, d))
-                for n in range(keys):
-                    sums[n * rows + r] = e.fma(query, loaded[n], sums[n * rows + r])
+            for u in range(0, vectors, TOGETHER):
+                at, count = e.i64(u * e.lanes * item), min(TOGETHER, vectors - u)
+                loaded = [e.load_many_as_f32(b.add(b.add(row, offset), at), code, count, factor) for row in k_rows]
+                for w, (r, place) in itertools.product(range(count), enumerate(q_rows)):
+                    query = e.load(e.at(e.at(place, first), (u + w) * e.lanes))
+                    for n in range(keys):
+                        sums[n * rows + r] = e.fma(query, loaded[n][w], sums[n * rows + r])
             return sums
 
-        sums = e.loop(dim, e.lanes, [e.f32s(0.0)] * (rows * keys), step)
+        # A cache line of K at a time, so that none is prefetched twice, and then what is left.
+        most = min(MOST_VECTORS, max(1, CACHE_LINE // (e.lanes * item)))
+        whole = b.and_(dim, e.i64(-most * e.lanes))
+        sums = e.positive(whole, most * e.lanes, functools.partial(step, most), [e.f32s(0.0)] * (rows * keys))
+        rest = b.sub(dim, whole)
+        if most > 1:
+            sums = e.positive(rest, e.lanes, lambda d, *acc: step(1, b.add(whole, d), *acc), sums)
         out = e.at(b.add(s, b.mul(key, e.i64(4 * e.isa.panel))), row)
         for first in range(0, keys * rows, e.lanes):
             _store_sums(e, sums[first : first + e.lanes], out, first // rows, rows)
@@ -110,10 +122,10 @@ def stream_scores(
 
         _in_groups(e, num_rows, ROWS, over_keys)
 
-    by_dtype(e, dtype, DTYPES, convert)
+    by_dtype(e, dtype, SOURCES, convert)
 
 
-@kernel("iiiiiiiiiiii")
+@kernel("iiiiiiiiiiiif")
 def stream_values(
     e: Emitter,
     v: Value,
@@ -128,6 +140,7 @@ def stream_values(
     alpha: Value,
     ahead: Value,
     ahead_stride: Value,
+    factor: Value,
 ) -> None:
     """acc[num_rows][dim] = alpha * acc + p[num_keys][num_rows of panel]^T v[num_keys][dim]; dim is a multiple of
     lanes.
@@ -141,8 +154,8 @@ def stream_values(
         acc_rows = e.rows(e.at(b.add(acc, b.mul(row, acc_stride)), first), acc_stride, rows)
         start = []
         for r, place in enumerate(acc_rows):
-            factor = e.broadcast(e.at(e.at(alpha, row), r))
-            start += [b.fmul(old, factor) for old in e.load_vectors(place, vectors)]
+            decay = e.broadcast(e.at(e.at(alpha, row), r))
+            start += [b.fmul(old, decay) for old in e.load_vectors(place, vectors)]
 
         def step(n: Value, *sums: Value) -> list[Value]:
             current = list(sums)
@@ -150,7 +163,7 @@ def stream_values(
             ahead_row = b.add(b.add(ahead, b.mul(n, ahead_stride)), offset)
             for line in range(0, vectors * e.lanes * item, CACHE_LINE):
                 e.prefetch(b.add(ahead_row, e.i64(line)))
-            values = [e.load_as_f32(b.add(v_row, e.i64(j * e.lanes * item)), code) for j in range(vectors)]
+            values = e.load_many_as_f32(v_row, code, vectors, factor)
             weights = e.at(b.add(p, b.mul(n, e.i64(4 * e.isa.panel))), row)
             for r in range(rows):
                 weight = e.broadcast(e.at(weights, r))
@@ -170,4 +183,4 @@ def stream_values(
 
         _in_groups(e, num_rows, ROWS, over_strips)
 
-    by_dtype(e, dtype, DTYPES, convert)
+    by_dtype(e, dtype, SOURCES, convert)
