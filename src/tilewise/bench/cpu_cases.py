@@ -126,6 +126,11 @@ def _decode() -> Iterator[Case]:
         yield _case(
             f"{dense}-gathered-64", "decode", **shape, kind="paged", page_size=64, implementations=(OURS, "sdpa-gather")
         )
+        # GB/s count 16-bit keys for both, so that ratios are those of time.
+        yield _case(
+            f"{dense}-fp8-paged-64", "decode", **shape, dtype="bfloat16", kind="paged", page_size=64, e4m3_values=True,
+            implementations=(OURS, "tilewise-fp8-pages"),
+        )  # fmt: skip
 
 
 def _cascade() -> Iterator[Case]:

@@ -66,6 +66,7 @@ def tilewise_and_torch(device: str) -> list[Implementation]:
         return [
             Implementation("tilewise", functools.partial(_tilewise, "auto", None)),
             Implementation("tilewise-cascade", _tilewise_cascade),
+            Implementation("tilewise-fp8-pages", _tilewise_fp8_pages),
             Implementation("tilewise-dense", _tilewise_dense),
             Implementation("sdpa", _sdpa),
             Implementation("sdpa-fp32", _sdpa_fp32),
