@@ -13,7 +13,9 @@ so nothing is read back from a device. It is followed when `refusal` has nothing
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +35,8 @@ __all__ = ["Group", "SharedPrefix", "attention", "describe", "price_seconds", "r
 LAUNCH_SECONDS = {"cpu": 3e-4, "cuda": 30e-6}
 CPU_BYTES_PER_SECOND = 60e9
 CPU_MERGE_SECONDS = 6e-9
-# What the kernel that merges takes; the fp64 reference is merged by torch.
+# Whose kernel merges on a device, and what it takes; the fp64 reference is merged by torch.
+MERGERS = {"cpu": "cpu", "cuda": "triton"}
 MERGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -149,8 +152,9 @@ def _merged(
     out: Tensor, lse: Tensor, prefix_out: Tensor, prefix_lse: Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`out` (rows, heads, dim) and `lse` (heads, rows) with the prefixes' results worked in; both are overwritten."""
-    if out.device.type == "cuda" and out.dtype in MERGE_DTYPES and not torch.compiler.is_compiling():
-        dispatch.load("triton").merge_rows(out, lse, prefix_out, prefix_lse, rows)  # type: ignore[attr-defined]
+    merge = _merger(out.device.type) if out.dtype in MERGE_DTYPES and not torch.compiler.is_compiling() else None
+    if merge is not None:
+        merge(out, lse, prefix_out, prefix_lse, rows)
         return out, lse
     count = prefix_out.shape[0]
     mine, mine_lse = (out[:count], lse[:, :count]) if rows is None else (out[rows], lse[:, rows])
@@ -166,3 +170,12 @@ def _merged(
         out.index_copy_(0, rows, both.to(out.dtype))
         lse.index_copy_(1, rows, both_lse)
     return out, lse
+
+
+@functools.cache
+def _merger(device_type: str) -> Callable[..., None] | None:
+    """The kernel that merges on a device; asked once, as finding a package takes longer than a call."""
+    if device_type not in MERGERS:
+        return None
+    backend: Any = dispatch.load(MERGERS[device_type])
+    return backend.merge_rows if backend.unavailable() is None else None

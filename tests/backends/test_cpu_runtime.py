@@ -25,6 +25,7 @@ from tilewise import settings
 from tilewise.backends.cpu import BACKEND, cache, threads
 from tilewise.backends.cpu.cache import cache_state, warmup
 from tilewise.device import named
+from tilewise.numerics import merge_partials
 from tilewise.problem import AttentionProblem
 
 pytestmark = pytest.mark.slow
@@ -145,6 +146,28 @@ def test_a_sequence_does_not_depend_on_its_batch() -> None:
     for begin, end in itertools.pairwise(ends):
         for whole, alone in zip(together, attend(begin, end, 0, end - begin), strict=True):
             assert torch.equal(whole[begin:end], alone)
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["first rows", "named rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_partial_rows_are_merged_in_place(dtype: torch.dtype, some: bool) -> None:
+    make = torch.Generator().manual_seed(0)
+    out, part = (torch.randn(rows, 4, 41, generator=make).to(dtype) for rows in (30, 23))
+    lse, part_lse = (10.0 * torch.randn(4, rows, generator=make) for rows in (30, 23))
+    rows = torch.randperm(30, generator=make)[:23] if some else torch.arange(23)
+    # One side without keys, the other, both, and NaN.
+    lse[1, rows[0]], out[rows[0], 1] = -torch.inf, 0.0
+    part_lse[2, 1], part[1, 2] = -torch.inf, 0.0
+    lse[0, rows[2]], part_lse[0, 2], out[rows[2], 0], part[2, 0] = -torch.inf, -torch.inf, 0.0, 0.0
+    part_lse[3, 4], part[4, 3] = torch.nan, torch.nan
+    want, want_lse = merge_partials(out[rows], lse[:, rows].mT, part, part_lse.mT)
+    rest = [row for row in range(30) if row not in rows]
+    before = out[rest].clone(), lse[:, rest].clone()
+    BACKEND.merge_rows(out, lse, part, part_lse, rows if some else None)
+    torch.testing.assert_close(out[rows], want, equal_nan=True)
+    torch.testing.assert_close(lse[:, rows], want_lse.mT, equal_nan=True)
+    assert torch.equal(out[rest], before[0])
+    assert torch.equal(lse[:, rest], before[1])
 
 
 def test_concurrent_callers_agree() -> None:

@@ -89,6 +89,12 @@ class CpuBackend:
 
         launch_quantising.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
 
+    def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
+        """Rows of a partial result over other keys worked into `out` and `lse`: see tilewise.cascade."""
+        from tilewise.backends.cpu import launch_partial_rows
+
+        launch_partial_rows.merge_rows(out, lse, part, part_lse, rows)
+
     def cache_state(self) -> Mapping[str, Any]:
         """Where compiled programs are kept, and how many of them for this version and processor."""
         from tilewise.backends.cpu.cache import cache_state, programs

@@ -33,6 +33,7 @@ PROGRAMS = {
     "backward": "tilewise.backends.cpu.backward",
     "write_rows": "tilewise.backends.cpu.writing",
     "append_quantised": "tilewise.backends.cpu.quantising",
+    "merge_rows": "tilewise.backends.cpu.partial_rows",
 }
 # Programs for processors with a matrix unit only.
 MATRIX_PROGRAMS = ("forward_matrix",)

@@ -18,6 +18,7 @@ __all__ = [
     "add_rows",
     "by_dtype",
     "copy_rows",
+    "elements",
     "fill",
     "pack_rows",
     "pack_values",
@@ -49,7 +50,7 @@ SOURCES = (FP32, BF16, FP16, E4M3)
 MOVED_AT_ONCE = 4
 
 
-def _elements(e: Emitter, count: Value, body: Callable[[Value, int], None]) -> None:
+def elements(e: Emitter, count: Value, body: Callable[[Value, int], None]) -> None:
     """`body(index, lanes)` over count elements: several vectors a round, whole vectors, then single elements."""
     b, several = e.b, MOVED_AT_ONCE * e.lanes
 
@@ -94,7 +95,7 @@ def pack_rows(
                 value = e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes, factor)
                 e.store(e.at(write, i), value)
 
-            _elements(e, dim, element)
+            elements(e, dim, element)
             _zero_up_to(e, write, dim, padded)
 
         e.positive(num_rows, 1, row)
@@ -139,7 +140,7 @@ def pack_values(
 
             columns = b.mul(b.udiv(dim, e.i64(width)), e.i64(width))
             e.when(b.icmp_signed(">", columns, e.i64(0)), lambda: void(e.loop(columns, width, [write], whole_column)))
-            _elements(e, b.sub(dim, columns), lambda i, lanes: element(b.add(columns, i), lanes))
+            elements(e, b.sub(dim, columns), lambda i, lanes: element(b.add(columns, i), lanes))
             zero = ir.Constant(F32, 0.0)
             e.positive(b.sub(padded, dim), 1, lambda i: e.store(place(b.add(dim, i)), zero))
 
@@ -195,7 +196,7 @@ def add_row(e: Emitter, target: Value, target_stride: Value, source: Value, coun
             kind, place = ir.VectorType(F32, lanes), e.at(target, i)
             e.store(place, b.fadd(e.load(place, kind), e.load(e.at(source, i), kind)))
 
-        _elements(e, count, element)
+        elements(e, count, element)
 
     def single() -> None:
         total = e.loop(count, 1, [e.load(target, F32)], lambda i, acc: [b.fadd(acc, e.load(e.at(source, i), F32))])[0]
@@ -216,7 +217,7 @@ def store_row(e: Emitter, source: Value, dim: Value, target: Value, dtype: Value
             scaled = e.b.fmul(value, e.splat(factor, lanes))
             e.store_from_f32(e.b.add(target, e.b.mul(i, e.i64(ITEM_BYTES[code]))), scaled, code)
 
-        _elements(e, dim, element)
+        elements(e, dim, element)
 
     by_dtype(e, dtype, (FP32, BF16, FP16), convert)
 

@@ -23,9 +23,9 @@ __all__ = ["Lengths", "Schedule", "dense_lengths", "forward_schedule", "kept_sch
 
 Lengths = NDArray[np.int64]
 
-# Sequences of few query rows are split over keys in chunks of this many; a function of the problem only, so that
-# threads do not matter.
-CHUNK_KEYS = 1024
+# Sequences of few query rows are split over keys in chunks, a function of the problem only, so that threads do not
+# matter. A chunk of many rows costs more to begin and to merge (256 rows, 1024 keys: 2 to 3 % of its time).
+DECODE_CHUNK, PANEL_CHUNK = 1024, 2048
 CHUNK_ROWS = 64
 # Up to this many rows a unit is decoded: vectors along the head dim beat a mostly empty panel of queries (about 11
 # rows are even).
@@ -145,13 +145,18 @@ def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: L
     columns = [np.repeat(column, chunks) for column in (batch, first, size)] + [chunk, np.repeat(chunks, chunks)]
     entries = torch.from_numpy(np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64))
     return Schedule(
-        entries, problem.num_heads // heads, heads, block, chunk_keys(), len(chunks) > 0 and int(chunks.max()) > 1
+        entries,
+        problem.num_heads // heads,
+        heads,
+        block,
+        chunk_keys(problem),
+        len(chunks) > 0 and int(chunks.max()) > 1,
     )
 
 
-def chunk_keys() -> int:
+def chunk_keys(problem: AttentionProblem) -> int:
     """Keys in a chunk: whole tiles."""
-    return round_up(CHUNK_KEYS, host().block_n)
+    return round_up(DECODE_CHUNK if decodes(problem) else PANEL_CHUNK, host().block_n)
 
 
 def keys_seen(problem: AttentionProblem, end_row: Lengths, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
@@ -166,4 +171,4 @@ def _chunks(problem: AttentionProblem, k_lengths: Lengths) -> Lengths:
     """Chunks of keys per entry: more than one only for few rows and many keys."""
     if not splits_keys(problem):
         return np.ones_like(k_lengths)
-    return np.maximum(1, -(-k_lengths // chunk_keys()))
+    return np.maximum(1, -(-k_lengths // chunk_keys(problem)))
