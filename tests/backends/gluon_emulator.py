@@ -352,7 +352,8 @@ def assembly(
 
 
 def atomic(change: Callable[[Any, Any], Any]) -> Callable[[Pointer, Any], Tensor]:
-    def run(pointer: Pointer, operand: Any) -> Tensor:
+    def run(pointer: Pointer, operand: Any, sem: str = "acq_rel") -> Tensor:
+        del sem  # atomics are in one order here
         with HERE.grid.atomics:
             old = pointer.flat[int(pointer.offset)].clone()
             pointer.flat[int(pointer.offset)] = change(old, operand)

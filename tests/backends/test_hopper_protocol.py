@@ -70,6 +70,7 @@ class Case:
     sinks: bool = False
     padding: int = 0
     deterministic: bool = False
+    tile: str | None = None  # a row of the table of tiles, whatever the problem's own is
 
     @property
     def problem(self) -> AttentionProblem:
@@ -135,11 +136,15 @@ BACKWARD_MODES = [
 ]
 PACKED = ((130, 0, 1, 300, 64), (200, 33, 0, 300, 1))
 FORWARD = {
-    "d64 three warpgroups": Case(),
-    "d64 causal three warpgroups": Case(seqlens=(2100, 300), heads=(1, 1), causal=True),
-    "d64 causal": Case(seqlens=(333, 457), causal=True, batch=2),
+    "d64": Case(),
+    "d64 whole tiles": Case(seqlens=(300, 256), batch=2),
+    "d64 three warpgroups": Case(seqlens=(600, 600), heads=(1, 1), tile="D64_FULL"),
+    "d64 causal three warpgroups": Case(seqlens=(500, 300), heads=(1, 1), causal=True, tile="D64_BANDED"),
+    "d64 fewer rows": Case(seqlens=(333, 457), causal=True, batch=2),
+    "d64 causal": Case(seqlens=(400, 400), heads=(3, 1), batch=2, causal=True),
     "d64 fewer keys": Case(seqlens=(500, 100), causal=True),
     "d128": Case(128, seqlens=(300, 600)),
+    "d128 whole tiles": Case(128, seqlens=(300, 512)),
     "d128 causal": Case(128, seqlens=(600, 600), causal=True),
     "d96 one tile": Case(96, seqlens=(64, 100), causal=True),
     "d192 causal": Case(192, seqlens=(300, 300), causal=True),
@@ -148,12 +153,15 @@ FORWARD = {
     "unequal": Case(192, 128, seqlens=(200, 300), causal=True),
     "window": Case(128, seqlens=(600, 500), window=(100, 30)),
     "narrow window": Case(64, seqlens=(300, 300), window=(0, 0)),
+    "d64 capped": Case(64, seqlens=(200, 300), softcap=2.0, window=(None, 30), sinks=True),
+    "d64 left edge, four warpgroups": Case(64, seqlens=(200, 300), window=(100, 30), tile="D64_QUAD"),
     "left window": Case(128, seqlens=(300, 700), window=(64, None), causal=True),
     "right window": Case(64, seqlens=(333, 457), window=(None, 50)),
     "softcap": Case(128, seqlens=(200, 300), softcap=2.0, causal=True),
     "sinks": Case(128, seqlens=(400, 200), sinks=True, causal=True),
     "packed": Case(128, lengths=PACKED, padding=3),
     "packed causal": Case(64, lengths=PACKED, causal=True, padding=5, sinks=True),
+    "packed three warpgroups": Case(64, lengths=PACKED, causal=True, padding=2, tile="D64_BANDED"),
     "packed window": Case(256, lengths=PACKED, window=(20, 30)),
 }
 
@@ -203,8 +211,14 @@ def check_query_tiles(shown: masks.Band, sizes: Any, config: Any, schedule: Any)
 
 @pytest.mark.parametrize("late_loads", LOADS)
 @pytest.mark.parametrize("case", FORWARD.values(), ids=FORWARD.keys())
-def test_forward_protocol(case: Case, late_loads: bool, emulated: Callable[[str], Any]) -> None:
+def test_forward_protocol(
+    case: Case, late_loads: bool, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     MODE.late_loads = late_loads
+    emulated("launch").forward_pass.cache_clear()
+    if case.tile is not None:
+        configs = emulated("configs")
+        monkeypatch.setattr(configs, "_forward_tile", lambda _: getattr(configs, case.tile))
     operands = case.inputs()
     out, lse = emulated("launch").run_forward(case.problem, operands)
     assert emulated("launch").counter_for(out) == 0, "the tile counter must come back to zero"

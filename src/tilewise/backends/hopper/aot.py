@@ -23,6 +23,7 @@ from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.backward_wide import backward_wide_kernel
 from tilewise.backends.hopper.configs import BackwardConfig
 from tilewise.backends.hopper.forward import forward_kernel
+from tilewise.backends.hopper.forward_quad import forward_quad_kernel
 from tilewise.backends.hopper.offline import calls_of
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.problem import AttentionProblem
@@ -48,7 +49,7 @@ class Resources:
 
 def compile_forward(problem: AttentionProblem) -> Any:
     """The forward kernel of a problem, as the launch path compiles it."""
-    return _compiled(calls_of(problem, HOPPER), forward_kernel)
+    return _compiled(calls_of(problem, HOPPER), forward_kernel, forward_quad_kernel)
 
 
 def compile_backward(problem: AttentionProblem, config: BackwardConfig | None = None) -> Any:

@@ -30,7 +30,7 @@ class ForwardTile:
     NUM_WARPGROUPS of 64 query rows; BLOCK_N keys in a tile; NUM_STAGES slots in the K and V rings and Q_STAGES in Q's;
     MERGE_KV: K_i and V_{i-1} share a slot, one barrier less per tile; PIN_EXP: keep the exponentials ahead of the wait
     for P V; RESCALE_EARLY: rescale O between Q K^T and P V; SPLIT_SUM: no shuffles in the row sums; OUT_IN_Q: O leaves
-    through Q's buffer.
+    through Q's buffer; CTAS_PER_SM: more than one run the kernel of forward_quad.py.
     """
 
     NUM_WARPGROUPS: int = 2
@@ -42,10 +42,14 @@ class ForwardTile:
     RESCALE_EARLY: bool = True
     SPLIT_SUM: bool = True
     OUT_IN_Q: bool = False
+    CTAS_PER_SM: int = 1
 
 
-# 337 causal at N = 1k: with 192 rows a tile more of a short triangle is masked away than the third warpgroup brings.
-D64_SHORT = ForwardTile(NUM_STAGES=4)
+# Two CTAs an SM. N = 128/256/512/1024/2048/4096: full 68/92/162/289/585/1164 us, with two warpgroups that overlap more
+# 68/101/177/306/628/1231; causal 70/79/112/175/315/592, 74/101/135/202/347/663.
+D64_QUAD = ForwardTile(BLOCK_N=64, NUM_STAGES=4, CTAS_PER_SM=2)
+# With a left edge, which four warpgroups an SM have not been timed with.
+D64_LEFT = ForwardTile(NUM_STAGES=4)
 # Three warpgroups, 4 stages: 412/506/541 full, 428/520 causal at 4k/16k. Merged barriers pay with three consumers.
 D64_FULL = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False, SPLIT_SUM=False)
 D64_BANDED = ForwardTile(
@@ -62,27 +66,43 @@ D192 = ForwardTile(
 # 629/685/722 full, 444/606/677 causal. O takes 128 registers of a thread, so the key tile is halved.
 D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, RESCALE_EARLY=False, OUT_IN_Q=True)
 
-# Softcap and a left edge do not fit into the 160 registers of three warpgroups (64 spills in the hot loops).
-# Below this query length the tail of the causal triangle decides (D=64); of packed sequences the mean counts (16 of 7
-# to 4096 tokens: 365 TFLOP/s with three warpgroups, 382 with two).
-SHORT_SEQLEN_Q = 2048
-# Without a band only the rows count that 192 waste: half of a tile at N = 128, a third at 256 (127 us instead of the
-# causal 82, and 166 instead of 108).
-SHORT_FULL_SEQLEN_Q = 512
+# Keys up to which four warpgroups an SM beat three that overlap more (D=64), with a band and without: causal 611 us
+# instead of 619 at 4096, 2373 instead of 2123 at 16384; full 308 instead of 338 at 1024, 588 instead of 578 at 2048.
+QUAD_BANDED_SEQLEN_K, QUAD_SEQLEN_K = 4096, 1024
+# Query rows up to which too much of a tile of 192 is empty or masked: a third at 256 without a band. Of packed ones
+# the mean counts: 16 of 7 to 4096 tokens, causal, 338 us, with two warpgroups 368, with three 387.
+QUAD_BANDED_ROWS, QUAD_ROWS = 2048, 512
+# Keys up to which a kernel of its own for whole tiles pays: D=128 N = 256/512/1024 78/135/216 -> 77/129/215 us, 4096
+# 781 -> 788.
+EVEN_SEQLEN_K = 1024
 # dK and dV of wider heads do not fit into the registers of one warpgroup. Resting at D=128 (N=1k/4k/16k, causal):
 # 343/511/577 -> 343/521/599; at D=64, where half a warpgroup's tile is hidden, it cost 6 to 10 %.
 MAX_NARROW_HEAD_DIM = 128
 # Columns of a swizzled tile that lie together: what TMA fetches of a page at a time.
 PANEL = 64
-# Registers a consumer thread asks for, by number of warpgroups: 64 K registers an SM, 24 for the producer's threads.
-CONSUMER_REGS = {2: 240, 3: 160}
+# Registers of an SM; of a thread beside the consumers (the producer's warp and three that are not used).
+SM_REGS, PRODUCER_REGS = 1 << 16, 24
+
+
+def registers(warpgroups: int, ctas: int = 1) -> tuple[int, int]:
+    """Registers of a thread when a kernel starts, and of a consumer's after the producer has given up its own.
+
+    >>> registers(2), registers(3), registers(2, ctas=2)
+    ((168, 240), (128, 160), (80, 104))
+    """
+    first = SM_REGS // (ctas * 128 * (warpgroups + 1)) // 8 * 8
+    return first, (first * (warpgroups + 1) - PRODUCER_REGS) // warpgroups // 8 * 8
+
+
+CONSUMER_REGS = {warpgroups: registers(warpgroups)[1] for warpgroups in (2, 3)}
 
 
 @dataclass(frozen=True)
 class ForwardConfig(ForwardTile):
     """Everything the forward kernel is compiled for; head dims are pairs of column parts (see `column_parts`).
 
-    IS_PAGED: queries are packed, keys come from pages of PAGE_SIZE rows, CHUNK rows at a time.
+    IS_PAGED: queries are packed, keys come from pages of PAGE_SIZE rows, CHUNK rows at a time. EVEN_K: no tile needs a
+    mask.
     """
 
     D: int = 128
@@ -90,6 +110,7 @@ class ForwardConfig(ForwardTile):
     DV: int = 128
     DV_REST: int = 0
     CONSUMER_REGS: int = 240
+    EVEN_K: bool = False
     HAS_RIGHT: bool = False
     IS_CAUSAL: bool = False
     HAS_LEFT: bool = False
@@ -218,7 +239,8 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         D_REST=d_rest,
         DV=dv,
         DV_REST=dv_rest,
-        CONSUMER_REGS=CONSUMER_REGS[tile.NUM_WARPGROUPS],
+        CONSUMER_REGS=registers(tile.NUM_WARPGROUPS, tile.CTAS_PER_SM)[1],
+        EVEN_K=_needs_no_mask(problem, tile),
         HAS_RIGHT=has_right(problem),
         IS_CAUSAL=has_right(problem) and problem.band[1] == 0,
         HAS_LEFT=has_left(problem),
@@ -231,14 +253,29 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     )
 
 
+def _needs_no_mask(problem: AttentionProblem, tile: ForwardTile) -> bool:
+    """Whether every key tile is whole, where the kernel shall know.
+
+    Not with three warpgroups (120 spills in the hot loop), and not over 128 columns (D=256 at N = 1024: 207 us both
+    ways); the kernel of four warpgroups an SM finds out by itself.
+    """
+    banded = has_right(problem) or has_left(problem)
+    knows = tile.NUM_WARPGROUPS == 2 and tile.BLOCK_N == 128 and problem.kind == "dense" and not banded
+    return knows and problem.seqlen_k <= EVEN_SEQLEN_K and problem.seqlen_k % tile.BLOCK_N == 0
+
+
 def _forward_tile(problem: AttentionProblem) -> ForwardTile:
     width = max(sum(column_parts(problem.head_dim)), sum(column_parts(problem.head_dim_v)))
     banded = has_right(problem) or has_left(problem)
     if width == 64:
-        crowded = problem.softcap is not None or has_left(problem)
-        rows = problem.seqlen_q if problem.kind == "dense" else problem.total_q // problem.batch
-        if crowded or rows <= (SHORT_SEQLEN_Q if banded else SHORT_FULL_SEQLEN_Q):
-            return D64_SHORT
+        if has_left(problem):
+            return D64_LEFT
+        packed = problem.kind != "dense"
+        rows = problem.total_q // problem.batch if packed else problem.seqlen_q
+        few_keys = not packed and problem.seqlen_k <= (QUAD_BANDED_SEQLEN_K if banded else QUAD_SEQLEN_K)
+        # Softcap does not fit into the 160 registers of three warpgroups (64 spills in the hot loops).
+        if problem.softcap is not None or few_keys or rows <= (QUAD_BANDED_ROWS if banded else QUAD_ROWS):
+            return D64_QUAD
         return D64_BANDED if banded else D64_FULL
     if width == 128:
         return D128_BANDED if banded else D128_FULL

@@ -26,8 +26,9 @@ from tilewise.backends.gpu.launching import (
 from tilewise.backends.gpu.listing import heads_per_wave, list_allocation, list_call, most_blocks, rows_together
 from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.gpu.tails import clear_tail_kernel
-from tilewise.backends.hopper.configs import PANEL, ForwardConfig, forward_config
+from tilewise.backends.hopper.configs import PANEL, ForwardConfig, forward_config, registers
 from tilewise.backends.hopper.forward import forward_kernel
+from tilewise.backends.hopper.forward_quad import forward_quad_kernel
 from tilewise.backends.hopper.fp8_configs import Fp8Config
 from tilewise.backends.hopper.launching import (
     addressable,
@@ -166,7 +167,13 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
         "sizes": sizes,
         "C": config,
     }
-    call = KernelCall(forward_kernel, (min(device.num_sms, sizes.num_tiles), 1, 1), arguments)
+    ctas = config.CTAS_PER_SM
+    call = KernelCall(
+        forward_kernel if ctas == 1 else forward_quad_kernel,
+        (min(ctas * device.num_sms, sizes.num_tiles), 1, 1),
+        arguments,
+        max_registers=None if ctas == 1 else registers(config.NUM_WARPGROUPS, ctas)[0],
+    )
     if work is None:
         return [call]
     return [listing_call(problem, config, sizes, problem.dtype.itemsize), call]

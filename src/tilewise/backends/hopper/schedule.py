@@ -22,6 +22,8 @@ from triton.experimental.gluon import language as gl
 from tilewise.backends.hopper.channels import make_mailbox, start
 
 __all__ = [
+    "LIST_SLOTS",
+    "LIST_WORDS",
     "Sizes",
     "announce",
     "first_seeing_tile",
@@ -29,6 +31,7 @@ __all__ = [
     "first_turn",
     "following_tile",
     "key_tiles",
+    "listed_words",
     "make_tiles",
     "next_tile",
     "own_tile",
@@ -37,6 +40,7 @@ __all__ = [
     "query_tiles",
     "right_of",
     "row_tile_of",
+    "seen_tiles",
     "spans_at",
     "take_tile",
     "whole_query_tiles",
@@ -135,6 +139,14 @@ def following_tile(tiles, at, C: gl.constexpr):
 @gluon.jit
 def announce(tile, num_entries, work_ptr, tiles, at, sizes):
     """Producer: send a tile of the list; its number, or sizes.num_tiles if the list has no such tile."""
+    number, words = listed_words(tile, num_entries, work_ptr, sizes)
+    tiles.send(at, words)
+    return number
+
+
+@gluon.jit
+def listed_words(tile, num_entries, work_ptr, sizes):
+    """(number, words) of a tile of the list; the number is sizes.num_tiles if the list has no such tile."""
     WORDS: gl.constexpr = LIST_WORDS
     words = gl.arange(0, WORDS, gl.BlockedLayout([1], [32], [1], [0]))
     num_tiles = num_entries * sizes.num_items
@@ -142,8 +154,7 @@ def announce(tile, num_entries, work_ptr, tiles, at, sizes):
     entry, head = _place(gl.where(exists, tile, 0), max(num_entries, 1), sizes)
     listed = gl.load(work_ptr + (entry + 1) * WORDS + words, mask=exists & (words >= 0), other=0)
     number = gl.where(exists, tile, sizes.num_tiles)
-    tiles.send(at, gl.where(words == 0, number, gl.where(words == 2, head, listed)))
-    return number
+    return number, gl.where(words == 0, number, gl.where(words == 2, head, listed))
 
 
 @gluon.jit
@@ -244,21 +255,42 @@ def whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
 
 
 @gluon.jit
+def seen_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
+    """(hidden, begin, end) of tiles counted from the rightmost one, for 64 rows from `row` on.
+
+    The first `hidden` lie right of all that these rows see; begin .. end-1 need no mask.
+    """
+    hidden = 0
+    end = count
+    whole = seqlen_k // C.BLOCK_N
+    if C.HAS_RIGHT:
+        edge = row + 1 + seqlen_k - seqlen_q + right_of(sizes, C)  # keys that the first row sees, the last one 63 more
+        whole = max(min(edge, seqlen_k), 0) // C.BLOCK_N
+        seen = gl.cdiv(max(min(edge + 63, seqlen_k), 0), C.BLOCK_N)
+        hidden = min(max(last + 1 - seen, 0), count)
+    begin = min(max(last + 1 - whole, hidden), count)
+    if C.HAS_LEFT:
+        first = gl.cdiv(max(row + 63 + seqlen_k - seqlen_q - sizes.window_left, 0), C.BLOCK_N)
+        end = min(max(last + 1 - first, begin), count)
+    return hidden, begin, end
+
+
+@gluon.jit
 def next_tile(counter_ptr, sizes):
     """Take a tile from the counter."""
     return take_tile(counter_ptr, sizes.num_tiles)
 
 
 @gluon.jit
-def take_tile(counter_ptr, num_tiles):
+def take_tile(counter_ptr, num_tiles, ORDER: gl.constexpr = "acq_rel"):
     """Take one of num_tiles from the counter.
 
     A launch takes exactly num_tiles times, once for every tile it has had, so whoever takes last finds num_tiles - 1
     and leaves 0 for the next launch on this counter.
     """
-    taken = gl.atomic_add(counter_ptr, 1)
+    taken = gl.atomic_add(counter_ptr, 1, sem=ORDER)
     if taken == num_tiles - 1:
-        gl.atomic_xchg(counter_ptr, 0)
+        gl.atomic_xchg(counter_ptr, 0, sem=ORDER)
     return taken + gl.num_programs(0)
 
 

@@ -1,0 +1,227 @@
+"""The forward of 64 columns and not too many keys, for sm_90: four warpgroups on an SM, each one step at a time.
+
+A query block of a short sequence is mostly beginning and end. Its first softmax and its last product overlap nothing of
+its own, and with two warpgroups on an SM (forward.py) little else. Here an SM has two CTAs of two warpgroups, and while
+one waits three others work. 104 registers a thread hold S of 64 keys and O of 64 columns, not the P of another tile as
+well: a warpgroup computes S = Q K_i^T, softmax and O += P V_i in turn. 16384 tokens, 32 heads, N = 128/256/512/1024,
+against two warpgroups of forward.py: full 68/101/177/306 -> 68/92/162/289 us, causal 74/101/135/202 -> 70/79/112/175.
+
+K_i and V_i share a slot of the ring, one barrier for both. The next tile's number (packed: its words) lies in the
+mailbox before the last of them arrives, so that whoever waited for that one reads it without another barrier. A
+warpgroup passes over tiles that only the other one's rows see.
+"""
+
+# Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# ruff: noqa: N803, N806
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
+
+from tilewise.backends.hopper.channels import make_mailbox, make_ring, start
+from tilewise.backends.hopper.forward import (
+    Pipeline,
+    issue_output,
+    issue_scores,
+    load_keys,
+    load_tile,
+    load_values,
+    make_parts,
+    scale_output,
+    store_lse,
+    store_output,
+)
+from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout
+from tilewise.backends.hopper.primitives import NEG_INF, exp2
+from tilewise.backends.hopper.schedule import (
+    LIST_SLOTS,
+    LIST_WORDS,
+    announce,
+    key_tiles,
+    listed_words,
+    place_at,
+    seen_tiles,
+    spans_at,
+    take_tile,
+)
+from tilewise.backends.hopper.scores import capped, finish_rows, mask_scores, sum_rows
+
+__all__ = ["forward_quad_kernel"]
+
+
+@gluon.jit
+def load_pair(k_desc, v_desc, pipe, at, paging, span, head, row, C: gl.constexpr):
+    """Wait for a slot and start the copies of K_i and V_i into it."""
+    PAIR_BYTES: gl.constexpr = C.BLOCK_N * (C.D + C.DV) * 2
+    ready = pipe.k_ring.acquire(at, PAIR_BYTES)
+    load_keys(k_desc, pipe.k_smem, at.slot, ready, paging, span, head, row, C)
+    load_values(v_desc, pipe.v_smem, at.slot, ready, paging, span, head, row, C)
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe, C: gl.constexpr):
+    """Feed the rings."""
+    NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
+    BLOCK_M: gl.constexpr = 64 * C.NUM_WARPGROUPS
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    Q_BYTES: gl.constexpr = 64 * C.D * 2
+    at = start(C.NUM_STAGES)
+    q_at = start(C.Q_STAGES)
+    turn = start(LIST_SLOTS)
+    tile = gl.program_id(0)
+    if C.IS_VARLEN:
+        num_entries = gl.load(work_ptr)
+        tile = announce(tile, num_entries, work_ptr, pipe.tiles, turn, sizes)
+    while tile < sizes.num_tiles:
+        block, item = place_at(tile, pipe.tiles, turn, sizes, C.HAS_RIGHT, 1, C)
+        head, q_span, kv_span = spans_at(item, pipe.tiles, turn, sizes, 1, C)
+        kv_head = head // sizes.group_size
+        last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
+        for w in gl.static_range(NUM_WARPGROUPS):
+            lane = q_at.lane(w, NUM_WARPGROUPS)
+            ready = pipe.q_ring.acquire(lane, Q_BYTES)
+            load_tile(q_desc, pipe.q_smem, lane.slot, ready, q_span, head, block * BLOCK_M + w * 64, C.D, 0, C)
+        q_at = q_at.next()
+        for i in range(count - 1):
+            load_pair(k_desc, v_desc, pipe, at, paging, kv_span, kv_head, (last - i) * BLOCK_N, C)
+            at = at.next()
+        # Both warpgroups have released the Q of two tiles ago, and so read the words whose place these take.
+        turn = turn.next()
+        if C.IS_VARLEN:
+            tile = take_tile(counter_ptr, num_entries * sizes.num_items, "relaxed")
+            tile, words = listed_words(tile, num_entries, work_ptr, sizes)
+            pipe.tiles.leave(turn, words)
+        else:
+            tile = take_tile(counter_ptr, sizes.num_tiles, "relaxed")
+            pipe.tiles.leave(turn, tile)
+        load_pair(k_desc, v_desc, pipe, at, paging, kv_span, kv_head, (last + 1 - count) * BLOCK_N, C)
+        at = at.next()
+
+
+@gluon.jit
+def attend(
+    n_block, row, q_slot, at, acc, row_max, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
+    MASKED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """One key tile, from its scores to its part of O."""
+    P_LAYOUT: gl.constexpr = left_operand_layout(accumulator_layout(C.DV))
+    pipe.k_ring.wait(at)
+    scores = warpgroup_mma_wait(0, deps=[issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)])
+    scores = capped(scores, cap_scale, C)
+    if MASKED:
+        scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
+    new_max = gl.maximum(row_max, gl.max(scores, axis=1))
+    # Only a masked tile can leave a row without any key so far.
+    shift = (gl.where(new_max == NEG_INF, 0.0, new_max) if MASKED else new_max) * scale_log2
+    alpha = exp2(row_max * scale_log2 - shift)
+    p = exp2(scores * scale_log2 - shift[:, None])
+    if C.SPLIT_SUM:
+        row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None] + sum_rows(p, C)
+    else:
+        row_sum = row_sum * alpha + sum_rows(p, C)
+    acc, _ = scale_output(acc, 0, alpha, C)
+    p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), P_LAYOUT)
+    acc, _ = issue_output(p_operand, pipe.v_smem, at.slot, acc, 0, C)
+    acc, p_operand = warpgroup_mma_wait(0, deps=[acc, p_operand])
+    pipe.k_ring.release(at)
+    return acc, new_max, row_sum, at.next()
+
+
+@gluon.jit
+def consumer(
+    out_desc, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
+    NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
+    BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    DV: gl.constexpr = C.DV
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
+    at = start(C.NUM_STAGES)
+    q_at = start(C.Q_STAGES)
+    turn = start(LIST_SLOTS)
+    tile = gl.program_id(0)
+    if C.IS_VARLEN:
+        pipe.tiles.wait(turn)
+        tile = pipe.tiles.word(turn, 0, 4)
+    while tile < sizes.num_tiles:
+        block, item = place_at(tile, pipe.tiles, turn, sizes, C.HAS_RIGHT, 4, C)
+        row = block * BLOCK_M + WARPGROUP * 64
+        head, q_span, kv_span = spans_at(item, pipe.tiles, turn, sizes, 4, C)
+        seqlen_q = q_span[2]
+        seqlen_k = kv_span[2]
+        last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
+        hidden, begin, end = seen_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
+        q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
+        acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
+        row_max = gl.full([64], NEG_INF, gl.float32, ROW_LAYOUT)
+        row_sum = sum_rows(gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N)), C)
+        if C.HAS_RIGHT:  # right of all that these rows see: other rows of the CTA need it
+            for _ in range(hidden):
+                pipe.k_ring.wait(at)
+                pipe.k_ring.release(at)
+                at = at.next()
+        pipe.q_ring.wait(q_lane)
+        for i in range(hidden, begin):
+            acc, row_max, row_sum, at = attend(
+                last - i, row, q_lane.slot, at, acc, row_max, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k,
+                sizes, pipe, True, C)  # fmt: skip
+        for i in range(begin, end):
+            acc, row_max, row_sum, at = attend(
+                last - i, row, q_lane.slot, at, acc, row_max, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k,
+                sizes, pipe, False, C)  # fmt: skip
+        if C.HAS_LEFT:
+            for i in range(end, count):
+                acc, row_max, row_sum, at = attend(
+                    last - i, row, q_lane.slot, at, acc, row_max, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k,
+                    sizes, pipe, True, C)  # fmt: skip
+
+        head, q_span, kv_span = spans_at(item, pipe.tiles, turn, sizes, 4, C)
+        turn = turn.next()
+        tile = pipe.tiles.word(turn, 0, 4)
+        pipe.q_ring.release(q_lane)
+        q_at = q_at.next()
+        if C.SPLIT_SUM:
+            row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROW_LAYOUT)
+        factor, lse = finish_rows(row_max, row_sum, sinks_ptr, item, scale_log2, sizes, C)
+        store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
+        acc, _ = scale_output(acc, 0, factor, C)
+        store_output(acc, 0, out_desc, WARPGROUP, q_span, head, row, pipe, C)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
+    """Allocate everything the roles share; K_i and V_i have the slots and barriers of k_ring."""
+    NUM_Q: gl.constexpr = C.Q_STAGES * C.NUM_WARPGROUPS
+    NUM_WORDS: gl.constexpr = LIST_WORDS if C.IS_VARLEN else 1
+    q_smem = make_parts(q_desc, NUM_Q, 64, C.D, 0, C)
+    k_smem = make_parts(k_desc, C.NUM_STAGES, C.BLOCK_N, C.D, 0, C)
+    v_smem = make_parts(v_desc, C.NUM_STAGES, C.BLOCK_N, C.DV, 0, C)
+    out_smem = make_parts(out_desc, C.NUM_WARPGROUPS, 64, C.DV, 0, C)
+    tiles = make_mailbox(C.NUM_WARPGROUPS, LIST_SLOTS, NUM_WORDS)
+    q_ring = make_ring(NUM_Q, 1)
+    ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
+    fence_async_shared()  # the barriers are initialised before TMA reports to them
+    return Pipeline(q_smem, k_smem, v_smem, out_smem, q_ring, ring, ring, tiles)
+
+
+@gluon.jit(
+    do_not_specialize=["scale_log2", "cap_scale", "table_stride", "k_page_rows", "v_page_rows", "sizes"],
+    do_not_specialize_on_alignment=["sinks_ptr", "counter_ptr", "block_table"],
+)
+def forward_quad_kernel(
+    q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, counter_ptr,
+    work_ptr, block_table, table_stride, k_page_rows, v_page_rows, scale_log2, cap_scale, sizes, C: gl.constexpr,
+):  # fmt: skip
+    """Arguments as forward_kernel's; there are no second column parts."""
+    queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
+    paging = (block_table, table_stride, k_page_rows, v_page_rows)
+    pipe = make_pipeline(queries, keys, values, outputs, C)
+    # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
+    gl.warp_specialize([
+        (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
+        (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
+        (producer, (queries, keys, values, counter_ptr, work_ptr, paging, sizes, pipe, C)),
+    ], [4, 1], [C.CONSUMER_REGS, 24])  # fmt: skip
