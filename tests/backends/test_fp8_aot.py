@@ -20,6 +20,7 @@ aot = pytest.importorskip("tilewise.backends.hopper.aot")
 fp8_launch = pytest.importorskip("tilewise.backends.hopper.fp8_launch")
 launching = pytest.importorskip("tilewise.backends.gpu.launching")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
+quantising = pytest.importorskip("tilewise.backends.triton.launch_quantising")
 
 HOPPER = device.named("h200")
 SMEM_LIMIT = 227 * 1024
@@ -103,3 +104,21 @@ def test_every_conversion_of_p_is_a_hardware_one() -> None:
     # Three warpgroups, each with one loop and the tile after it.
     assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 3 * 2 * 32
     assert "prmt" not in ptx or ptx.count("shfl.sync.idx") == 0
+
+
+@pytest.mark.parametrize(("head_dim", "rotation"), [(128, False), (128, True), (256, True)])
+def test_quantising_spills_nothing(head_dim: int, rotation: bool) -> None:
+    """Tiles are small so that all of it fits into registers."""
+    job = quantising.Job("own", 1, 2, 4096, head_dim, "bhsd", 128, False, rotation)
+    shape, small = (1, 2, 4096, head_dim), launching.Allocation.contiguous
+    basis = {"signs": torch.float32, "sizes": torch.int32, "norms": torch.float32, "directions": torch.bfloat16}
+    made = {
+        "x": small(shape, torch.bfloat16),
+        "data": small(shape, torch.uint8),
+        "scale": small((1, 2, 32), torch.float32),
+    }
+    made |= {name: small((head_dim,), dtype) for name, dtype in basis.items() if rotation}
+    found = tuple(tuple(made[name].view) if name in made else None for name in quantising.NAMES)
+    (call,) = quantising.quantising_calls(job, found, hardware=True)
+    resources = aot.resources(compilation.compile_call(call, HOPPER, -1))
+    assert resources.spill_bytes == 0
