@@ -27,8 +27,8 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.gpu.launching import Launches, RawView, on_device, raw_views
 from tilewise.backends.gpu.symbols import Address, KernelCall
+from tilewise.backends.triton.quantising import AMAX_FLOOR, E4M3_MAX, LARGEST, e4m3_bits
 from tilewise.backends.triton.serving import strides_of
-from tilewise.fp8.kernels import AMAX_FLOOR, E4M3_MAX, LARGEST, e4m3_bits
 
 __all__ = ["append_call", "append_quantised"]
 
