@@ -44,6 +44,7 @@ from tilewise.operands import Flags, Operands, Wanted
 BF16 = torch.bfloat16
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 48, 63, 64, 65, 100, 112, 128, 129, 240, 256, 333, 512, 1000)
 BATCHES, WARM = 7, 20
+PAGE_SIZE = 64
 Run = Callable[[], Any]
 Layers = dict[str, Run]
 
@@ -98,6 +99,28 @@ def forward_layers(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) 
         **parts_of(chosen.bind_forward(problem, operands), (q, k, v)),
         "new pass": lambda: chosen.forward(problem, operands),
         "torch": lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped),
+    }
+
+
+def paged_layers(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Layers:
+    """Of decoding one sequence whose keys lie in pages."""
+    k_pages, v_pages = (t[0].transpose(0, 1).unflatten(0, (-1, PAGE_SIZE)).contiguous() for t in (k, v))
+    table = torch.arange(len(k_pages), dtype=torch.int32, device=q.device)[None]
+    lengths = torch.full((1,), k.shape[2], dtype=torch.int32, device=q.device)
+    given = Operands(q[:, :, 0], k_pages, v_pages, block_table=table, seqlens_k=lengths)
+    problem = validation.problem_of("paged", given, Flags(causal=causal, backend=backend))
+    operands = canonical(problem, given)
+    chosen: Any = dispatch.load(backend)
+
+    def public() -> Tensor:
+        return tilewise.attention_paged(*given[:3], table, lengths, causal=causal, backend=backend)
+
+    torch.testing.assert_close(public()[:, :, None], tilewise.attention(q, k, v, backend=backend), atol=0.01, rtol=0.01)
+    bound = chosen.bind_forward(problem, operands)
+    return {
+        "public": public,
+        **({} if bound is None else parts_of(bound, tuple(given))),
+        "new pass": lambda: chosen.forward(problem, operands),
     }
 
 
@@ -210,24 +233,33 @@ def parsed_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def training_and_lengths(backend: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prompts and training of one backend, and what new lengths compile."""
+    plain, recorded = tensors(256, 256, 4, 4, 64), tensors(256, 256, 4, 4, 64, grad=True)
+    records = [
+        measure(f"{backend} forward", backend, forward_layers, (*plain, True), options),
+        measure(f"{backend} training", backend, training_layers, (*recorded, True), options),
+        {"case": f"{backend} lengths", "compiled": compiled_by_lengths(backend)},
+    ]
+    compiled = records[-1]["compiled"]
+    print(f"{backend} lengths: {compiled} kernels compiled by {len(LENGTHS)} new lengths", flush=True)
+    return records
+
+
 def main() -> None:
     """Run the chosen cases."""
     options = parsed_options()
     only, records = options.only.split(","), list[dict[str, Any]]()
     print(f"launch path: {driver.launch_path()}", flush=True)
     for backend in ("triton", "hopper"):
-        if backend not in only or dispatch.load(backend).unavailable() is not None:
+        if dispatch.load(backend).unavailable() is not None:
             continue
-        plain, recorded = tensors(256, 256, 4, 4, 64), tensors(256, 256, 4, 4, 64, grad=True)
-        records.append(measure(f"{backend} forward", backend, forward_layers, (*plain, True), options))
-        records.append(measure(f"{backend} training", backend, training_layers, (*recorded, True), options))
-        records.append({"case": f"{backend} lengths", "compiled": compiled_by_lengths(backend)})
-        print(
-            f"{backend} lengths: {records[-1]['compiled']} kernels compiled by {len(LENGTHS)} new lengths", flush=True
-        )
-    if "decode" in only:
-        one = tensors(1, 2048, 32, 8, 128)
-        records.append(measure("decode", "triton", forward_layers, (*one, False), options))
+        if backend in only:
+            records += training_and_lengths(backend, options)
+        if "decode" in only:
+            one = (*tensors(1, 2048, 32, 8, 128), False)
+            records.append(measure(f"{backend} decode", backend, forward_layers, one, options))
+            records.append(measure(f"{backend} decode from pages", backend, paged_layers, one, options))
     if options.out is not None:
         about = {"machine": machine.machine(), "versions": machine.versions(), "commit": machine.commit()}
         found = about | {"launch_path": driver.launch_path(), "cases": records}

@@ -14,6 +14,7 @@ so nothing is read back from a device. It is followed when `refusal` has nothing
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,13 +29,20 @@ from tilewise.operands import Flags, Operands
 
 __all__ = ["Group", "SharedPrefix", "attention", "describe", "price_seconds", "refusal", "saved_seconds"]
 
-# The rule's rates. A GPU saves reads at the speed of its memory and pays for three more launches.
+# The rule's rates. A GPU pays for three more launches and saves reads, most of which L2 would have answered: an H200
+# takes 115 us for 64 sequences with 4096 keys in common and 128 of their own (8 heads on 8 or 32), 9.6 TB/s.
 # A CPU thread (AVX-512, fp32 and bf16, 8 and 32 heads on 8, dim 128; bench/serving_cost.py) gains a second for every
 # 18 to 38 GB it need not read again, where 8 or 64 sequences share 512 keys or more; taken as 60, since short prefixes
 # stay in its caches. It pays 0.3 ms, and 6 ns for every element of the rows it merges.
-LAUNCH_SECONDS = {"cpu": 3e-4, "cuda": 30e-6}
+LAUNCH_SECONDS = {"cpu": 3e-4, "cuda": 25e-6}
 CPU_BYTES_PER_SECOND = 60e9
+L2_SPEED = 2.0
 CPU_MERGE_SECONDS = 6e-9
+# Query rows of a K/V head up to which a GPU's decode kernels, which split keys over processors, take a call. A group
+# with more is cut into up to MOST_PARTS parts of PART_ROWS, which read the prefix from L2. Microseconds on an H200, 32
+# heads on 8, for 32 / 64 / 128 / 256 sequences with 4096 keys in common: 20 / 29 / 46 / 87 in parts, 51 to 52 whole;
+# 1024 keys: 13 / 15 / 17 / 29 and 19. In Triton's kernels 24 / 40 / 72 / 137 and 50 for 4096.
+DECODE_ROWS, PART_ROWS, MOST_PARTS = 64, 32, 8
 # Whose kernel merges on a device, and what it takes; the fp64 reference is merged by torch.
 MERGERS = {"cpu": "cpu", "cuda": "triton"}
 MERGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -80,7 +88,7 @@ def saved_seconds(shared: SharedPrefix, operands: Operands, spec: DeviceSpec) ->
     """The time the keys that are not read again would have taken."""
     k, v = operands.k, operands.v
     per_key = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
-    rate = CPU_BYTES_PER_SECOND * torch.get_num_threads() if spec.type == "cpu" else spec.bandwidth
+    rate = CPU_BYTES_PER_SECOND * torch.get_num_threads() if spec.type == "cpu" else L2_SPEED * spec.bandwidth
     return shared.keys_saved * per_key / rate
 
 
@@ -144,8 +152,64 @@ def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tens
         seqlens_k=shared.seqlens_k, k_scale=operands.k_scale, v_scale=operands.v_scale,
     )  # fmt: skip
     longest = max(group.rows for group in shared.groups)
+    if _cuts_groups(q.device):
+        prefix, longest = _in_parts(shared.groups, prefix)
     everything = flags._replace(causal=False, window_left=None, window_right=None, max_seqlen_q=longest)
     return _merged(out, lse, *ops.attention("paged", prefix, everything), rows)
+
+
+def _cuts_groups(device: torch.device) -> bool:
+    """Whether groups with many rows are cut: on a GPU; compiled code keeps nothing between calls."""
+    return device.type == "cuda" and not torch.compiler.is_compiling()
+
+
+class _Parts(NamedTuple):
+    """Groups cut into parts: `groups[i]` is the one that part i belongs to, `longest` the rows of the longest part."""
+
+    cu_seqlens_q: Tensor
+    seqlens_k: Tensor
+    groups: Tensor
+    longest: int
+
+
+def _in_parts(groups: tuple[Group, ...], prefix: Operands) -> tuple[Operands, int]:
+    """The prefixes' operands, groups with many rows cut where that helps, and the rows of the longest one."""
+    longest = max(group.rows for group in groups)
+    group_size = prefix.q.shape[1] // prefix.k.shape[2]
+    most = max(1, PART_ROWS // group_size)
+    if longest * group_size <= DECODE_ROWS or longest > MOST_PARTS * most:
+        return prefix, longest
+    # A graph must not be left with tensors that are forgotten some day.
+    capturing = prefix.q.is_cuda and torch.cuda.is_current_stream_capturing()
+    parts = (_new_parts if capturing else _known_parts)(groups, most, prefix.q.device)
+    assert prefix.block_table is not None
+    if len(groups) == 1:
+        table = prefix.block_table.expand(len(parts.seqlens_k), -1)
+    else:
+        table = prefix.block_table.index_select(0, parts.groups)
+    cut = prefix._replace(cu_seqlens_q=parts.cu_seqlens_q, seqlens_k=parts.seqlens_k, block_table=table)
+    return cut, parts.longest
+
+
+def _new_parts(groups: tuple[Group, ...], most: int, device: torch.device) -> _Parts:
+    """Parts of at most `most` rows, those of a group as long as each other but for the last; made on the device."""
+    counts = [-(-group.rows // most) for group in groups]
+    sizes = [-(-group.rows // count) for group, count in zip(groups, counts, strict=True)]
+    ends = list(itertools.accumulate(group.rows for group in groups))
+    starts = [
+        torch.arange(end - group.rows, end, size, dtype=torch.int32, device=device)
+        for group, end, size in zip(groups, ends, sizes, strict=True)
+    ]
+    starts.append(torch.full((1,), ends[-1], dtype=torch.int32, device=device))
+    counts = [len(part) for part in starts[:-1]]
+    lengths, owners = (
+        torch.cat([torch.full((n,), x, dtype=torch.int32, device=device) for n, x in zip(counts, values, strict=True)])
+        for values in ([group.seqlen_k for group in groups], range(len(groups)))
+    )
+    return _Parts(torch.cat(starts), lengths, owners, max(sizes))
+
+
+_known_parts = functools.lru_cache(maxsize=64)(_new_parts)
 
 
 def _merged(

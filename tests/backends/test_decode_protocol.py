@@ -76,6 +76,19 @@ def test_pages(case: Case, page_size: int, storage: str, several: bool, decode: 
     check(case, packed, *decode(problem, operands))
 
 
+@pytest.mark.parametrize("longest", [700, 1500, 9000], ids=["as long as may be", "half", "far shorter"])
+def test_one_sequence_in_pages(longest: int, decode: Callable[..., Any]) -> None:
+    """Page ids are read ahead where its share would begin if the sequence were as long as it may be."""
+    MODE.late_loads = True
+    case = Case(64, heads=(4, 2), lengths=((1,), (700,)))
+    packed = case.inputs()
+    operands, problem = in_pages(case, packed, 16, "rows first")
+    assert operands.block_table is not None
+    table = torch.nn.functional.pad(operands.block_table, (0, longest // 16), value=1 << 30)
+    operands = operands._replace(cu_seqlens_q=None, block_table=table)
+    check(case, packed, *decode(replace(problem, seqlen_k=longest), operands))
+
+
 def test_many_sequences(decode: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """More than are added up at a time, among them empty ones at both ends."""
     MODE.late_loads = False

@@ -2,7 +2,7 @@
 
 For every combination of choices the table says from which size on which row holds; the size is the number of tokens,
 in decoding the number of query heads of a K/V head. Between sizes that answer alike the backends are taken to answer
-alike; where they do not, the boundary is found by halving. Decoding also asks whether there are FEW_KEYS, and whether
+alike; where they do not, the boundary is found by halving. Decoding also asks whether there are few keys, and whether
 a K/V head has more query rows than there are (sequence, K/V head) pairs.
 """
 
@@ -26,14 +26,12 @@ __all__ = ["kernel_table"]
 
 # (backend or None, (block_m, block_n), ((backend, reason), ...))
 Row = tuple[str | None, tuple[int, int], tuple[tuple[str, str], ...]]
-# Below so many keys no decode kernel is worth its merging (tests/explorer asks on both sides).
-FEW_KEYS = 256
 DECODING = tuple(itertools.product(("few", "many"), ("crowded", "apart")))
 
 
 def kernel_table() -> dict[str, Any]:
-    """{"rows": the distinct answers, "few_keys": FEW_KEYS, "steps": {"device dtype head_dim phase mask window": [[from,
-    row], ...]}}; names of decoding end in "few" or "many" keys, and heads "crowded" or "apart".
+    """{"rows": the distinct answers, "few_keys": below how many they are few, "steps": {"device dtype head_dim phase
+    mask window": [[from, row], ...]}}; names of decoding end in "few" or "many" keys, and heads "crowded" or "apart".
     """
     rows: dict[Row, int] = {}
     steps: dict[str, list[tuple[int, int]]] = {}
@@ -50,7 +48,13 @@ def kernel_table() -> dict[str, Any]:
             found = [(start, rows.setdefault(row, len(rows))) for start, row in _pieces(answer, *sizes)]
             steps[" ".join((name, *ending))] = found
     plain = [{"backend": backend, "tile": tile, "rejected": rejected} for backend, tile, rejected in rows]
-    return {"rows": plain, "few_keys": FEW_KEYS, "steps": steps}
+    return {"rows": plain, "few_keys": _many_keys(), "steps": steps}
+
+
+def _many_keys() -> int:
+    """From so many on a decode kernel is worth its merging."""
+    many: int = dispatch.load("hopper").many_keys  # type: ignore[attr-defined]
+    return many
 
 
 def _pieces(answer: Callable[[int], Row], low: int, high: int) -> list[tuple[int, Row]]:
@@ -77,7 +81,7 @@ def _problem(
 ) -> AttentionProblem:
     batch, tokens, queries, heads = 1, size, size, 1
     if phase == "decode":
-        tokens = LIMITS["context"][0] if "few" in ending else FEW_KEYS
+        tokens = LIMITS["context"][0] if "few" in ending else _many_keys()
         batch, queries, heads = 1 if "crowded" in ending else size, 1, size
     kind: torch.dtype = getattr(torch, dtype)
     return AttentionProblem(

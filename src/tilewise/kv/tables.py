@@ -25,6 +25,9 @@ from tilewise.kv.rows import Changes, Ints, consecutive
 
 __all__ = ["BatchTables", "HostTables", "StagedTables", "Tables", "round_columns"]
 
+# Columns of a table at least. Behind a shared prefix a batch starts with one page of its own: without this, every page
+# that it takes makes another table, whose places are sent anew (0.25 ms on the host of an H200 for 256 requests).
+MIN_COLUMNS = 8
 # The slot of a row that is not to be written.
 NO_SLOT = -1
 
@@ -84,7 +87,7 @@ class Tables:
     def columns(self, lengths: Ints) -> int:
         """Columns of a table for sequences of these lengths."""
         longest, width = int(lengths.max(initial=0)), int(self.book.table.shape[1])
-        return min(round_columns(max(1, -(-longest // self.book.page_size))), width)
+        return min(round_columns(max(MIN_COLUMNS, -(-longest // self.book.page_size))), width)
 
     def parts(self, step: Step, groups: list[PrefixGroup]) -> Parts:
         """Prefixes, the rows of their queries, and how many pages each place leaves out of its own table."""

@@ -49,6 +49,7 @@ class HopperBackend:
     """
 
     name = "hopper"
+    many_keys = MANY_KEYS
 
     def unavailable(self) -> str | None:
         """What is missing on this machine, if anything."""

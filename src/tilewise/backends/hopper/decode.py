@@ -23,13 +23,23 @@ from triton.language.core import _aggregate as aggregate
 from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.decode_fp8 import keys_operand, power_of_two, query_column, values_operand
 from tilewise.backends.hopper.decode_parts import merge_parts, place_rows, store_item, store_part
-from tilewise.backends.hopper.decode_schedule import advance, key_tiles_of, locate, program_of, spans_of
+from tilewise.backends.hopper.decode_schedule import (
+    advance,
+    ask_lengths,
+    guess,
+    key_tiles_of,
+    locate,
+    program_of,
+    spans_of,
+)
 from tilewise.backends.hopper.layouts import accumulator_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import NEG_INF, exp2, log2
 from tilewise.backends.hopper.scores import capped
 
 __all__ = ["decode_kernel"]
 
+# Page ids that are read before it is known which are needed, one a lane of the producer.
+PAGES_AHEAD = gl.constexpr(32)
 # Scales of V below this are taken as this: the smallest is 2^-105, and a logarithm of 0 would be -inf.
 MIN_SCALE = gl.constexpr(2.0**-110)
 
@@ -56,6 +66,47 @@ class Pipeline:
 
 
 # ---- producer
+
+
+@gluon.jit
+def columns_from(first):
+    """PAGES_AHEAD columns of the table, one after another over the lanes of a warp."""
+    return first + gl.arange(0, PAGES_AHEAD, gl.BlockedLayout([PAGES_AHEAD // 32], [32], [1], [0]))
+
+
+@gluon.jit
+def guess_pages(paging, program, sizes, C: gl.constexpr):
+    """(sequence, first column, ids) of PAGES_AHEAD entries of the table around the place where this program's share
+    begins if all sequences are as long as they may be.
+
+    They are read together with the lengths, which say where it does begin. Columns past the bound on lengths are not
+    touched; ids past a sequence's end may be anything and are not used.
+    """
+    batch_idx, row = guess(program, sizes, C)
+    width = (sizes.seqlen_k + C.PAGE_SIZE - 1) // C.PAGE_SIZE
+    first = max(min(row // C.PAGE_SIZE - PAGES_AHEAD // 2, width - PAGES_AHEAD), 0)
+    columns = columns_from(first)
+    table = paging[0] + batch_idx.to(gl.int64) * paging[1]
+    return batch_idx, first, gl.load(table + columns, mask=columns < width, other=0)
+
+
+@gluon.jit
+def first_pages(paging, guessed, batch_idx, row, length, C: gl.constexpr):
+    """As `look_up`, for the first key tile of an item, whose pages may be among the guessed ones."""
+    pages = ()
+    if C.IS_PAGED:
+        CHUNK: gl.constexpr = C.CHUNK
+        sequence, begin, ids = guessed
+        table = paging[0] + batch_idx.to(gl.int64) * paging[1]
+        for c in gl.static_range(C.BLOCK_N // C.CHUNK):
+            first = row + c * CHUNK
+            column = first // C.PAGE_SIZE
+            known = (batch_idx == sequence) & (column >= begin) & (column < begin + PAGES_AHEAD)
+            found = gl.sum(gl.where(columns_from(begin) == column, ids, 0), axis=0)
+            loaded = gl.load(table + column, mask=(first < length) & (known == 0), other=0)
+            page = gl.where(known & (first < length), found, loaded)
+            pages = pages + (page,)  # noqa: RUF005  (Triton knows no unpacking)
+    return pages
 
 
 @gluon.jit
@@ -101,14 +152,21 @@ def producer(k_desc, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C
     """Feed the rings with the tiles of this CTA's share."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     at = start(C.NUM_STAGES)
-    _, flat, end, batch_idx, head, tile = locate(lengths, gl.program_id(0) * C.LANES + LANE, sizes, 1, C)
+    program = gl.program_id(0) * C.LANES + LANE
+    asked = ()
+    if not C.IS_UNIFORM:
+        asked = ask_lengths(lengths, 0, sizes, 1, C)
+    guessed = ()
+    if C.IS_PAGED:
+        guessed = guess_pages(paging, program, sizes, C)
+    _, flat, end, batch_idx, head, tile = locate(lengths, asked, program, sizes, 1, C)
     while flat < end:
         _, seqlen_q, k_start, seqlen_k = spans_of(lengths, batch_idx, sizes, True, C)
         first, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
         span = (batch_idx, k_start, seqlen_k)
         steps = min(count - tile, end - flat)
         row = (first + tile) * BLOCK_N
-        pages = look_up(paging, batch_idx, row, seqlen_k, C)
+        pages = first_pages(paging, guessed, batch_idx, row, seqlen_k, C)
         for _i in range(steps):
             # The next tile's pages are asked for before this one waits for a slot.
             following = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
@@ -266,7 +324,10 @@ def consumer(
     DV: gl.constexpr = C.DV
     at = start(C.NUM_STAGES)
     program = gl.program_id(0) * C.LANES + LANE
-    total, flat, end, batch_idx, head, tile = locate(lengths, program, sizes, 4, C)
+    asked = ()
+    if not C.IS_UNIFORM:
+        asked = ask_lengths(lengths, 0, sizes, 4, C)
+    total, flat, end, batch_idx, head, tile = locate(lengths, asked, program, sizes, 4, C)
     while flat < end:
         q_start, seqlen_q, _, seqlen_k = spans_of(lengths, batch_idx, sizes, True, C)
         first, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)

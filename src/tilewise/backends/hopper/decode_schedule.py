@@ -14,7 +14,17 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["DecodeSizes", "advance", "key_tiles_of", "locate", "program_of", "share_of", "spans_of"]
+__all__ = [
+    "DecodeSizes",
+    "advance",
+    "ask_lengths",
+    "guess",
+    "key_tiles_of",
+    "locate",
+    "program_of",
+    "share_of",
+    "spans_of",
+]
 
 # Sequences whose lengths are added up at a time.
 SCAN = gl.constexpr(128)
@@ -71,13 +81,18 @@ def _add(a, b):
 
 
 @gluon.jit
-def _counts(lengths, first, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
-    """Key tiles of SCAN sequences from `first` on, all heads."""
-    at = first + gl.arange(0, SCAN, gl.BlockedLayout([SCAN // (32 * NUM_WARPS)], [32], [NUM_WARPS], [0]))
-    ok = at < sizes.batch
-    _, seqlen_q, _, seqlen_k = spans_of(lengths, at, sizes, ok, C)
-    _, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
-    return gl.where(ok, count, 0) * sizes.num_kv_heads
+def ask_lengths(lengths, first, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
+    """(queries, keys) of SCAN sequences from `first` on, in every warp, which adds them up by itself."""
+    at = first + gl.arange(0, SCAN, gl.BlockedLayout([SCAN // 32], [32], [NUM_WARPS], [0]))
+    _, seqlen_q, _, seqlen_k = spans_of(lengths, at, sizes, at < sizes.batch, C)
+    return gl.where(at < sizes.batch, seqlen_q, 0), seqlen_k
+
+
+@gluon.jit
+def _counts(asked, sizes, C: gl.constexpr):
+    """Key tiles of sequences, all heads."""
+    _, count = key_tiles_of(asked[0], asked[1], sizes, C)
+    return count * sizes.num_kv_heads
 
 
 @gluon.jit
@@ -99,8 +114,45 @@ def program_of(total, tile, C: gl.constexpr):
 
 
 @gluon.jit
-def locate(lengths, program, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
-    """(total, first tile, last + 1, sequence, head, tile within that item) of this program's share."""
+def _passed(ends, begin):
+    """(number, end) of the sequences that end at a tile or before it, of those whose ends are given."""
+    done = ends <= begin
+    return gl.sum(gl.where(done, 1, 0), axis=0), gl.max(gl.where(done, ends, 0), axis=0)
+
+
+@gluon.jit
+def _find_sequence(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
+    """(total, first tile of the share, its sequence, tiles before that sequence)."""
+    batch_idx = gl.to_tensor(0)
+    before = gl.to_tensor(0)
+    counts = _counts(asked, sizes, C)
+    if sizes.batch == 1:
+        total = gl.sum(counts, axis=0)
+        begin = share_of(total, program, C)
+    else:
+        ends = gl.associative_scan(counts, 0, _add)
+        passed = gl.max(ends, axis=0)
+        total = passed
+        for first in range(SCAN, sizes.batch, SCAN):
+            total = total + gl.sum(_counts(ask_lengths(lengths, first, sizes, NUM_WARPS, C), sizes, C), axis=0)
+        begin = share_of(total, program, C)
+        batch_idx, before = _passed(ends, begin)
+        for first in range(SCAN, sizes.batch, SCAN):
+            counts = _counts(ask_lengths(lengths, first, sizes, NUM_WARPS, C), sizes, C)
+            ends = passed + gl.associative_scan(counts, 0, _add)
+            number, end = _passed(ends, begin)
+            batch_idx += number
+            before = max(before, end)
+            passed = gl.max(ends, axis=0)
+        batch_idx = min(batch_idx, sizes.batch - 1)
+    return total, begin, batch_idx, before
+
+
+@gluon.jit
+def locate(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
+    """(total, first tile, last + 1, sequence, head, tile within that item) of this program's share; `asked` are the
+    lengths of the first sequences.
+    """
     if C.IS_UNIFORM:
         _, count = key_tiles_of(sizes.seqlen_q, gl.to_tensor(sizes.seqlen_k), sizes, C)
         total = count * sizes.num_kv_heads * sizes.batch
@@ -110,26 +162,22 @@ def locate(lengths, program, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
         head = item - batch_idx * sizes.num_kv_heads
         tile = begin - item * count
     else:
-        total = gl.to_tensor(0)
-        for first in range(0, sizes.batch, SCAN):
-            total += gl.sum(_counts(lengths, first, sizes, NUM_WARPS, C), axis=0)
-        begin = share_of(total, program, C)
-        batch_idx = gl.to_tensor(0)
-        before = gl.to_tensor(0)
-        passed = gl.to_tensor(0)
-        for first in range(0, sizes.batch, SCAN):
-            counts = _counts(lengths, first, sizes, NUM_WARPS, C)
-            ends = passed + gl.associative_scan(counts, 0, _add)
-            done = ends <= begin
-            batch_idx += gl.sum(gl.where(done, 1, 0), axis=0)
-            before = max(before, gl.max(gl.where(done, ends, 0), axis=0))
-            passed += gl.sum(counts, axis=0)
-        batch_idx = min(batch_idx, sizes.batch - 1)
+        total, begin, batch_idx, before = _find_sequence(lengths, asked, program, sizes, NUM_WARPS, C)
         _, seqlen_q, _, seqlen_k = spans_of(lengths, batch_idx, sizes, True, C)
         _, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
         head = (begin - before) // max(count, 1)
         tile = begin - before - head * count
     return total, begin, share_of(total, program + 1, C), batch_idx, head, tile
+
+
+@gluon.jit
+def guess(program, sizes, C: gl.constexpr):
+    """(sequence, key row) where this program's share begins if all sequences are as long as they may be."""
+    programs = gl.num_programs(0) * C.LANES
+    place = program.to(gl.float32) * (sizes.batch * 1.0 / programs)
+    batch_idx = min(place.to(gl.int32), sizes.batch - 1)
+    heads = (place - batch_idx) * sizes.num_kv_heads
+    return batch_idx, ((heads - heads.to(gl.int32)) * sizes.seqlen_k).to(gl.int32)
 
 
 @gluon.jit
