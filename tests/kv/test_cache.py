@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import cascade
+from tilewise import cascade, ops
 from tilewise.kv.tables import HostTables, StagedTables, Tables, round_columns
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS = 4, 2, 16, 24, 2
@@ -177,13 +177,13 @@ def test_groups_are_cut_for_decode_kernels(rows: int, count: int, monkeypatch: p
     monkeypatch.setattr(cascade, "_cuts_groups", lambda _: True)
     monkeypatch.setattr(cascade, "DECODE_ROWS", 0)
     monkeypatch.setattr(cascade, "PART_ROWS", rows)
-    seen, plainly = list[int](), cascade.ops.attention
+    seen, plainly = list[int](), ops.attention
 
     def noted(kind: Any, operands: Any, flags: Any) -> Rows:
         seen.append(len(operands.seqlens_k))
         return plainly(kind, operands, flags)
 
-    monkeypatch.setattr(cascade.ops, "attention", noted)
+    monkeypatch.setattr(ops, "attention", noted)
     shadow, requests = shared_batch()
     batch = requests if count == 5 else [requests[0], *requests[3:]]
     shadow.check(batch, shadow.step(batch, dict.fromkeys(batch, 8)), exact=False)
