@@ -1,6 +1,7 @@
 """The tiles that tune_triton.py tries, by pass, head_dim and length, and how they are written down.
 
-`64x128w8s2TLh4`: BLOCK_M x BLOCK_N, warps, stages; then T loads by TMA, L takes dP late, h4 runs four heads at a time.
+`64x128w8s2TLh4`: BLOCK_M x BLOCK_N, warps, stages; then T loads by TMA, L takes dP late, J joins the
+backward's loops over masked and other tiles, h4 runs four heads at a time.
 """
 
 from __future__ import annotations
@@ -20,23 +21,26 @@ LONG_TILES: dict[tuple[Pass, int], str] = {
     ("forward", 128): """64x64w4s3 64x64w4s3T 64x64w4s2 64x64w4s2T 128x64w8s2 128x64w8s3T 128x128w8s2T 64x128w4s2
         64x128w4s2T""",
     ("forward", 256): "128x64w8s2 128x64w8s2T 128x32w8s3 128x32w8s3T 64x32w4s2 64x32w4s2T 64x64w4s2",
-    ("dkdv", 64): "64x64w4s3T 64x64w4s2T 64x64w4s2 64x64w4s2TL 64x64w4s3TL 32x64w4s3T 32x64w4s3 64x128w8s2T",
-    ("dkdv", 128): "64x64w4s2T 64x64w4s2TL 64x128w8s2T 32x64w4s3T 32x64w4s2T 64x64w4s2 32x128w8s3T 64x128w8s2TL",
-    ("dkdv", 256): "32x64w8s2T 64x64w8s2T 64x64w8s2TL 64x64w8s2 64x64w8s1",
-    ("dq", 64): "128x64w8s2 64x64w4s2 64x64w4s3 64x64w4s3T 64x64w4s2T 64x128w4s2T 128x64w4s3T 64x32w4s3T",
-    ("dq", 128): "128x64w8s3T 64x64w4s2T 64x64w4s2 64x32w4s3T 64x32w4s3 128x32w8s3T 128x64w8s2T",
-    ("dq", 256): "64x32w8s1 128x32w8s2 128x32w8s2T 64x32w4s2 64x32w4s2T 64x32w8s2T 128x64w8s1",
+    ("dkdv", 64): "64x64w4s3TJ 64x64w4s2TJ 64x64w4s2J 64x64w4s2TLJ 64x64w4s3TLJ 32x64w4s3TJ 32x64w4s3J 64x128w8s2TJ",
+    (
+        "dkdv",
+        128,
+    ): "64x64w4s2TJ 64x64w4s2TLJ 64x128w8s2TJ 32x64w4s3TJ 32x64w4s2TJ 64x64w4s2J 32x128w8s3TJ 64x128w8s2TLJ",
+    ("dkdv", 256): "32x64w8s2TJ 64x64w8s2TJ 64x64w8s2TLJ 64x64w8s2J 64x64w8s1J",
+    ("dq", 64): "128x64w8s2J 64x64w4s2J 64x64w4s3J 64x64w4s3TJ 64x64w4s2TJ 64x128w4s2TJ 128x64w4s3TJ 64x32w4s3TJ",
+    ("dq", 128): "128x64w8s3TJ 64x64w4s2TJ 64x64w4s2J 64x32w4s3TJ 64x32w4s3J 128x32w8s3TJ 128x64w8s2TJ",
+    ("dq", 256): "64x32w8s1J 128x32w8s2J 128x32w8s2TJ 64x32w4s2J 64x32w4s2TJ 64x32w8s2TJ 128x64w8s1J",
 }
 SHORT_TILES: dict[tuple[Pass, int], str] = {
     ("forward", 64): "64x64w4s3T 64x64w4s3 64x64w4s2T 64x32w4s3T 128x64w8s2T 128x64w4s2",
     ("forward", 128): "64x64w4s3 64x64w4s3T 64x32w4s3 64x32w4s3T 64x32w4s2T 128x64w8s2 128x128w8s2",
-    ("dkdv", 64): "64x64w4s3T 64x64w4s2T 32x64w4s3T 32x64w4s2",
-    ("dkdv", 128): "64x64w4s2T 32x64w4s2 32x64w4s2T 32x64w4s3T 64x128w8s2",
-    ("dq", 64): "128x64w4s3T 64x64w4s3T 64x32w4s3T",
-    ("dq", 128): "128x64w8s3T 64x64w4s2 64x64w4s2T 64x32w4s2 64x32w4s3T",
+    ("dkdv", 64): "64x64w4s3TJ 64x64w4s2TJ 32x64w4s3TJ 32x64w4s2J",
+    ("dkdv", 128): "64x64w4s2TJ 32x64w4s2J 32x64w4s2TJ 32x64w4s3TJ 64x128w8s2J",
+    ("dq", 64): "128x64w4s3TJ 64x64w4s3TJ 64x32w4s3TJ",
+    ("dq", 128): "128x64w8s3TJ 64x64w4s2J 64x64w4s2TJ 64x32w4s2J 64x32w4s3TJ",
 }
 
-WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(?:h(\d+))?")
+WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(J?)(?:h(\d+))?")
 
 
 def candidates(direction: Pass, head_dim: int, length: int) -> list[Config]:
@@ -50,7 +54,7 @@ def config_of(name: str) -> Config:
     found = WRITTEN.fullmatch(name)
     if found is None:
         raise ValueError(f"not a tile: {name!r}")
-    block_m, block_n, warps, stages, tma, late, heads = found.groups()
+    block_m, block_n, warps, stages, tma, late, joined, heads = found.groups()
     return Config(
         int(block_m),
         int(block_n),
@@ -58,6 +62,7 @@ def config_of(name: str) -> Config:
         int(stages),
         descriptors=bool(tma),
         early_dp=not late,
+        joined=bool(joined),
         heads_per_wave=int(heads) if heads else None,
     )
 
@@ -67,6 +72,7 @@ def name_of(config: Config) -> str:
     letters = {
         "T": config.descriptors,
         "L": not config.early_dp,
+        "J": config.joined,
         f"h{config.heads_per_wave}": config.heads_per_wave,
     }
     extra = "".join(letter for letter, on in letters.items() if on)

@@ -91,7 +91,7 @@ class Inputs:
             workspace = torch.empty(2 * arguments.workspace_rows(self.plan, 0)[1], device="cuda")
             made = {"dout": self.dout, "dq": self.dq, "dk": self.dk, "dv": self.dv, "workspace": workspace}
             self.tensors |= made
-            self.runner([passes.stats_call(self.plan, self.views)])()
+            self.runner([passes.stats_call(self.plan, self.views, ())])()
 
     def poison(self) -> None:
         """Fill what a pass writes, so that what it forgets shows."""
@@ -312,7 +312,7 @@ def compare_cell(p: AttentionProblem, chosen: dict[Pass, Config], with_flex: boo
     for backward in (False, True):
         inputs = Inputs(p, True)
         directions: tuple[Pass, ...] = ("dkdv", "dq") if backward else ("forward",)
-        calls = [passes.stats_call(inputs.plan, inputs.views)] if backward else []
+        calls = [passes.stats_call(inputs.plan, inputs.views, ())] if backward else []
         calls += [call for name in directions for call in inputs.calls(name, chosen[name])]
         taken = round_robin({"tilewise": inputs.runner(calls)} | peer_runs(p, inputs, backward, flex))
         direction = "backward" if backward else "forward"

@@ -77,6 +77,13 @@ def test_the_peers_table_is_whole() -> None:
                     assert name in names
                     assert case.batch * case.seqlen_q == 16384
                     assert case.num_heads * case.head_dim == 2048
+                    # FlexAttention is the Triton backend's bar in every cell: in the table, or in a case of its own.
+                    beside = (
+                        case
+                        if "flex" in case.implementations
+                        else by_name(gpu_cases(), f"flex-d{head_dim}-{mask}-n{seqlen}-{direction}")
+                    )
+                    assert any(b.subject == "tilewise-triton" and b.against == ("flex",) for b in beside.bars), name
     assert sum(by_name(gpu_cases(), "varlen-mixed-forward-causal").seqlens) == 16384
 
 
@@ -116,7 +123,7 @@ def test_selecting() -> None:
     # What a bar compares with comes along.
     assert [c.name for c in select(registry, ["window"])] == ["forward-d128-causal-n16384", "window-1024-n16384"]
     assert select(registry, quick=True)
-    with pytest.raises(InvalidProblem, match="decode, forward"):
+    with pytest.raises(InvalidProblem, match="decode, flex, forward"):
         select(registry, ["nothing-like-this"])
 
 

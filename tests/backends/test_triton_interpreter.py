@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+import tilewise
 from interpreting import interpret
 from tilewise.masks import Band, TileGrid, TileKind
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 primitives = pytest.importorskip("tilewise.backends.triton.primitives")
+configs = pytest.importorskip("tilewise.backends.triton.configs")
 key_range, query_range = primitives.key_range, primitives.query_range
 sequence_of = primitives.sequence_of
 
@@ -40,7 +42,7 @@ SAMPLE = (
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 def test_tile_ranges_in_the_interpreter() -> None:
-    interpret(str(HERE), "-k", "mirror or slots")
+    interpret(str(HERE), "-k", "mirror or slots or joined")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
@@ -155,3 +157,22 @@ def test_slots_of_many_sequences() -> None:
     want = torch.searchsorted(first, slots, right=True).to(torch.int32) - 1
     assert torch.equal(found[:, 0], want)
     assert torch.equal(found[:, 1], first[want])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
+@pytest.mark.parametrize("flags", [{}, {"causal": True}, {"window": (7, 3)}], ids=["full", "causal", "window"])
+def test_joined_loops(flags: dict[str, Any]) -> None:
+    """As on Hopper: masked tiles in the loop of the others, for packed sequences with ragged ends and shared heads."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = (37, 0, 16, 5)
+    q, k, v, dout = (torch.randn(sum(lengths), heads, 16, generator=generator) for heads in (2, 1, 1, 2))
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    leaves = tuple(t.requires_grad_() for t in (q, k, v))
+    found = []
+    for backend in ("triton", "reference"):
+        tile = configs.Config(16, 16, 4, 1, joined=True)
+        with configs.overridden({"dkdv": tile, "dq": tile}):
+            out = tilewise.attention_varlen(q, k, v, bounds, bounds, backend=backend, **flags)
+            found.append(torch.autograd.grad(out, leaves, dout))
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)

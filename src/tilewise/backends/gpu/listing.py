@@ -9,7 +9,15 @@ from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.gpu.work_list import ENTRY_WORDS, LISTED_BLOCKS, list_blocks_kernel
 from tilewise.problem import AttentionProblem
 
-__all__ = ["heads_per_wave", "list_allocation", "list_call", "list_size", "most_blocks", "rows_together"]
+__all__ = [
+    "heads_per_wave",
+    "list_allocation",
+    "list_call",
+    "list_size",
+    "listed_parts",
+    "most_blocks",
+    "rows_together",
+]
 
 # At least so many programs, to share the rows past the last sequence.
 CLEARING_PROGRAMS = 132
@@ -52,6 +60,15 @@ def rows_together(row_bytes: int, heads: int, *, banded: bool) -> int:
     return LIST_L2_BYTES // (row_bytes * heads) if banded else 0
 
 
+def listed_parts(longest: int, block: int) -> int:
+    """Programs that list one sequence, for the longest there may be.
+
+    >>> listed_parts(4097, 128)
+    2
+    """
+    return -(-longest // (block * int(LISTED_BLOCKS)))
+
+
 def list_size(blocks: int) -> int:
     """Words of a list of so many blocks."""
     return (1 + blocks) * int(ENTRY_WORDS)
@@ -76,8 +93,7 @@ def list_call(
     Sequences of one length are walked together up to `together` keys (queries), see `rows_together`. `cleared` names
     what has rows past the last sequence: rows of queries and their lse, and two tensors of rows of keys.
     """
-    longest = problem.seqlen_k if of_keys else problem.seqlen_q
-    parts = -(-longest // (block * int(LISTED_BLOCKS)))
+    parts = listed_parts(problem.seqlen_k if of_keys else problem.seqlen_q, block)
     dtypes = (problem.dtype, torch.float32, problem.dtype, problem.dtype)
     rows = [name and Address(name, dtype, aligned=False) for name, dtype in zip(cleared, dtypes, strict=True)]
     paged = problem.page_size is not None

@@ -1,4 +1,4 @@
-"""Packed sequences, block by block: a small kernel lists them for the persistent kernels, on the device.
+"""Packed sequences, block by block: listed on the device, for persistent kernels and for programs of one block each.
 
 Only the device knows the lengths. A grid made for the longest sequence would be mostly empty (16 sequences of 7 to 4096
 tokens: 6096 of 8192 tiles, 45 us of taking and skipping in a forward of 260), so the blocks that exist are listed: one
@@ -22,7 +22,7 @@ import triton.language as tl
 
 from tilewise.backends.gpu.tails import clear_rows
 
-__all__ = ["ENTRY_WORDS", "LISTED_BLOCKS", "list_blocks_kernel"]
+__all__ = ["ENTRY_WORDS", "LISTED_BLOCKS", "list_blocks", "list_blocks_kernel", "listed_item"]
 
 # As schedule.LIST_WORDS.
 ENTRY_WORDS = tl.constexpr(8)
@@ -124,3 +124,24 @@ def list_blocks_kernel(
     if k_rows_ptr is not None:
         clear_rows(k_rows_ptr, None, tl.load(seqlens_k + batch), totals[1], num_heads, widths[1])
         clear_rows(v_rows_ptr, None, tl.load(seqlens_k + batch), totals[1], num_heads, widths[2])
+
+
+@triton.jit
+def listed_item(work, num_blocks, num_heads, heads_per_wave):
+    """(block, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k) of this program: there is one for each head and
+    each of the `num_blocks` that the list has room for. Past its end there are no rows.
+    """
+    pid = tl.program_id(0)
+    wave_programs = heads_per_wave * num_blocks
+    first_head = pid // wave_programs * heads_per_wave
+    wave_heads = tl.minimum(heads_per_wave, num_heads - first_head)
+    rank = pid % wave_programs
+    entry = work + (1 + rank // wave_heads) * ENTRY_WORDS
+    ok = rank // wave_heads < tl.load(work)
+    block = tl.load(entry + 1, mask=ok, other=0)
+    batch_idx = tl.load(entry + 3, mask=ok, other=0)
+    q_start = tl.load(entry + 4, mask=ok, other=0)
+    seqlen_q = tl.load(entry + 5, mask=ok, other=0)
+    k_start = tl.load(entry + 6, mask=ok, other=0)
+    seqlen_k = tl.load(entry + 7, mask=ok, other=0)
+    return block, first_head + rank % wave_heads, batch_idx, q_start, seqlen_q, k_start, seqlen_k

@@ -1,27 +1,25 @@
-"""Backward: row statistics, then dK/dV and dQ in two kernels that each own what they write. No atomics, so always
-repeatable.
+"""Backward: dK/dV and dQ in two kernels that each own what they write. No atomics, so always repeatable.
 
-P is recomputed as exp(S - lse). `delta` is rowsum(dout * out) - dlse, so dS = P * (dP - delta). `lse` reaches the
-kernels in the unit of the scores (log2 for plain ones) and as +inf for rows without keys: their P is exactly 0 and
-nothing has to be masked.
+P is recomputed as exp(S - lse). `delta` is rowsum(dout * out) - dlse, so dS = P * (dP - delta); both come from
+row_stats.py, lse in the unit of the scores (log2 for plain ones) and as +inf for rows without keys: their P is exactly
+0 and nothing has to be masked.
 """
 
 # Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803, SIM102
+# ruff: noqa: N803, N806, SIM102
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.work_list import listed_item
 from tilewise.backends.triton.primitives import (
     LOG2E,
-    NEG_INF,
     STAT_TILE,
     around_gap,
     box_origin,
-    clear_rows,
     dot,
     dot_add,
     dropout_keep,
@@ -38,69 +36,11 @@ from tilewise.backends.triton.primitives import (
     query_range,
     query_span,
     score_terms,
-    sequence_of,
     stat_base,
     store_rows,
     work_item,
     zeros,
 )
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_stored", "num_heads", "batch"])
-def row_stats_kernel(
-    out, dout, lse, dlse, lse_unit, delta, cu_seqlens_q, num_rows, num_stored, num_heads, batch,
-    T: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """lse_unit and delta of BLOCK_M rows; +inf and 0 for those that are stored but do not exist. Grid: row tile
-    (fastest), head, batch; packed sequences lie in the slots of one long one.
-    """
-    num_blocks = (num_stored + BLOCK_M - 1) // BLOCK_M
-    stored = tl.program_id(0) % num_blocks * BLOCK_M
-    head = tl.program_id(0) // num_blocks % num_heads
-    batch_idx = tl.program_id(0) // num_blocks // num_heads
-    first = stored
-    start = 0
-    if T.PACKED_Q:
-        sequence, first_slot = sequence_of(stored // STAT_TILE, cu_seqlens_q, batch, STAT_TILE)
-        start = tl.load(cu_seqlens_q + sequence)
-        num_rows = tl.load(cu_seqlens_q + sequence + 1) - start
-        first = stored - first_slot * STAT_TILE
-    rows = first + tl.arange(0, BLOCK_M)
-    row_ok = rows < num_rows
-    out_tile = load_rows(
-        head_base(out, batch_idx, head, start, T.PACKED_Q),
-        out.stride_row,
-        first,
-        num_rows,
-        True,
-        BLOCK_M,
-        T.HEAD_DIM_V,
-        T.BLOCK_DV,
-    )
-    dout_tile = load_rows(
-        head_base(dout, batch_idx, head, start, T.PACKED_Q),
-        dout.stride_row,
-        first,
-        num_rows,
-        True,
-        BLOCK_M,
-        T.HEAD_DIM_V,
-        T.BLOCK_DV,
-    )
-    sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
-    at = head_base(lse, batch_idx, head, start, T.PACKED_Q) + rows * lse.stride_row
-    value = tl.load(at, mask=row_ok, other=NEG_INF)
-    if dlse is not None:
-        at = head_base(dlse, batch_idx, head, start, T.PACKED_Q) + rows * dlse.stride_row
-        sums -= tl.load(at, mask=row_ok, other=0.0).to(tl.float32)
-    empty = value == NEG_INF
-    if not T.TRANSFORMED:
-        value = value * LOG2E
-    places = stored + tl.arange(0, BLOCK_M)
-    lse_at = head_base(lse_unit, batch_idx, head, start, False) + places * lse_unit.stride_row
-    delta_at = head_base(delta, batch_idx, head, start, False) + places * delta.stride_row
-    tl.store(lse_at, tl.where(empty, float("inf"), value), mask=places < num_stored)
-    tl.store(delta_at, tl.where(empty, 0.0, sums), mask=places < num_stored)
 
 
 @triton.jit
@@ -121,6 +61,33 @@ def probabilities(
     if EDGE:
         p = tl.where(keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
     return p, capped
+
+
+@triton.jit
+def mask_outside(p, first, full_begin, full_end, m_idx, n_idx, band, seqlen_q, seqlen_k, T: tl.constexpr):
+    """P of a tile in a loop of which the part from full_begin to full_end needs no mask: one branch for the tile."""
+    if T.HAS_LEFT or T.HAS_RIGHT:
+        if (first < full_begin) | (first >= full_end):
+            p = tl.where(keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
+    return p
+
+
+@triton.jit
+def loop_bounds(begin, full_begin, full_end, end, whole, JOINED: tl.constexpr):
+    """((begin, end), (begin, gap_begin, gap_end, end)) of a kernel's two loops. JOINED: tiles below `whole`, where all
+    rows and keys exist, then what is left; else tiles that need no mask, then those on either side of them.
+    """
+    if JOINED:
+        return (begin, tl.minimum(end, whole)), (tl.maximum(begin, whole), end, end, end)
+    return (full_begin, full_end), (begin, full_begin, full_end, end)
+
+
+@triton.jit
+def loop_end(gap_begin, gap_end, end, EDGE: tl.constexpr, JOINED: tl.constexpr):
+    """Where a loop over positions ends: one that jumps over a gap is shorter by it."""
+    if EDGE and not JOINED:
+        return gap_begin + tl.maximum(end - gap_end, 0)
+    return end
 
 
 @triton.jit
@@ -154,6 +121,17 @@ def group_step(step, begin, upper, kv_head, BLOCK_M: tl.constexpr, T: tl.constex
 
 
 @triton.jit
+def described_stats(lse_desc, delta_desc, lse_unit, batch_idx, head, q_start, first, T: tl.constexpr):
+    """(lse, delta) of a tile of queries by TMA: by pointers each thread would copy what it needs, 32 times as much."""
+    at = head * lse_unit.stride_head + first
+    if T.PACKED_Q:
+        at += (q_start // STAT_TILE + batch_idx) * STAT_TILE
+    else:
+        at += batch_idx * lse_unit.stride_batch
+    return lse_desc.load([at.to(tl.int32)]), delta_desc.load([at.to(tl.int32)])
+
+
+@triton.jit
 def load_stats(
     lse_unit, delta, first, batch_idx, head, q_start, seqlen_q,
     EDGE: tl.constexpr, BLOCK_M: tl.constexpr, T: tl.constexpr,
@@ -172,24 +150,28 @@ def load_stats(
 
 @triton.jit
 def key_gradient_loop(
-    dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, alibi_slopes, bias, mask,
-    seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end, end,
-    EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr, T: tl.constexpr,
+    dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
+    alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end, end,
+    full_begin, full_end,
+    EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr, JOINED: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
-    """Add to dK and dV what the queries begin..gap_begin and gap_end..end of a group's heads contribute.
+    """Add to dK and dV what the queries begin..gap_begin and gap_end..end of a group's heads contribute; those from
+    full_begin to full_end need no mask. EDGE: rows may not exist (JOINED), or scores may be masked.
 
     Works on transposed scores (keys are rows). One loop over heads and tiles: nested ones made ptxas serialise wgmma.
     """
+    STAGES: tl.constexpr = 1 if EDGE and JOINED else None
     n_first, kv_head, batch_idx, q_start = place
     n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
-    lower, upper = group_steps(begin, gap_begin + tl.maximum(end - gap_end, 0), BLOCK_M, T)
+    lower, upper = group_steps(begin, loop_end(gap_begin, gap_end, end, EDGE, JOINED), BLOCK_M, T)
     # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one
     # (C7515).
     if lower < upper:
         tl.assume(lower < upper)
-        for step in tl.range(lower, upper, BLOCK_M if T.GROUP_SIZE == 1 else 1):
+        for step in tl.range(lower, upper, BLOCK_M if T.GROUP_SIZE == 1 else 1, num_stages=STAGES):
             head, position = group_step(step, begin, upper, kv_head, BLOCK_M, T)
-            first = around_gap(position, gap_begin, gap_end, EDGE)
+            first = around_gap(position, gap_begin, gap_end, EDGE and not JOINED)
             m_row = first + tl.arange(0, BLOCK_M)
             q_row, q_col = box_origin(q_desc, q_box, batch_idx, head, q_start, T.PACKED_Q)
             dout_row, dout_col = box_origin(dout_desc, dout_box, batch_idx, head, q_start, T.PACKED_Q)
@@ -197,9 +179,14 @@ def key_gradient_loop(
             dout_source = (dout, head_base(dout, batch_idx, head, q_start, T.PACKED_Q), dout_desc, dout_row, dout_col)
             q_tile = load_queries(q_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
             dout_tile = load_queries(dout_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
-            lse_tile, delta_tile = load_stats(
-                lse_unit, delta, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T
-            )
+            if lse_desc is not None:
+                lse_tile, delta_tile = described_stats(
+                    lse_desc, delta_desc, lse_unit, batch_idx, head, q_start, first, T
+                )
+            else:
+                lse_tile, delta_tile = load_stats(
+                    lse_unit, delta, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T
+                )
             terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
             dots = dot(k_tile, tl.trans(q_tile), T)
             if EARLY_DP:
@@ -210,6 +197,8 @@ def key_gradient_loop(
                 dots, lse_tile[None, :], m_row[None, :], n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE or
                 T.HAS_BIAS or T.HAS_MASK, T
             )  # fmt: skip
+            if JOINED and not EDGE:
+                p = mask_outside(p, first, full_begin, full_end, m_row[None, :], n_idx, band, seqlen_q, seqlen_k, T)
             keep = True
             kept = p
             if T.HAS_DROPOUT:
@@ -225,26 +214,26 @@ def key_gradient_loop(
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def key_gradient_kernel(
-    q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, dk, dv, bias, mask, alibi_slopes, seed_ptr,
-    lengths, sizes, band, scalars,
+    q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta, dk, dv, bias, mask,
+    alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of one (key tile, K/V head, sequence), summed over the query heads of the group inside the
-    program.
+    program. `work` lists the tiles of packed keys.
     """
-    num_blocks = (sizes.seqlen_k + BLOCK_N - 1) // BLOCK_N
-    block, kv_head, batch_idx = work_item(
-        num_blocks, sizes.num_heads // T.GROUP_SIZE, sizes, T.HAS_LEFT and not T.HAS_RIGHT
-    )
-    q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
-    k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
-    if T.PACKED_K:
-        if batch_idx == sizes.batch - 1:
-            cu_seqlens, total = lengths.cu_seqlens_k, sizes.total_k
-            clear_rows(dk, kv_head, block, num_blocks, cu_seqlens, sizes.batch, total, BLOCK_N, T.HEAD_DIM, T.BLOCK_D)
-            clear_rows(
-                dv, kv_head, block, num_blocks, cu_seqlens, sizes.batch, total, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV
-            )
+    if work is not None:
+        num_blocks = sizes.total_k // BLOCK_N + sizes.batch
+        block, kv_head, batch_idx, q_start, seqlen_q, k_start, seqlen_k = listed_item(
+            work, num_blocks, sizes.num_heads // T.GROUP_SIZE, sizes.heads_per_wave
+        )
+    else:
+        num_blocks = (sizes.seqlen_k + BLOCK_N - 1) // BLOCK_N
+        block, kv_head, batch_idx = work_item(
+            num_blocks, sizes.num_heads // T.GROUP_SIZE, sizes, T.HAS_LEFT and not T.HAS_RIGHT
+        )
+        q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
+        k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     n_first = block * BLOCK_N
     if n_first >= seqlen_k:
         return
@@ -265,15 +254,17 @@ def key_gradient_kernel(
     dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
     begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     place = (n_first, kv_head, batch_idx, q_start)
+    whole = seqlen_q // BLOCK_M * BLOCK_M
+    inner, outer = loop_bounds(begin, full_begin, full_end, end, whole, JOINED)
     dk_acc, dv_acc = key_gradient_loop(
-        dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, alibi_slopes,
-        bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, full_begin, full_end, full_end, full_end,
-        False, BLOCK_M, BLOCK_N, EARLY_DP, T
+        dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
+        delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, inner[0], inner[1],
+        inner[1], inner[1], full_begin, full_end, False, BLOCK_M, BLOCK_N, EARLY_DP, JOINED, T
     )  # fmt: skip
     dk_acc, dv_acc = key_gradient_loop(
-        dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_unit, delta, alibi_slopes,
-        bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, full_begin, full_end, end, True,
-        BLOCK_M, BLOCK_N, EARLY_DP, T
+        dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
+        delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, outer[0], outer[1],
+        outer[2], outer[3], full_begin, full_end, True, BLOCK_M, BLOCK_N, EARLY_DP, JOINED, T
     )  # fmt: skip
     dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
     dv_base = head_base(dv, batch_idx, kv_head, k_start, T.PACKED_K)
@@ -284,19 +275,20 @@ def key_gradient_kernel(
 @triton.jit
 def query_gradient_loop(
     dq, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-    begin, gap_begin, gap_end, end,
-    EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+    begin, gap_begin, gap_end, end, full_begin, full_end,
+    EDGE: tl.constexpr, BLOCK_N: tl.constexpr, JOINED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Add to dQ what the keys begin..gap_begin and gap_end..end contribute."""
+    """Add to dQ what the keys begin..gap_begin and gap_end..end contribute; as key_gradient_loop."""
+    STAGES: tl.constexpr = 1 if EDGE and JOINED else None
     m_idx, head, batch_idx = place
     # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one
     # (C7515).
-    stop = gap_begin + tl.maximum(end - gap_end, 0)
+    stop = loop_end(gap_begin, gap_end, end, EDGE, JOINED)
     if begin < stop:
         tl.assume(begin < stop)
-        pages = key_pages(k_source, around_gap(begin, gap_begin, gap_end, EDGE), seqlen_k, BLOCK_N, T)
-        for position in tl.range(begin, stop, BLOCK_N):
-            first = around_gap(position, gap_begin, gap_end, EDGE)
+        pages = key_pages(k_source, around_gap(begin, gap_begin, gap_end, EDGE and not JOINED), seqlen_k, BLOCK_N, T)
+        for position in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+            first = around_gap(position, gap_begin, gap_end, EDGE and not JOINED)
             n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
             k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
             v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
@@ -305,13 +297,15 @@ def query_gradient_loop(
             p, capped = probabilities(
                 dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE, T
             )
+            if JOINED and not EDGE:
+                p = mask_outside(p, first, full_begin, full_end, m_idx[:, None], n_idx, band, seqlen_q, seqlen_k, T)
             keep = True
             if T.HAS_DROPOUT:
                 keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
             _, ds = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
             dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, T)
             if T.PAGED:
-                following = around_gap(position + BLOCK_N, gap_begin, gap_end, EDGE)
+                following = around_gap(position + BLOCK_N, gap_begin, gap_end, EDGE and not JOINED)
                 pages = key_pages(k_source, following, seqlen_k, BLOCK_N, T)
     return dq
 
@@ -319,28 +313,20 @@ def query_gradient_loop(
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def query_gradient_kernel(
     q, k, v, dout, k_desc, v_desc, k_box, v_box, lse_unit, delta, dq, bias, mask, alibi_slopes, seed_ptr, lengths,
-    sizes, band, scalars,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    work, sizes, band, scalars,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of one (query tile, head, sequence)."""
-    num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
-    block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
-    q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
-    k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
-    if T.PACKED_Q:
-        if batch_idx == sizes.batch - 1:
-            clear_rows(
-                dq,
-                head,
-                block,
-                num_blocks,
-                lengths.cu_seqlens_q,
-                sizes.batch,
-                sizes.total_q,
-                BLOCK_M,
-                T.HEAD_DIM,
-                T.BLOCK_D,
-            )
+    """Write dQ of one (query tile, head, sequence). `work` lists the tiles of packed queries."""
+    if work is not None:
+        num_blocks = sizes.total_q // BLOCK_M + sizes.batch
+        block, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k = listed_item(
+            work, num_blocks, sizes.num_heads, sizes.heads_per_wave
+        )
+    else:
+        num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
+        block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
+        q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
+        k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     m_first = block * BLOCK_M
     if m_first >= seqlen_q:
         return
@@ -368,13 +354,15 @@ def query_gradient_kernel(
     acc = zeros(BLOCK_M, T.BLOCK_D)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    whole = seqlen_k // BLOCK_N * BLOCK_N
+    inner, outer = loop_bounds(begin, full_begin, full_end, end, whole, JOINED)
     acc = query_gradient_loop(
         acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
-        seqlen_k, full_begin, full_end, full_end, full_end, False, BLOCK_N, T
+        seqlen_k, inner[0], inner[1], inner[1], inner[1], full_begin, full_end, False, BLOCK_N, JOINED, T
     )  # fmt: skip
     acc = query_gradient_loop(
         acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
-        seqlen_k, begin, full_begin, full_end, end, True, BLOCK_N, T
+        seqlen_k, outer[0], outer[1], outer[2], outer[3], full_begin, full_end, True, BLOCK_N, JOINED, T
     )  # fmt: skip
     store_rows(
         acc * scalars.scale,

@@ -24,6 +24,7 @@ class Config:
 
     `descriptors`: whole tiles are loaded by TMA where the tensors allow. `heads_per_wave`: None means as many as keep
     their rows in L2. `max_registers` a thread, so that as many programs fit a multiprocessor as shared memory allows.
+    `joined`: in the backward, tiles that a band masks share the pipelined loop of those that need no mask.
     """
 
     block_m: int
@@ -34,6 +35,7 @@ class Config:
     early_dp: bool = True
     heads_per_wave: int | None = None
     max_registers: int | None = None
+    joined: bool = False
 
 
 # More partial results than this are not worth merging; starting and finishing a program costs as much as reading this
@@ -66,20 +68,20 @@ _HOPPER: dict[Pass, Table] = {
     },
     "dkdv": {
         # full at 4096 541 (32x64: 505, 2 stages: 430, 64x128: 329)
-        64: Config(64, 64, 4, 3, descriptors=True),
+        64: Config(64, 64, 4, 3, descriptors=True, joined=True),
         # full 610 / 642 (64x128 by TMA: 572 / 607)
-        128: Config(64, 64, 4, 2, descriptors=True),
+        128: Config(64, 64, 4, 2, descriptors=True, joined=True),
         # full at 4096 315 (32x64: 206, with one stage 136)
-        256: Config(64, 64, 8, 2, descriptors=True),
+        256: Config(64, 64, 8, 2, descriptors=True, joined=True),
         512: Config(16, 32, 8, 1),
     },
     "dq": {
         # full at 4096 602 (64x64: 587, 64x32: 559, 64x128: 481, 128x64 with 8 warps: 279)
-        64: Config(128, 64, 4, 3, descriptors=True),
+        64: Config(128, 64, 4, 3, descriptors=True, joined=True),
         # full 618 / 677 (the same without TMA: 591 / 640)
-        128: Config(128, 64, 8, 3, descriptors=True),
+        128: Config(128, 64, 8, 3, descriptors=True, joined=True),
         # full at 4096 469 (128x32 by TMA: 424, 64x32 with 4 warps: 306, with 8 warps: 171)
-        256: Config(128, 64, 8, 1),
+        256: Config(128, 64, 8, 1, joined=True),
         512: Config(32, 16, 8, 1),
     },
 }

@@ -28,6 +28,7 @@ from tilewise.backends.gpu.launching import (
 from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.triton import configs, passes
 from tilewise.backends.triton.arguments import rows_allocation, stored_rows, workspace_rows
+from tilewise.backends.triton.lists import list_words
 from tilewise.backends.triton.pages import entries_by_page
 from tilewise.backends.triton.planning import Plan, plan_for
 from tilewise.device import DeviceSpec
@@ -270,10 +271,9 @@ def _prepare_backward(
 ) -> BackwardPass:
     views = _named((*Operands._fields, "out", "lse", "dout", "dlse"), raw)
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
-    statistics = 2 * workspace_rows(plan, 0)[1]
     return BackwardPass(
         plan=plan,
-        workspace=Allocation.contiguous((statistics,), torch.float32),
+        workspace=Allocation.contiguous((2 * workspace_rows(plan, 0)[1] + list_words(plan),), torch.float32),
         **_gradient_allocations(plan, views, wanted),
         launches=Launches(backward_calls(problem, device, views, wanted), BACKWARD_TENSORS, device, index),
     )
@@ -316,7 +316,7 @@ def backward_calls(
     made = _gradient_allocations(plan, views, wanted)
     shared = passes.shared_arguments(plan, views)
     given = {name: allocation.view for name, allocation in made.items() if allocation is not None}
-    calls = [passes.stats_call(plan, views)]
+    calls = [passes.stats_call(plan, views, given)]
     if "dk" in given:
         calls.append(passes.key_gradient_call(plan, shared, given["dk"], given["dv"]))
     if "dk_pages" in given:
@@ -337,7 +337,8 @@ def _sink_gradient(plan: Plan, operands: Operands, workspace: Tensor) -> Tensor:
     packed = plan.traits.PACKED_Q
     length = problem.seqlen_q if dense else stored_rows(plan) if packed else problem.total_q
     shape = (2, problem.batch, problem.num_heads, -1) if dense else (2, problem.num_heads, -1)
-    lse_unit, delta = workspace.view(shape)[..., :length]
+    statistics = workspace[: 2 * workspace_rows(plan, 0)[1]]
+    lse_unit, delta = statistics.view(shape)[..., :length]
     unit = 1.0 if plan.traits.TRANSFORMED else LN2
     weight = torch.exp2((operands.sinks.float().view(-1, 1) - lse_unit * unit) * LOG2E)
     total: Tensor = (weight * delta).sum((0, 2) if dense else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import triton
 from tilewise.backends.gpu.launching import Allocation, View
 from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall
 from tilewise.backends.triton import backward as bwd
-from tilewise.backends.triton import bias_gradient, decode, forward, pages
+from tilewise.backends.triton import bias_gradient, decode, forward, pages, row_stats
 from tilewise.backends.triton.arguments import (
     STAT_TILE,
     Views,
@@ -25,11 +26,13 @@ from tilewise.backends.triton.arguments import (
     scale_arguments,
     score_arguments,
     single_address,
+    stat_descriptors,
     stat_rows,
     stored_rows,
     workspace_rows,
 )
 from tilewise.backends.triton.configs import MAX_SPLITS, Config
+from tilewise.backends.triton.lists import is_listed, listed_heads, listed_tiles, listing_arguments, work_address
 from tilewise.backends.triton.planning import Plan
 from tilewise.backends.triton.traits import of_rows, padded
 
@@ -123,8 +126,10 @@ def _combine_call(plan: Plan, views: Views, parts: dict[str, Any]) -> KernelCall
     return KernelCall(decode.combine_kernel, (programs, 1, 1), arguments, 4, 1)
 
 
-def stats_call(plan: Plan, views: Views) -> KernelCall:
-    """The kernel that writes lse in the unit of the scores, and delta, into the workspace."""
+def stats_call(plan: Plan, views: Views, made: Collection[str]) -> KernelCall:
+    """The kernel that fills the workspace: lse in the unit of the scores, delta, and lists of packed tiles for the
+    kernels of what is `made`.
+    """
     problem = plan.problem
     dense = problem.kind == "dense"
     num_rows, batch = (problem.seqlen_q, problem.batch) if dense else (problem.total_q, 1)
@@ -150,9 +155,9 @@ def stats_call(plan: Plan, views: Views) -> KernelCall:
         "batch": problem.batch,
         "T": of_rows(plan.traits),
         "BLOCK_M": block_m,
-    }
+    } | listing_arguments(plan, made)
     programs = triton.cdiv(num_stored, block_m) * problem.num_heads * batch
-    return KernelCall(bwd.row_stats_kernel, (programs, 1, 1), arguments, 4, 1)
+    return KernelCall(row_stats.row_stats_kernel, (programs, 1, 1), arguments, 4, 1)
 
 
 def shared_arguments(plan: Plan, views: Views) -> dict[str, Any]:
@@ -175,11 +180,17 @@ def key_gradient_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) ->
         rows = {n: dense_rows(problem, n, view, problem.num_kv_heads) for n, view in (("dk", dk), ("dv", dv))}
     else:
         rows = {n: key_rows(problem, n, view) for n, view in (("dk", dk), ("dv", dv))}
-    sizes = plan.sizes_streaming(config, bytes_per_head, 1)
-    arguments = shared | rows | {"sizes": sizes, "EARLY_DP": config.early_dp}
-    arguments |= query_descriptors(plan, shared, config)
-    programs = triton.cdiv(problem.seqlen_k, config.block_n) * problem.num_kv_heads * problem.batch
-    return _tiled(bwd.key_gradient_kernel, programs, arguments, config)
+    arguments = (
+        shared | rows | {"work": work_address(plan, "dkdv"), "EARLY_DP": config.early_dp, "JOINED": config.joined}
+    )
+    arguments |= query_descriptors(plan, shared, config) | stat_descriptors(plan, config)
+    if is_listed(plan, "dkdv"):
+        arguments["sizes"] = plan.sizes._replace(heads_per_wave=listed_heads(plan, "dkdv"))
+        tiles = listed_tiles(plan, "dkdv")
+    else:
+        arguments["sizes"] = plan.sizes_streaming(config, bytes_per_head, 1)
+        tiles = triton.cdiv(problem.seqlen_k, config.block_n) * problem.batch
+    return _tiled(bwd.key_gradient_kernel, tiles * problem.num_kv_heads, arguments, config)
 
 
 def page_rows_shape(plan: Plan, dim: int) -> tuple[int, int, int, int]:
@@ -214,10 +225,15 @@ def gather_pages_call(plan: Plan, views: Views, name: str, target: View, dim: in
 def query_gradient_call(plan: Plan, shared: dict[str, Any], dq: View) -> KernelCall:
     """The kernel that writes dQ."""
     problem, config = plan.problem, plan.config("dq")
-    sizes = plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)
-    programs = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.num_heads * problem.batch
-    arguments = shared | {"dq": query_rows(plan, "dq", dq), "sizes": sizes} | key_descriptors(plan, shared, config)
-    return _tiled(bwd.query_gradient_kernel, programs, arguments, config)
+    arguments = shared | {"dq": query_rows(plan, "dq", dq), "work": work_address(plan, "dq"), "JOINED": config.joined}
+    arguments |= key_descriptors(plan, shared, config)
+    if is_listed(plan, "dq"):
+        arguments["sizes"] = plan.sizes._replace(heads_per_wave=listed_heads(plan, "dq"))
+        tiles = listed_tiles(plan, "dq")
+    else:
+        arguments["sizes"] = plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)
+        tiles = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.batch
+    return _tiled(bwd.query_gradient_kernel, tiles * problem.num_heads, arguments, config)
 
 
 def bias_shares(plan: Plan) -> tuple[int, int]:

@@ -20,9 +20,11 @@ __all__ = [
     "Box",
     "Grid4",
     "Lengths",
+    "Listed",
     "Rows",
     "ScoreScalars",
     "Sizes",
+    "Tail",
     "Traits",
     "element_size",
     "is_rich",
@@ -73,6 +75,22 @@ class Lengths(NamedTuple):
     block_table: Any
     seqlens_k: Any
     table_stride: int | None
+
+
+class Listed(NamedTuple):
+    """A list of packed tiles to be made: where, programs a sequence, rows walked together (see gpu/listing.py)."""
+
+    work: Any
+    parts: int
+    rows_together: int
+
+
+class Tail(NamedTuple):
+    """A packed tensor, its rows and their width, of which those past the last sequence are to be cleared."""
+
+    ptr: Any
+    total: int
+    width: int
 
 
 class Sizes(NamedTuple):
