@@ -32,12 +32,13 @@ __all__ = ["Group", "SharedPrefix", "attention", "describe", "price_seconds", "r
 # The rule's rates. A GPU pays for three more launches and saves reads, most of which L2 would have answered: an H200
 # takes 115 us for 64 sequences with 4096 keys in common and 128 of their own (8 heads on 8 or 32), 9.6 TB/s.
 # A CPU thread (AVX-512, fp32 and bf16, 8 and 32 heads on 8, dim 128; bench/serving_cost.py) gains a second for every
-# 18 to 38 GB it need not read again, where 8 or 64 sequences share 512 keys or more; taken as 60, since short prefixes
-# stay in its caches. It pays 0.3 ms, and 6 ns for every element of the rows it merges.
+# 20 to 34 GB it need not read again, where 8 or 64 sequences share 512 keys or more; taken as 60, since short prefixes
+# stay in its caches. It pays 0.3 ms, and 2 ns for every element of the rows, of which merging is 0.4 to 0.5 (64
+# sequences with 64 keys in common gain 10 % with 8 heads and lose 3 % with 32).
 LAUNCH_SECONDS = {"cpu": 3e-4, "cuda": 25e-6}
 CPU_BYTES_PER_SECOND = 60e9
 L2_SPEED = 2.0
-CPU_MERGE_SECONDS = 6e-9
+CPU_MERGE_SECONDS = 2e-9
 # Query rows of a K/V head up to which a GPU's decode kernels, which split keys over processors, take a call. A group
 # with more is cut into up to MOST_PARTS parts of PART_ROWS, which read the prefix from L2. Microseconds on an H200, 32
 # heads on 8, for 32 / 64 / 128 / 256 sequences with 4096 keys in common: 20 / 29 / 46 / 87 in parts, 51 to 52 whole;
