@@ -18,8 +18,8 @@ from tilewise.problem import AttentionProblem
 __all__ = ["Plan", "plan_for"]
 
 # Query rows (tokens times heads of a group) that decode takes in one tile, and the keys below which splitting them is
-# not worth a second kernel. One token is decoded all the same, heads of a group together: 64 sequences of 128 keys, 32
-# heads on 8, take 12 us on an H200, in the forward kernel 38; 256 of 64 keys 27 and 111.
+# not worth a second kernel. One token without gradients is decoded all the same, the heads of a group together: 64
+# sequences of 128 keys, 32 heads on 8, take 12 us on an H200, in the forward kernel 38; 256 of 64 keys 27 and 111.
 MAX_DECODE_ROWS = 64
 MIN_SPLIT_KEYS = 256
 
@@ -72,7 +72,8 @@ def plan_for(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, prec
     )
     plan = Plan(problem, device, traits, sizes, Band(left or 0, right or 0), scalars, 0)
     few = problem.seqlen_k < MIN_SPLIT_KEYS
-    if sizes.seqlen_q * problem.group_size > MAX_DECODE_ROWS or (few and (sizes.seqlen_q > 1 or not problem.seqlen_k)):
+    serving = sizes.seqlen_q == 1 and problem.seqlen_k > 0 and not problem.needs_grad
+    if sizes.seqlen_q * problem.group_size > MAX_DECODE_ROWS or (few and not serving):
         return plan
     if few:
         return plan._replace(num_splits=1)
