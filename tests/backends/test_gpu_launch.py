@@ -187,7 +187,7 @@ def test_hopper_copies_what_tma_cannot_address(h200: FakeCuda, compiled: Compile
         h200.expect()
         HOPPER.forward(problem, ready)
         assert h200.seen().launches == 1
-    assert compiled.names == ["forward_kernel"]
+    assert compiled.names == ["forward_quad_kernel"]
 
 
 def test_nothing_is_compiled_in_but_types_and_alignment(h200: FakeCuda, compiled: Compiled) -> None:

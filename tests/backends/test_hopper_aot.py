@@ -68,7 +68,6 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(FORWARD, {"d": 256, **CAUSAL}, 168, 120, fast=True),
     Recorded(FORWARD, {"d": 64, "batch": 8, **CAUSAL, **PACKED}, 80, 32),
     Recorded(FORWARD, {"d": 64, "batch": 32, **PAGED}, 80, 32),
-    Recorded(FORWARD, {"d": 128, "seqlen_k": 1024}, 168, 64),
     Recorded(FORWARD, {"d": 192, "dv": 128, **CAUSAL}, 168, 96),
     Recorded(FORWARD, {"d": 96, **CAUSAL, "has_sinks": True}, 168, 96),
     Recorded(FORWARD, {"d": 64, **WINDOW}, 168, 96),

@@ -90,7 +90,7 @@ def test_asking_loads_no_compiler() -> None:
     code = (
         "import sys, torch; from tilewise.backends.hopper import BACKEND; before = set(sys.modules);"
         "from tilewise import device; from tilewise.problem import AttentionProblem as P;"
-        "p = P('dense', torch.bfloat16, 1, 1024, 1024, 1024, 1024, 1, 1, 64, 64, 1.0); d = device.named('h100');"
+        "p = P('dense', torch.bfloat16, 1, 4096, 4096, 4096, 4096, 1, 1, 64, 64, 1.0); d = device.named('h100');"
         "assert BACKEND.supports(p, d) is None; print(BACKEND.tile_shape(p, d).block_m, 'triton' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

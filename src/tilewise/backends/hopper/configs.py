@@ -72,9 +72,6 @@ QUAD_BANDED_SEQLEN_K, QUAD_SEQLEN_K = 4096, 1024
 # Query rows up to which too much of a tile of 192 is empty or masked: a third at 256 without a band. Of packed ones
 # the mean counts: 16 of 7 to 4096 tokens, causal, 338 us, with two warpgroups 368, with three 387.
 QUAD_BANDED_ROWS, QUAD_ROWS = 2048, 512
-# Keys up to which a kernel of its own for whole tiles pays: D=128 N = 256/512/1024 78/135/216 -> 77/129/215 us, 4096
-# 781 -> 788.
-EVEN_SEQLEN_K = 1024
 # dK and dV of wider heads do not fit into the registers of one warpgroup. Resting at D=128 (N=1k/4k/16k, causal):
 # 343/511/577 -> 343/521/599; at D=64, where half a warpgroup's tile is hidden, it cost 6 to 10 %.
 MAX_NARROW_HEAD_DIM = 128
@@ -101,8 +98,7 @@ CONSUMER_REGS = {warpgroups: registers(warpgroups)[1] for warpgroups in (2, 3)}
 class ForwardConfig(ForwardTile):
     """Everything the forward kernel is compiled for; head dims are pairs of column parts (see `column_parts`).
 
-    IS_PAGED: queries are packed, keys come from pages of PAGE_SIZE rows, CHUNK rows at a time. EVEN_K: no tile needs a
-    mask.
+    IS_PAGED: queries are packed, keys come from pages of PAGE_SIZE rows, CHUNK rows at a time.
     """
 
     D: int = 128
@@ -110,7 +106,6 @@ class ForwardConfig(ForwardTile):
     DV: int = 128
     DV_REST: int = 0
     CONSUMER_REGS: int = 240
-    EVEN_K: bool = False
     HAS_RIGHT: bool = False
     IS_CAUSAL: bool = False
     HAS_LEFT: bool = False
@@ -240,7 +235,6 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         DV=dv,
         DV_REST=dv_rest,
         CONSUMER_REGS=registers(tile.NUM_WARPGROUPS, tile.CTAS_PER_SM)[1],
-        EVEN_K=_needs_no_mask(problem, tile),
         HAS_RIGHT=has_right(problem),
         IS_CAUSAL=has_right(problem) and problem.band[1] == 0,
         HAS_LEFT=has_left(problem),
@@ -251,17 +245,6 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         PAGE_SIZE=problem.page_size or 0,
         CHUNK=math.gcd(problem.page_size or 0, tile.BLOCK_N),
     )
-
-
-def _needs_no_mask(problem: AttentionProblem, tile: ForwardTile) -> bool:
-    """Whether every key tile is whole, where the kernel shall know.
-
-    Not with three warpgroups (120 spills in the hot loop), and not over 128 columns (D=256 at N = 1024: 207 us both
-    ways); the kernel of four warpgroups an SM finds out by itself.
-    """
-    banded = has_right(problem) or has_left(problem)
-    knows = tile.NUM_WARPGROUPS == 2 and tile.BLOCK_N == 128 and problem.kind == "dense" and not banded
-    return knows and problem.seqlen_k <= EVEN_SEQLEN_K and problem.seqlen_k % tile.BLOCK_N == 0
 
 
 def _forward_tile(problem: AttentionProblem) -> ForwardTile:

@@ -158,9 +158,9 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
         q_at = q_at.next()
         # Early, so that the atomic's latency hides behind this tile.
         if C.IS_VARLEN:
-            tile = take_tile(counter_ptr, num_entries * sizes.num_items, "relaxed")
+            tile = take_tile(counter_ptr, num_entries * sizes.num_items, True)
         else:
-            tile = take_tile(counter_ptr, sizes.num_tiles, "relaxed")
+            tile = take_tile(counter_ptr, sizes.num_tiles, True)
             pipe.tiles.send(tile_turn, tile)
         tile_turn = tile_turn.next()
         for i in range(1, count):
@@ -244,18 +244,15 @@ def scale_output(acc, acc_rest, factor, C: gl.constexpr):
 def attend_first(
     n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C: gl.constexpr,
 ):  # fmt: skip
-    """The rightmost key tile, masked unless it is whole: its softmax starts the running state, nothing overlaps it."""
+    """The rightmost key tile, always masked: its softmax starts the running state, nothing overlaps it."""
     DV: gl.constexpr = C.DV
     DV_REST: gl.constexpr = C.DV_REST
     pipe.k_ring.wait(at)
     scores = warpgroup_mma_wait(0, deps=[issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)])
     pipe.k_ring.release(at)
-    scores = capped(scores, cap_scale, C)
-    if not C.EVEN_K:
-        scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
+    scores = mask_scores(capped(scores, cap_scale, C), row, n_block, seqlen_q, seqlen_k, sizes, C)
     row_max = gl.max(scores, axis=1)
-    shift = row_max if C.EVEN_K else gl.where(row_max == NEG_INF, 0.0, row_max)
-    p = exp2(scores * scale_log2 - (shift * scale_log2)[:, None])
+    p = exp2(scores * scale_log2 - (gl.where(row_max == NEG_INF, 0.0, row_max) * scale_log2)[:, None])
     row_sum = sum_rows(p, C)
     acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
     acc_rest = 0

@@ -89,11 +89,11 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
         # Both warpgroups have released the Q of two tiles ago, and so read the words whose place these take.
         turn = turn.next()
         if C.IS_VARLEN:
-            tile = take_tile(counter_ptr, num_entries * sizes.num_items, "relaxed")
+            tile = take_tile(counter_ptr, num_entries * sizes.num_items, True)
             tile, words = listed_words(tile, num_entries, work_ptr, sizes)
             pipe.tiles.leave(turn, words)
         else:
-            tile = take_tile(counter_ptr, sizes.num_tiles, "relaxed")
+            tile = take_tile(counter_ptr, sizes.num_tiles, True)
             pipe.tiles.leave(turn, tile)
         load_pair(k_desc, v_desc, pipe, at, paging, kv_span, kv_head, (last + 1 - count) * BLOCK_N, C)
         at = at.next()

@@ -282,12 +282,13 @@ def next_tile(counter_ptr, sizes):
 
 
 @gluon.jit
-def take_tile(counter_ptr, num_tiles, ORDER: gl.constexpr = "acq_rel"):
+def take_tile(counter_ptr, num_tiles, RELAXED: gl.constexpr = False):
     """Take one of num_tiles from the counter.
 
     A launch takes exactly num_tiles times, once for every tile it has had, so whoever takes last finds num_tiles - 1
     and leaves 0 for the next launch on this counter.
     """
+    ORDER: gl.constexpr = "relaxed" if RELAXED else "acq_rel"
     taken = gl.atomic_add(counter_ptr, 1, sem=ORDER)
     if taken == num_tiles - 1:
         gl.atomic_xchg(counter_ptr, 0, sem=ORDER)
