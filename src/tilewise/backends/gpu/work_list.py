@@ -136,12 +136,21 @@ def listed_item(work, num_blocks, num_heads, heads_per_wave):
     first_head = pid // wave_programs * heads_per_wave
     wave_heads = tl.minimum(heads_per_wave, num_heads - first_head)
     rank = pid % wave_programs
-    entry = work + (1 + rank // wave_heads) * ENTRY_WORDS
-    ok = rank // wave_heads < tl.load(work)
-    block = tl.load(entry + 1, mask=ok, other=0)
-    batch_idx = tl.load(entry + 3, mask=ok, other=0)
-    q_start = tl.load(entry + 4, mask=ok, other=0)
-    seqlen_q = tl.load(entry + 5, mask=ok, other=0)
-    k_start = tl.load(entry + 6, mask=ok, other=0)
-    seqlen_k = tl.load(entry + 7, mask=ok, other=0)
+    place = rank // wave_heads
+    entry = work + (1 + place) * ENTRY_WORDS
+    # All loads at once: what was not written is read, but not used.
+    count = tl.load(work)
+    block = tl.load(entry + 1)
+    batch_idx = tl.load(entry + 3)
+    q_start = tl.load(entry + 4)
+    seqlen_q = tl.load(entry + 5)
+    k_start = tl.load(entry + 6)
+    seqlen_k = tl.load(entry + 7)
+    exists = place < count
+    block = tl.where(exists, block, 0)
+    batch_idx = tl.where(exists, batch_idx, 0)
+    q_start = tl.where(exists, q_start, 0)
+    seqlen_q = tl.where(exists, seqlen_q, 0)
+    k_start = tl.where(exists, k_start, 0)
+    seqlen_k = tl.where(exists, seqlen_k, 0)
     return block, first_head + rank % wave_heads, batch_idx, q_start, seqlen_q, k_start, seqlen_k

@@ -19,9 +19,9 @@ from tilewise.backends.triton.traits import Box, Grid4, Lengths, Rows
 from tilewise.problem import AttentionProblem
 
 __all__ = [
-    "STAT_TILE", "Views", "dense_rows", "key_descriptors", "key_rows", "packed_rows", "page_rows", "query_descriptors",
-    "query_rows", "rows_allocation", "scale_arguments", "score_arguments", "single_address", "stat_descriptors",
-    "stat_rows", "stored_rows", "workspace_rows",
+    "STAT_TILE", "Views", "box_descriptors", "dense_rows", "key_descriptors", "key_rows", "packed_rows", "page_rows",
+    "query_descriptors", "query_rows", "rows_allocation", "scale_arguments", "score_arguments", "single_address",
+    "stat_descriptors", "stat_rows", "stored_rows", "workspace_rows",
 ]  # fmt: skip
 
 Views = Mapping[str, View]
@@ -144,6 +144,38 @@ def key_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> di
     rows = problem.seqlen_k if problem.kind == "dense" else problem.total_k
     dims = {"k": (problem.head_dim, plan.traits.BLOCK_D), "v": (problem.head_dim_v, plan.traits.BLOCK_DV)}
     return _descriptors(plan, arguments, dims, problem.num_kv_heads, rows, config.block_n, on)
+
+
+def box_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Descriptors of q, K and V as (batch, heads, rows, columns), or None for all: then every tile comes by TMA, what
+    is past the end of a tensor's rows as zeros. Out is stored so where no other sequence follows.
+    """
+    problem, packed = plan.problem, plan.traits.PACKED_Q
+    if not config.boxes or problem.kind == "paged" or problem.fp8 or not plan.is_unpadded:
+        return dict.fromkeys(("q_desc", "k_desc", "v_desc", "out_desc"))
+    batch = 1 if packed else problem.batch
+    rows_q, rows_k = (problem.total_q, problem.total_k) if packed else (problem.seqlen_q, problem.seqlen_k)
+    found = {
+        "q_desc": _box(arguments["q"], batch, problem.num_heads, rows_q, config.block_m, problem.head_dim),
+        "k_desc": _box(arguments["k"], batch, problem.num_kv_heads, rows_k, config.block_n, problem.head_dim),
+        "v_desc": _box(arguments["v"], batch, problem.num_kv_heads, rows_k, config.block_n, problem.head_dim_v),
+        "out_desc": _box(arguments["out"], batch, problem.num_heads, rows_q, config.block_m, problem.head_dim_v),
+    }
+    if None in found.values():
+        return dict.fromkeys(found)
+    return found | {"out_desc": None} if packed else found
+
+
+def _box(rows: Rows, batch: int, heads: int, num_rows: int, block: int, dim: int) -> Tile | None:
+    """The rows as (batch, heads, rows, columns), if TMA can address them so."""
+    if not rows.ptr.aligned or 0 in (batch, heads, num_rows):
+        return None
+    strides = [stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row)]
+    # The stride of a dimension of one is not used, but a valid one is asked for.
+    strides = [dim if size == 1 else stride for size, stride in zip((batch, heads, num_rows), strides, strict=True)]
+    if any(stride <= 0 for stride in strides):
+        return None
+    return Tile(rows.ptr, (batch, heads, num_rows, dim), (*strides, 1), (1, 1, block, dim))
 
 
 def query_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:

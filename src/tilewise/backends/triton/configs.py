@@ -22,7 +22,8 @@ PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq", "decode", "dbias")
 class Config:
     """How one kernel is tiled and compiled.
 
-    `descriptors`: whole tiles are loaded by TMA where the tensors allow. `heads_per_wave`: None means as many as keep
+    `descriptors`: whole tiles of what is streamed are loaded by TMA where the tensors allow. `boxes`: in the forward
+    all tiles are. `hold_queries`: in registers, for 16 bits and sm_90. `heads_per_wave`: None means as many as keep
     their rows in L2. `max_registers` a thread, so that as many programs fit a multiprocessor as shared memory allows.
     `joined`: in the backward, tiles that a band masks share the pipelined loop of those that need no mask.
     """
@@ -36,6 +37,8 @@ class Config:
     heads_per_wave: int | None = None
     max_registers: int | None = None
     joined: bool = False
+    boxes: bool = False
+    hold_queries: bool = False
 
 
 # More partial results than this are not worth merging; starting and finishing a program costs as much as reading this
@@ -60,8 +63,8 @@ _HOPPER: dict[Pass, Table] = {
     "forward": {
         # full at 4096 414 (without TMA: 404, 128x64 with 8 warps: 391, 64x128: 341)
         64: Config(64, 64, 4, 3, descriptors=True),
-        # full 497 / 530 (128x64, 8 warps: 465 / 485), causal at 4096 439 (409)
-        128: Config(64, 64, 4, 3),
+        # causal at 4096 465, with pointers for boxes and queries in shared memory 404 in the same run
+        128: Config(64, 64, 4, 3, boxes=True, hold_queries=True),
         # full at 4096 514 (128x32 with 3 stages: 461, without TMA: 447, 64x32 with 4 warps: 436)
         256: Config(128, 64, 8, 2, descriptors=True),
         512: Config(64, 32, 8, 2),
@@ -83,6 +86,18 @@ _HOPPER: dict[Pass, Table] = {
         # full at 4096 469 (128x32 by TMA: 424, 64x32 with 4 warps: 306, with 8 warps: 171)
         256: Config(128, 64, 8, 1, joined=True),
         512: Config(32, 16, 8, 1),
+    },
+}
+
+# Up to SHORT_KEYS keys a sequence, in us at N = 128 / 256 / 512, full and causal, 16384 tokens: there starting a
+# program and waiting for memory take as long as the products, and three or four programs a multiprocessor hide it.
+SHORT_KEYS = 512
+_HOPPER_SHORT: dict[Pass, Table] = {
+    "forward": {
+        # 87 116 180, 91 107 144 (without `boxes` and `hold_queries` 102 133 201, 108 123 163)
+        64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128),
+        # 83 112 176, 78 91 123 (64x64: 92 120 179, 93 114 139; as it was: 93 124 195, 95 123 152)
+        128: Config(64, 32, 4, 3, boxes=True, hold_queries=True, max_registers=168),
     },
 }
 
@@ -225,10 +240,10 @@ _overrides: contextvars.ContextVar[Mapping[Pass, Config] | None] = contextvars.C
 )
 
 
-def choose(direction: Pass, device: DeviceSpec, itemsize: int, block_d: int, rich: bool) -> Config:
+def choose(direction: Pass, device: DeviceSpec, itemsize: int, block_d: int, rich: bool, short: bool = False) -> Config:
     """The tile of one pass for a device, element width and padded head_dim (the larger of q's and v's).
 
-    `rich` problems hold more than K, V and scores in a tile, see traits.is_rich.
+    `rich` problems hold more than K, V and scores in a tile, see traits.is_rich; of `short` ones see Plan.is_short.
     """
     override = (overrides() or {}).get(direction)
     if override is not None:
@@ -240,6 +255,8 @@ def choose(direction: Pass, device: DeviceSpec, itemsize: int, block_d: int, ric
         return (_QUANTISED_HOPPER if device.has_wgmma else _QUANTISED)[direction][width]
     if itemsize == 4:
         return _SINGLE[direction][width]
+    if short and not rich and device.has_wgmma and width in _HOPPER_SHORT.get(direction, {}):
+        return _HOPPER_SHORT[direction][width]
     return (_RICH if rich else _plain_table(device))[direction][width]
 
 

@@ -2,8 +2,9 @@
 
 Grid: one program for each (query tile, head, sequence), in the order of `work_item`. A program owns BLOCK_M rows of
 `out` and `lse` and writes them once; K and V are streamed through it. Tiles that no row sees are not visited; only
-tiles at an edge of the band or at the end of the keys are masked. Rows of a packed `out` past the last sequence are
-cleared by the programs of that sequence.
+tiles at an edge of the band or at the end of the keys are masked. The tiles of packed sequences are listed by a kernel
+that runs before (gpu/work_list.py), which also clears rows past the last sequence; packed queries of paged keys take
+the grid of the longest sequence, and the programs of the last one clear.
 """
 
 # Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
@@ -15,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.work_list import listed_item
+from tilewise.backends.triton.boxes import box_place, in_registers, load_box, store_box
 from tilewise.backends.triton.primitives import (
     LN2,
     LOG2E,
@@ -54,9 +57,11 @@ from tilewise.backends.triton.quantised import (
 
 @triton.jit
 def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """q.k of a tile of keys."""
+    """q.k of a tile of keys; a source whose column is None is a descriptor of four dimensions and a place in it."""
     if T.FP8:
         return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
+    elif k_source[5] is None:
+        return dot(q, tl.trans(load_box(k_source[3], k_source[4], first, BLOCK_N, T.HEAD_DIM)), T)
     else:
         k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
         return dot(q, tl.trans(k_tile), T)
@@ -72,7 +77,13 @@ def add_values(
         return add_quantised_values(acc, alpha, p, v_source, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     else:
         acc = acc * alpha[:, None]
-        v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        if v_source[5] is None:
+            v_tile = load_box(v_source[3], v_source[4], first, BLOCK_N, T.HEAD_DIM_V)
+            # Rows past the end of a packed sequence are the next one's, and 0 times what they hold may be NaN.
+            if EDGE and T.PACKED_K:
+                v_tile = tl.where((first + tl.arange(0, BLOCK_N))[:, None] < seqlen_k, v_tile, 0.0)
+        else:
+            v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
         return dot_add(p.to(v_tile.dtype), v_tile, acc, T)
 
 
@@ -178,16 +189,24 @@ def clear_lse(lse, head, block, num_blocks, lengths, sizes, BLOCK_M: tl.constexp
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def forward_kernel(
-    q, k, v, q_scale, k_scale, v_scale, k_desc, v_desc, k_box, v_box, out, lse, bias, mask, alibi_slopes, sinks,
-    seed_ptr, lengths, sizes, band, scalars,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, k, v, q_scale, k_scale, v_scale, q_desc, k_desc, v_desc, out_desc, k_box, v_box, out, lse, bias, mask,
+    alibi_slopes, sinks, seed_ptr, lengths, work, sizes, band, scalars,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOLD_QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """out, lse of one (query tile, head, sequence)."""
-    num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
-    block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
-    q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
-    k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
-    if T.PACKED_Q:
+    """out, lse of one (query tile, head, sequence). `work` lists the tiles of packed sequences; what belongs to none is
+    then cleared by who lists.
+    """
+    if work is not None:
+        num_blocks = sizes.total_q // BLOCK_M + sizes.batch
+        block, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k = listed_item(
+            work, num_blocks, sizes.num_heads, sizes.heads_per_wave
+        )
+    else:
+        num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
+        block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
+        q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
+        k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
+    if T.PACKED_Q and work is None:
         if batch_idx == sizes.batch - 1:
             clear_rows(
                 out,
@@ -216,16 +235,26 @@ def forward_kernel(
     else:
         k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_row, k_col = box_origin(k_desc, k_box, batch_idx, kv_head, k_start, T.PACKED_K)
-    v_row, v_col = box_origin(v_desc, v_box, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_source = (k, k_base, table, k_desc, k_row, k_col, scaling(k_scale, batch_idx, kv_head, T))
-    v_source = (v, v_base, table, v_desc, v_row, v_col, scaling(v_scale, batch_idx, kv_head, T))
+    query_place = box_place(batch_idx, head, q_start, T.PACKED_Q)
+    if q_desc is not None:
+        key_place = box_place(batch_idx, kv_head, k_start, T.PACKED_K)
+        k_source = (k, k_base, table, k_desc, key_place, None, 0)
+        v_source = (v, v_base, table, v_desc, key_place, None, 0)
+    else:
+        k_row, k_col = box_origin(k_desc, k_box, batch_idx, kv_head, k_start, T.PACKED_K)
+        v_row, v_col = box_origin(v_desc, v_box, batch_idx, kv_head, k_start, T.PACKED_K)
+        k_source = (k, k_base, table, k_desc, k_row, k_col, scaling(k_scale, batch_idx, kv_head, T))
+        v_source = (v, v_base, table, v_desc, v_row, v_col, scaling(v_scale, batch_idx, kv_head, T))
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
     if T.FP8:
         q_rows = q_base + m_idx.to(tl.int64) * q.stride_row
         q_tile = load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, m_idx < seqlen_q, T)
+    elif q_desc is not None:
+        q_tile = load_box(q_desc, query_place, m_first, BLOCK_M, T.HEAD_DIM)
     else:
         q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+    if HOLD_QUERIES:
+        q_tile = in_registers(q_tile, T)
     acc = empty_accumulator(BLOCK_M, T)
     row_max, row_sum = initial_state(sinks, head, True, BLOCK_M, T)
     place = (m_idx, head, batch_idx)
@@ -241,8 +270,10 @@ def forward_kernel(
     )  # fmt: skip
 
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
-    store_rows(
-        result, head_base(out, batch_idx, head, q_start, T.PACKED_Q), out.stride_row, m_first, seqlen_q, T.HEAD_DIM_V
-    )
+    if out_desc is not None:
+        store_box(out_desc, query_place, m_first, result)
+    else:
+        out_base = head_base(out, batch_idx, head, q_start, T.PACKED_Q)
+        store_rows(result, out_base, out.stride_row, m_first, seqlen_q, T.HEAD_DIM_V)
     lse_base = head_base(lse, batch_idx, head, q_start, T.PACKED_Q)
     tl.store(lse_base + m_idx * lse.stride_row, lse_rows, mask=m_idx < seqlen_q)

@@ -157,7 +157,8 @@ def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, 
     views = _named(Operands._fields, raw)
     made = result_allocations(problem, views)
     calls = forward_calls(problem, device, views | {name: allocation.view for name, allocation in made.items()})
-    elements = sum(passes.parts_size(plan_for(problem, device, "cu_seqlens_q" in views)))
+    plan = plan_for(problem, device, "cu_seqlens_q" in views)
+    elements = sum(passes.parts_size(plan)) + passes.forward_list_words(plan)
     # Room for the lse parts to end where vectors may begin, see passes.decode_calls.
     workspace = Allocation.contiguous((elements + 4,), torch.float32) if elements else None
     return ForwardPass(made["out"], made["lse"], workspace, Launches(calls, FORWARD_TENSORS, device, index))

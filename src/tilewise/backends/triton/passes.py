@@ -10,12 +10,14 @@ import torch
 import triton
 
 from tilewise.backends.gpu.launching import Allocation, View
+from tilewise.backends.gpu.listing import heads_per_wave, list_call, list_size, most_blocks, rows_together
 from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall
 from tilewise.backends.triton import backward as bwd
 from tilewise.backends.triton import bias_gradient, decode, forward, pages, row_stats
 from tilewise.backends.triton.arguments import (
     STAT_TILE,
     Views,
+    box_descriptors,
     dense_rows,
     key_descriptors,
     key_rows,
@@ -41,6 +43,7 @@ __all__ = [
     "bias_shares",
     "decode_calls",
     "forward_calls",
+    "forward_list_words",
     "gather_pages_call",
     "key_gradient_call",
     "page_rows_shape",
@@ -50,6 +53,8 @@ __all__ = [
     "stats_call",
 ]
 
+# Where the forward's tiles are listed.
+WORK = Address("workspace", torch.int32)
 STATS_ROWS = 64
 PAGE_SLOTS = 16
 # Partial results that a program merges at a time: 64 registers a thread.
@@ -60,10 +65,51 @@ def forward_calls(plan: Plan, views: Views) -> list[KernelCall]:
     """The forward kernel."""
     problem, config = plan.problem, plan.config("forward")
     arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views)
-    arguments["sizes"] = plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)
-    arguments |= key_descriptors(plan, arguments, config)
+    boxes = box_descriptors(plan, arguments, config)
+    boxed = boxes["q_desc"] is not None
+    streamed = key_descriptors(plan, arguments, config)
+    arguments |= streamed | boxes if boxed else boxes | streamed
+    # Queries that pointers brought stay in shared memory: in registers ptxas waits after every wgmma (C7515).
+    arguments["HOLD_QUERIES"] = config.hold_queries and boxed
+    if is_listed(plan):
+        heads = config.heads_per_wave or _listed_heads(plan, config)
+        arguments |= {"work": WORK, "sizes": plan.sizes._replace(heads_per_wave=heads)}
+        programs = most_blocks(problem.total_q, config.block_m, problem.batch) * problem.num_heads
+        return [_listing(plan, config, heads), _tiled(forward.forward_kernel, programs, arguments, config)]
+    arguments |= {"work": None, "sizes": plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)}
     programs = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.num_heads * problem.batch
     return [_tiled(forward.forward_kernel, programs, arguments, config)]
+
+
+def is_listed(plan: Plan) -> bool:
+    """Whether the programs of the forward are taken from a list."""
+    return plan.problem.kind == "varlen" and plan.num_splits == 0
+
+
+def forward_list_words(plan: Plan) -> int:
+    """32-bit words of the list of the forward's tiles."""
+    if not is_listed(plan):
+        return 0
+    return list_size(most_blocks(plan.problem.total_q, plan.config("forward").block_m, plan.problem.batch))
+
+
+def _listing(plan: Plan, config: Config, heads: int) -> KernelCall:
+    """The kernel that lists the tiles of queries, of which so many heads are walked together."""
+    banded = plan.traits.HAS_LEFT or plan.traits.HAS_RIGHT
+    together = rows_together(_row_bytes(plan), max(1, heads // plan.problem.group_size), banded=banded)
+    return list_call(plan.problem, WORK, config.block_m, together=together, cleared=("out", "lse", None, None))
+
+
+def _listed_heads(plan: Plan, config: Config) -> int:
+    """Heads that are walked together, in whole groups, for they share K and V."""
+    problem = plan.problem
+    tiles = triton.cdiv(problem.seqlen_q, config.block_m) * problem.group_size
+    return heads_per_wave(problem.num_kv_heads, tiles, max(1, problem.seqlen_k) * _row_bytes(plan)) * problem.group_size
+
+
+def _row_bytes(plan: Plan) -> int:
+    """Of a row of K and V."""
+    return (plan.problem.head_dim + plan.problem.head_dim_v) * plan.problem.dtype.itemsize
 
 
 def _results(plan: Plan, views: Views) -> dict[str, Any]:

@@ -39,10 +39,24 @@ class Plan(NamedTuple):
         """The tile of one pass."""
         width = max(self.traits.BLOCK_D, self.traits.BLOCK_DV)
         rich = is_rich(self.problem, direction)
-        config = configs.choose(direction, self.device, element_size(self.problem), width, rich)
+        config = configs.choose(direction, self.device, element_size(self.problem), width, rich, self.is_short)
         if direction == "decode" and self.traits.HALF and self.traits.PAGED:
             return configs.within_pages(config, self.traits.PAGE_SIZE)
         return config
+
+    @property
+    def is_unpadded(self) -> bool:
+        """Whether tiles are as wide as the heads."""
+        problem = self.problem
+        return (problem.head_dim, problem.head_dim_v) == (self.traits.BLOCK_D, self.traits.BLOCK_DV)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the tiles for few keys are meant for it: what they were measured with, plain scores and heads that
+        need no padding.
+        """
+        plain = self.problem.kind != "paged" and not self.traits.TRANSFORMED and self.is_unpadded
+        return plain and self.problem.seqlen_k <= configs.SHORT_KEYS
 
     def sizes_streaming(self, config: Config, bytes_per_head: int, group_size: int) -> Sizes:
         """Sizes with the number of heads that run side by side."""
