@@ -79,10 +79,12 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         kept.cache_clear()
 
 
-def calls_of(device: str, head_dim: int, dtype: torch.dtype, seqlen_q: int = 300, **flags: Any) -> list[KernelCall]:
+def calls_of(
+    device: str, head_dim: int, dtype: torch.dtype, seqlen_q: int = 300, seqlen_k: int = 300, **flags: Any
+) -> list[KernelCall]:
     """The kernels of forward and backward of a small dense problem as `device` would run them."""
     q = torch.zeros(1, 4, seqlen_q, head_dim, dtype=dtype)
-    k = torch.zeros(1, 2, 300, head_dim, dtype=dtype)
+    k = torch.zeros(1, 2, seqlen_k, head_dim, dtype=dtype)
     seed = flags.pop("seed", torch.tensor(7)) if flags.get("dropout") else None
     operands = Operands(q, k, k, bias=flags.pop("bias", None), sinks=flags.pop("sinks", None), seed=seed)
     return calls_with("dense", operands, device, **flags)
@@ -140,6 +142,18 @@ def test_packed_kernels() -> None:
         assert not kernel.serialised, kernel.name
 
 
+@pytest.mark.parametrize("seqlen_k", [300, 4096], ids=["few_keys", "many_keys"])
+@pytest.mark.parametrize(("head_dim", "programs"), [(64, 4), (128, 3)])
+def test_forward_on_hopper(head_dim: int, programs: int, seqlen_k: int) -> None:
+    """Nothing spills or waits, and of the tiles for few keys three or four programs fit a multiprocessor."""
+    call = calls_of("h200", head_dim, BF16, seqlen_k=seqlen_k, causal=True)[0]
+    built, spec = build(call, "h200"), devices.named("h200")
+    assert (built.name, built.spilled, built.serialised) == ("forward_kernel", 0, False)
+    if seqlen_k == 300:
+        assert programs * built.shared <= spec.smem_bytes
+        assert programs * 128 * -(-built.registers // 8) * 8 <= 65536
+
+
 def test_decode_kernels() -> None:
     calls = calls_of("h200", 128, BF16, seqlen_q=1, causal=True)
     forward = [call for call in calls if call.kernel.__name__ in ("decode_kernel", "combine_kernel")]
@@ -155,7 +169,8 @@ def test_decode_kernels() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("device", ["h200", "a100", "l40s", "b200", "rtx5090"])
 def test_every_configuration(device: str, head_dim: int, dtype: torch.dtype) -> None:
-    for call in calls_of(device, head_dim, dtype, causal=True):
+    few = calls_of(device, head_dim, dtype, causal=True)
+    for call in (*few, calls_of(device, head_dim, dtype, seqlen_k=4096, causal=True)[0]):
         assert_fits(build(call, device), device)
 
 

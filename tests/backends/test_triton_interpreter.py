@@ -42,7 +42,7 @@ SAMPLE = (
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 def test_tile_ranges_in_the_interpreter() -> None:
-    interpret(str(HERE), "-k", "mirror or slots or joined")
+    interpret(str(HERE), "-k", "mirror or slots or joined or boxes")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
@@ -176,3 +176,28 @@ def test_joined_loops(flags: dict[str, Any]) -> None:
             found.append(torch.autograd.grad(out, leaves, dout))
     for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
+@pytest.mark.parametrize("causal", [False, True])
+def test_boxes(causal: bool) -> None:
+    """Tiles by descriptors: ragged ends, both layouts, and packed sequences whose neighbour holds NaN."""
+    from tilewise.backends.triton.configs import Config, overridden
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 37, 16), torch.randn(2, 2, 53, 16), torch.randn(2, 2, 53, 16)
+    starts = torch.tensor([0, 5, 5, 38, 55], dtype=torch.int32)
+    rows = [torch.randn(58, 4, 16) for _ in range(3)]
+    broken = [rows[0], *(torch.where(torch.arange(58)[:, None, None] >= 38, torch.nan, x) for x in rows[1:])]
+    with overridden({"forward": Config(16, 16, 4, 1, boxes=True, hold_queries=True)}):
+        out = tilewise.attention(q, k, v, causal=causal, backend="triton")
+        swapped = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+        other = tilewise.attention(*swapped, causal=causal, layout="bshd", backend="triton")
+        packed = tilewise.attention_varlen(*broken, starts, starts, causal=causal, backend="triton")
+    want = tilewise.attention(q.double(), k.double(), v.double(), causal=causal, backend="reference")
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-6)
+    assert torch.equal(other.transpose(1, 2), out)
+    doubles = [x.double() for x in rows]
+    want = tilewise.attention_varlen(*doubles, starts, starts, causal=causal, backend="reference")
+    torch.testing.assert_close(packed[:38].double(), want[:38], rtol=0, atol=2e-6)
+    assert not packed[55:].any()
