@@ -187,17 +187,17 @@ def test_boxes(causal: bool) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 37, 16), torch.randn(2, 2, 53, 16), torch.randn(2, 2, 53, 16)
     starts = torch.tensor([0, 5, 5, 38, 55], dtype=torch.int32)
-    rows = [torch.randn(58, 4, 16) for _ in range(3)]
-    broken = [rows[0], *(torch.where(torch.arange(58)[:, None, None] >= 38, torch.nan, x) for x in rows[1:])]
+    row_q, row_k, row_v = (torch.randn(58, 4, 16) for _ in range(3))
+    bad_k, bad_v = (torch.where(torch.arange(58)[:, None, None] >= 38, torch.nan, x) for x in (row_k, row_v))
     with overridden({"forward": Config(16, 16, 4, 1, boxes=True, hold_queries=True)}):
         out = tilewise.attention(q, k, v, causal=causal, backend="triton")
-        swapped = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-        other = tilewise.attention(*swapped, causal=causal, layout="bshd", backend="triton")
-        packed = tilewise.attention_varlen(*broken, starts, starts, causal=causal, backend="triton")
+        q2, k2, v2 = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        other = tilewise.attention(q2, k2, v2, causal=causal, layout="bshd", backend="triton")
+        packed = tilewise.attention_varlen(row_q, bad_k, bad_v, starts, starts, causal=causal, backend="triton")
     want = tilewise.attention(q.double(), k.double(), v.double(), causal=causal, backend="reference")
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-6)
     assert torch.equal(other.transpose(1, 2), out)
-    doubles = [x.double() for x in rows]
-    want = tilewise.attention_varlen(*doubles, starts, starts, causal=causal, backend="reference")
+    row_q, row_k, row_v = (x.double() for x in (row_q, row_k, row_v))
+    want = tilewise.attention_varlen(row_q, row_k, row_v, starts, starts, causal=causal, backend="reference")
     torch.testing.assert_close(packed[:38].double(), want[:38], rtol=0, atol=2e-6)
     assert not packed[55:].any()
