@@ -182,14 +182,12 @@ def test_joined_loops(flags: dict[str, Any]) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_boxes(causal: bool) -> None:
     """Tiles by descriptors: ragged ends, both layouts, and packed sequences whose neighbour holds NaN."""
-    from tilewise.backends.triton.configs import Config, overridden
-
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 37, 16), torch.randn(2, 2, 53, 16), torch.randn(2, 2, 53, 16)
     starts = torch.tensor([0, 5, 5, 38, 55], dtype=torch.int32)
     row_q, row_k, row_v = (torch.randn(58, 4, 16) for _ in range(3))
     bad_k, bad_v = (torch.where(torch.arange(58)[:, None, None] >= 38, torch.nan, x) for x in (row_k, row_v))
-    with overridden({"forward": Config(16, 16, 4, 1, boxes=True, hold_queries=True)}):
+    with configs.overridden({"forward": configs.Config(16, 16, 4, 1, boxes=True, hold_queries=True)}):
         out = tilewise.attention(q, k, v, causal=causal, backend="triton")
         q2, k2, v2 = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         other = tilewise.attention(q2, k2, v2, causal=causal, layout="bshd", backend="triton")

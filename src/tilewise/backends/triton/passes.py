@@ -10,7 +10,7 @@ import torch
 import triton
 
 from tilewise.backends.gpu.launching import Allocation, View
-from tilewise.backends.gpu.listing import heads_per_wave, list_call, list_size, most_blocks, rows_together
+from tilewise.backends.gpu.listing import list_call, list_size, rows_together
 from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall
 from tilewise.backends.triton import backward as bwd
 from tilewise.backends.triton import bias_gradient, decode, forward, pages, row_stats
@@ -71,45 +71,33 @@ def forward_calls(plan: Plan, views: Views) -> list[KernelCall]:
     arguments |= streamed | boxes if boxed else boxes | streamed
     # Queries that pointers brought stay in shared memory: in registers ptxas waits after every wgmma (C7515).
     arguments["HOLD_QUERIES"] = config.hold_queries and boxed
-    if is_listed(plan):
-        heads = config.heads_per_wave or _listed_heads(plan, config)
+    if _takes_list(plan):
+        heads = listed_heads(plan, "forward")
         arguments |= {"work": WORK, "sizes": plan.sizes._replace(heads_per_wave=heads)}
-        programs = most_blocks(problem.total_q, config.block_m, problem.batch) * problem.num_heads
+        programs = listed_tiles(plan, "forward") * problem.num_heads
         return [_listing(plan, config, heads), _tiled(forward.forward_kernel, programs, arguments, config)]
     arguments |= {"work": None, "sizes": plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)}
     programs = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.num_heads * problem.batch
     return [_tiled(forward.forward_kernel, programs, arguments, config)]
 
 
-def is_listed(plan: Plan) -> bool:
-    """Whether the programs of the forward are taken from a list."""
+def _takes_list(plan: Plan) -> bool:
+    """Whether the programs of the forward are taken from a list; packed queries of paged keys were not measured so."""
     return plan.problem.kind == "varlen" and plan.num_splits == 0
 
 
 def forward_list_words(plan: Plan) -> int:
     """32-bit words of the list of the forward's tiles."""
-    if not is_listed(plan):
-        return 0
-    return list_size(most_blocks(plan.problem.total_q, plan.config("forward").block_m, plan.problem.batch))
+    return list_size(listed_tiles(plan, "forward")) if _takes_list(plan) else 0
 
 
 def _listing(plan: Plan, config: Config, heads: int) -> KernelCall:
     """The kernel that lists the tiles of queries, of which so many heads are walked together."""
-    banded = plan.traits.HAS_LEFT or plan.traits.HAS_RIGHT
-    together = rows_together(_row_bytes(plan), max(1, heads // plan.problem.group_size), banded=banded)
-    return list_call(plan.problem, WORK, config.block_m, together=together, cleared=("out", "lse", None, None))
-
-
-def _listed_heads(plan: Plan, config: Config) -> int:
-    """Heads that are walked together, in whole groups, for they share K and V."""
     problem = plan.problem
-    tiles = triton.cdiv(problem.seqlen_q, config.block_m) * problem.group_size
-    return heads_per_wave(problem.num_kv_heads, tiles, max(1, problem.seqlen_k) * _row_bytes(plan)) * problem.group_size
-
-
-def _row_bytes(plan: Plan) -> int:
-    """Of a row of K and V."""
-    return (plan.problem.head_dim + plan.problem.head_dim_v) * plan.problem.dtype.itemsize
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    banded = plan.traits.HAS_LEFT or plan.traits.HAS_RIGHT
+    together = rows_together(row_bytes, max(1, heads // problem.group_size), banded=banded)
+    return list_call(problem, WORK, config.block_m, together=together, cleared=("out", "lse", None, None))
 
 
 def _results(plan: Plan, views: Views) -> dict[str, Any]:
