@@ -24,6 +24,8 @@ SHAPES = (
     (2, 8, 8, 2048, 2048),
 )
 SMALL_SHAPES = SHAPES[1:6]
+# More keys than four warpgroups an SM take under a causal mask at head dim 64.
+LONG_SHAPE = (1, 2, 1, 2300, 4300)
 WINDOWS: tuple[tuple[int | None, int | None], ...] = ((0, 0), (64, None), (100, 30), (None, 50), (300, 0))
 PACKED_Q, PACKED_K = (130, 0, 1, 700, 64), (200, 33, 0, 700, 1)
 
@@ -100,7 +102,8 @@ def _forward_groups(d: int) -> dict[str, list[Case]]:
     return {
         f"forward-d{d}-full": [_shaped(s, d) for s in SHAPES] + storages,
         f"forward-d{d}-causal": [_shaped(s, d, causal=True, repeat=s[0] == 2) for s in SHAPES]
-        + [_shaped(SHAPES[i], d, causal=True, dtype=torch.float16) for i in (2, 8)],
+        + [_shaped(SHAPES[i], d, causal=True, dtype=torch.float16) for i in (2, 8)]
+        + [_shaped(LONG_SHAPE, d, causal=True)],
         f"forward-d{d}-window": [_shaped(s, d, window=w, causal=w[1] is None) for s in SMALL_SHAPES for w in WINDOWS],
         f"forward-d{d}-sinks": [_shaped(s, d, sinks=True, causal=c) for s in SMALL_SHAPES for c in (False, True)],
         f"forward-d{d}-softcap": [_shaped(s, d, softcap=3.0, causal=c) for s in SMALL_SHAPES for c in (False, True)]
