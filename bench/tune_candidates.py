@@ -1,7 +1,8 @@
 """The tiles that tune_triton.py tries, by pass, head_dim and length, and how they are written down.
 
-`64x128w8s2TLh4`: BLOCK_M x BLOCK_N, warps, stages; then T loads by TMA, L takes dP late, J joins the
-backward's loops over masked and other tiles, h4 runs four heads at a time.
+`64x128w8s2TLh4r168`: BLOCK_M x BLOCK_N, warps, stages; then T loads whole tiles by TMA, L takes dP late, J joins the
+backward's loops over masked and other tiles, B loads all tiles of the forward by TMA, Q holds its queries in registers,
+h4 runs four heads at a time, r168 allows so many registers a thread.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ TUNED: tuple[Pass, ...] = ("forward", "dkdv", "dq")
 SHORT = 512
 
 LONG_TILES: dict[tuple[Pass, int], str] = {
-    ("forward", 64): "64x64w4s3 64x64w4s3T 64x64w4s4 64x128w4s2 64x128w4s2T 128x64w8s3T 128x128w8s2T",
-    ("forward", 128): """64x64w4s3 64x64w4s3T 64x64w4s2 64x64w4s2T 128x64w8s2 128x64w8s3T 128x128w8s2T 64x128w4s2
+    ("forward", 64): "64x64w4s3 64x64w4s3BQr128 64x64w4s3T 64x64w4s4 64x128w4s2 64x128w4s2T 128x64w8s3T 128x128w8s2T",
+    (
+        "forward",
+        128,
+    ): """64x64w4s3 64x64w4s3BQ 64x32w4s3BQr168 64x64w4s3T 64x64w4s2 64x64w4s2T 128x64w8s2 128x64w8s3T 128x128w8s2T 64x128w4s2
         64x128w4s2T""",
     ("forward", 256): "128x64w8s2 128x64w8s2T 128x32w8s3 128x32w8s3T 64x32w4s2 64x32w4s2T 64x64w4s2",
     ("dkdv", 64): "64x64w4s3TJ 64x64w4s2TJ 64x64w4s2J 64x64w4s2TLJ 64x64w4s3TLJ 32x64w4s3TJ 32x64w4s3J 64x128w8s2TJ",
@@ -32,15 +36,18 @@ LONG_TILES: dict[tuple[Pass, int], str] = {
     ("dq", 256): "64x32w8s1J 128x32w8s2J 128x32w8s2TJ 64x32w4s2J 64x32w4s2TJ 64x32w8s2TJ 128x64w8s1J",
 }
 SHORT_TILES: dict[tuple[Pass, int], str] = {
-    ("forward", 64): "64x64w4s3T 64x64w4s3 64x64w4s2T 64x32w4s3T 128x64w8s2T 128x64w4s2",
-    ("forward", 128): "64x64w4s3 64x64w4s3T 64x32w4s3 64x32w4s3T 64x32w4s2T 128x64w8s2 128x128w8s2",
+    ("forward", 64): "64x64w4s3BQr128 64x64w4s3T 64x64w4s3 64x64w4s2T 64x32w4s3T 128x64w8s2T 128x64w4s2",
+    (
+        "forward",
+        128,
+    ): "64x32w4s3BQr168 64x64w4s3BQ 64x64w4s3 64x64w4s3T 64x32w4s3 64x32w4s3T 64x32w4s2T 128x64w8s2 128x128w8s2",
     ("dkdv", 64): "64x64w4s3TJ 64x64w4s2TJ 32x64w4s3TJ 32x64w4s2J",
     ("dkdv", 128): "64x64w4s2TJ 32x64w4s2J 32x64w4s2TJ 32x64w4s3TJ 64x128w8s2J",
     ("dq", 64): "128x64w4s3TJ 64x64w4s3TJ 64x32w4s3TJ",
     ("dq", 128): "128x64w8s3TJ 64x64w4s2J 64x64w4s2TJ 64x32w4s2J 64x32w4s3TJ",
 }
 
-WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(J?)(?:h(\d+))?")
+WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(J?)(B?)(Q?)(?:h(\d+))?(?:r(\d+))?")
 
 
 def candidates(direction: Pass, head_dim: int, length: int) -> list[Config]:
@@ -54,7 +61,7 @@ def config_of(name: str) -> Config:
     found = WRITTEN.fullmatch(name)
     if found is None:
         raise ValueError(f"not a tile: {name!r}")
-    block_m, block_n, warps, stages, tma, late, joined, heads = found.groups()
+    block_m, block_n, warps, stages, tma, late, joined, boxes, held, heads, registers = found.groups()
     return Config(
         int(block_m),
         int(block_n),
@@ -63,7 +70,10 @@ def config_of(name: str) -> Config:
         descriptors=bool(tma),
         early_dp=not late,
         joined=bool(joined),
+        boxes=bool(boxes),
+        hold_queries=bool(held),
         heads_per_wave=int(heads) if heads else None,
+        max_registers=int(registers) if registers else None,
     )
 
 
@@ -73,7 +83,10 @@ def name_of(config: Config) -> str:
         "T": config.descriptors,
         "L": not config.early_dp,
         "J": config.joined,
+        "B": config.boxes,
+        "Q": config.hold_queries,
         f"h{config.heads_per_wave}": config.heads_per_wave,
+        f"r{config.max_registers}": config.max_registers,
     }
     extra = "".join(letter for letter, on in letters.items() if on)
     return f"{config.block_m}x{config.block_n}w{config.num_warps}s{config.num_stages}{extra}"
