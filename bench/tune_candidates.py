@@ -22,8 +22,8 @@ LONG_TILES: dict[tuple[Pass, int], str] = {
     (
         "forward",
         128,
-    ): """64x64w4s3 64x64w4s3BQ 64x32w4s3BQr168 64x64w4s3T 64x64w4s2 64x64w4s2T 128x64w8s2 128x64w8s3T 128x128w8s2T 64x128w4s2
-        64x128w4s2T""",
+    ): """64x64w4s3 64x64w4s3BQ 64x32w4s3BQr168 64x64w4s3T 64x64w4s2 64x64w4s2T 128x64w8s2 128x64w8s3T
+        128x128w8s2T 64x128w4s2 64x128w4s2T""",
     ("forward", 256): "128x64w8s2 128x64w8s2T 128x32w8s3 128x32w8s3T 64x32w4s2 64x32w4s2T 64x64w4s2",
     ("dkdv", 64): "64x64w4s3TJ 64x64w4s2TJ 64x64w4s2J 64x64w4s2TLJ 64x64w4s3TLJ 32x64w4s3TJ 32x64w4s3J 64x128w8s2TJ",
     (
