@@ -26,6 +26,7 @@ from tilewise.backends.hopper.decode_parts import merge_parts, place_rows, store
 from tilewise.backends.hopper.decode_schedule import (
     advance,
     ask_lengths,
+    asks_first,
     guess,
     key_tiles_of,
     locate,
@@ -154,7 +155,7 @@ def producer(k_desc, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C
     at = start(C.NUM_STAGES)
     program = gl.program_id(0) * C.LANES + LANE
     asked = ()
-    if not C.IS_UNIFORM:
+    if asks_first(C):
         asked = ask_lengths(lengths, 0, sizes, 1, C)
     guessed = ()
     if C.IS_PAGED:
@@ -325,7 +326,7 @@ def consumer(
     at = start(C.NUM_STAGES)
     program = gl.program_id(0) * C.LANES + LANE
     asked = ()
-    if not C.IS_UNIFORM:
+    if asks_first(C):
         asked = ask_lengths(lengths, 0, sizes, 4, C)
     total, flat, end, batch_idx, head, tile = locate(lengths, asked, program, sizes, 4, C)
     while flat < end:

@@ -18,6 +18,7 @@ __all__ = [
     "DecodeSizes",
     "advance",
     "ask_lengths",
+    "asks_first",
     "guess",
     "key_tiles_of",
     "locate",
@@ -80,6 +81,12 @@ def _add(a, b):
     return a + b
 
 
+@gluon.constexpr_function
+def asks_first(C):
+    """Whether the lengths of the first sequences are asked for before the search that needs them."""
+    return not (C.IS_UNIFORM or C.IS_FP8)
+
+
 @gluon.jit
 def ask_lengths(lengths, first, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
     """(queries, keys) of SCAN sequences from `first` on, in every warp, which adds them up by itself."""
@@ -125,33 +132,48 @@ def _find_sequence(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: g
     """(total, first tile of the share, its sequence, tiles before that sequence)."""
     batch_idx = gl.to_tensor(0)
     before = gl.to_tensor(0)
-    counts = _counts(asked, sizes, C)
-    if sizes.batch == 1:
-        total = gl.sum(counts, axis=0)
+    if C.IS_FP8:
+        # Reading all lengths twice takes fewer registers: 2 spills in the loop over keys instead of 4.
+        total = gl.to_tensor(0)
+        for first in range(0, sizes.batch, SCAN):
+            total += gl.sum(_counts(ask_lengths(lengths, first, sizes, NUM_WARPS, C), sizes, C), axis=0)
         begin = share_of(total, program, C)
-    else:
-        ends = gl.associative_scan(counts, 0, _add)
-        passed = gl.max(ends, axis=0)
-        total = passed
-        for first in range(SCAN, sizes.batch, SCAN):
-            total = total + gl.sum(_counts(ask_lengths(lengths, first, sizes, NUM_WARPS, C), sizes, C), axis=0)
-        begin = share_of(total, program, C)
-        batch_idx, before = _passed(ends, begin)
-        for first in range(SCAN, sizes.batch, SCAN):
+        passed = gl.to_tensor(0)
+        for first in range(0, sizes.batch, SCAN):
             counts = _counts(ask_lengths(lengths, first, sizes, NUM_WARPS, C), sizes, C)
-            ends = passed + gl.associative_scan(counts, 0, _add)
-            number, end = _passed(ends, begin)
+            number, end = _passed(passed + gl.associative_scan(counts, 0, _add), begin)
             batch_idx += number
             before = max(before, end)
-            passed = gl.max(ends, axis=0)
+            passed += gl.sum(counts, axis=0)
         batch_idx = min(batch_idx, sizes.batch - 1)
+    else:
+        counts = _counts(asked, sizes, C)
+        if sizes.batch == 1:
+            total = gl.sum(counts, axis=0)
+            begin = share_of(total, program, C)
+        else:
+            ends = gl.associative_scan(counts, 0, _add)
+            passed = gl.max(ends, axis=0)
+            total = passed
+            for first in range(SCAN, sizes.batch, SCAN):
+                total = total + gl.sum(_counts(ask_lengths(lengths, first, sizes, NUM_WARPS, C), sizes, C), axis=0)
+            begin = share_of(total, program, C)
+            batch_idx, before = _passed(ends, begin)
+            for first in range(SCAN, sizes.batch, SCAN):
+                counts = _counts(ask_lengths(lengths, first, sizes, NUM_WARPS, C), sizes, C)
+                ends = passed + gl.associative_scan(counts, 0, _add)
+                number, end = _passed(ends, begin)
+                batch_idx += number
+                before = max(before, end)
+                passed = gl.max(ends, axis=0)
+            batch_idx = min(batch_idx, sizes.batch - 1)
     return total, begin, batch_idx, before
 
 
 @gluon.jit
 def locate(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
     """(total, first tile, last + 1, sequence, head, tile within that item) of this program's share; `asked` are the
-    lengths of the first sequences.
+    lengths of the first sequences where they are wanted (see `asks_first`).
     """
     if C.IS_UNIFORM:
         _, count = key_tiles_of(sizes.seqlen_q, gl.to_tensor(sizes.seqlen_k), sizes, C)
