@@ -7,7 +7,7 @@ host.
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
-# ruff: noqa: N803, RET505
+# ruff: noqa: N803, N806, RET505
 
 from typing import NamedTuple
 
@@ -89,8 +89,11 @@ def asks_first(C):
 
 @gluon.jit
 def ask_lengths(lengths, first, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
-    """(queries, keys) of SCAN sequences from `first` on, in every warp, which adds them up by itself."""
-    at = first + gl.arange(0, SCAN, gl.BlockedLayout([SCAN // 32], [32], [NUM_WARPS], [0]))
+    """(queries, keys) of SCAN sequences from `first` on, in every warp, which adds them up by itself; beside e4m3 keys
+    there are no registers for that (a spill in the loop over keys at head_dim 256), and each warp has its share.
+    """
+    EACH: gl.constexpr = SCAN // (32 * NUM_WARPS) if C.IS_FP8 else SCAN // 32
+    at = first + gl.arange(0, SCAN, gl.BlockedLayout([EACH], [32], [NUM_WARPS], [0]))
     _, seqlen_q, _, seqlen_k = spans_of(lengths, at, sizes, at < sizes.batch, C)
     return gl.where(at < sizes.batch, seqlen_q, 0), seqlen_k
 
@@ -133,7 +136,7 @@ def _find_sequence(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: g
     batch_idx = gl.to_tensor(0)
     before = gl.to_tensor(0)
     if C.IS_FP8:
-        # Reading all lengths twice takes fewer registers: 2 spills in the loop over keys instead of 4.
+        # Reading all lengths twice takes fewer registers: 2 spills in the loop over keys instead of 4 (head_dim 128).
         total = gl.to_tensor(0)
         for first in range(0, sizes.batch, SCAN):
             total += gl.sum(_counts(ask_lengths(lengths, first, sizes, NUM_WARPS, C), sizes, C), axis=0)
