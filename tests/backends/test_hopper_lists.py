@@ -37,12 +37,17 @@ class Entry(NamedTuple):
 
 
 def listed(
-    lengths: tuple[list[int], list[int]], module: Callable[[str], Any], *, paged: bool = False, **options: Any
+    lengths: tuple[list[int], list[int]],
+    module: Callable[[str], Any],
+    *,
+    paged: bool = False,
+    slack: tuple[int, int] = (300, 1),
+    **options: Any,
 ) -> list[Entry]:
-    """Run the kernel."""
+    """Run the kernel; the bounds of the lengths are `slack` too large."""
     problem = AttentionProblem(
         kind="paged" if paged else "varlen", dtype=torch.bfloat16, batch=len(lengths[0]),
-        seqlen_q=max(lengths[0]) + 300, seqlen_k=max(lengths[1]) + 1, total_q=sum(lengths[0]) + 3,
+        seqlen_q=max(lengths[0]) + slack[0], seqlen_k=max(lengths[1]) + slack[1], total_q=sum(lengths[0]) + 3,
         total_k=sum(lengths[1]) + 2, num_heads=2, num_kv_heads=1, head_dim=64, head_dim_v=64, scale=1.0,
         page_size=64 if paged else None,
     )  # fmt: skip
@@ -55,6 +60,7 @@ def listed(
     call = listing.list_call(problem, listing.Address("work", torch.int32), BLOCK, **options)
     call.kernel[call.grid](*[tensors[a.name] if hasattr(a, "name") else a for a in call.ordered])
     words = tensors["work"].view(-1, 8).tolist()
+    assert words[0][0] >= 0  # written, also when there is nothing to list
     return [Entry(w[1], *w[3:]) for w in words[1 : 1 + words[0][0]]]
 
 
@@ -94,6 +100,13 @@ def test_paged_keys_have_lengths_only(emulated: Callable[[str], Any]) -> None:  
     lengths = LENGTHS["mixed"]
     entries = listed(lengths, emulated, paged=True, together=10000)
     assert {(e.sequence, e.keys) for e in entries} == {(i, n) for i, n in enumerate(lengths[1]) if lengths[0][i]}
+
+
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+def test_nothing_to_list_is_said(of_keys: bool, emulated: Callable[[str], Any]) -> None:  # noqa: F811
+    """Bounds of 0: kernels that find no number would take what the memory held for blocks."""
+    lengths = ([5, 0, 0], [0, 0, 0]) if of_keys else ([0, 0], [7, 0])
+    assert listed(lengths, emulated, slack=(0, 0), together=0, of_keys=of_keys) == []
 
 
 def test_row_tiles_have_room_for_every_sequence(emulated: Callable[[str], Any]) -> None:  # noqa: F811

@@ -116,6 +116,8 @@ def _empty() -> dict[str, Case]:
         "varlen_batch_0": Case(kind="varlen", seqlens_q=(), seqlens_k=(), padding=3),
         "varlen_nothing": Case(kind="varlen", seqlens_q=(), seqlens_k=()),
         "varlen_all_empty": Case(kind="varlen", seqlens_q=(0, 0), seqlens_k=(0, 0), padding=2),
+        "varlen_no_keys": Case(kind="varlen", seqlens_q=(5, 0, 70), seqlens_k=(0, 0, 0)),
+        "varlen_no_queries": Case(kind="varlen", seqlens_q=(0, 0), seqlens_k=(7, 130)),
         "varlen_some_empty": Case(
             kind="varlen", seqlens_q=(0, 65, 3, 0), seqlens_k=(5, 65, 0, 0), causal=True, bias="1hqk"
         ),

@@ -61,12 +61,12 @@ def rows_together(row_bytes: int, heads: int, *, banded: bool) -> int:
 
 
 def listed_parts(longest: int, block: int) -> int:
-    """Programs that list one sequence, for the longest there may be.
+    """Programs that list one sequence, for the longest there may be; at least the one that writes how many there are.
 
-    >>> listed_parts(4097, 128)
-    2
+    >>> listed_parts(4097, 128), listed_parts(0, 128)
+    (2, 1)
     """
-    return -(-longest // (block * int(LISTED_BLOCKS)))
+    return max(1, -(-longest // (block * int(LISTED_BLOCKS))))
 
 
 def list_size(blocks: int) -> int:
