@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -160,15 +161,13 @@ def _varlen() -> Iterator[Case]:
 
 def _short() -> Iterator[Case]:
     best = (CUDNN, FLASH, "fa2", "naive")
-    for graph in (False, True):
-        for causal in (False, True):
-            for seqlen in (128, 256, 512):
-                yield _case(
-                    f"short-{_mask(causal)}-n{seqlen}{'-graph' if graph else ''}", "short", seqlen=seqlen,
-                    causal=causal, graph=graph, quick=seqlen == 256 and not causal,
-                    implementations=(*OURS, *PEERS, "naive"),
-                    bars=(Bar(TRITON, 0.9, against=(CUDNN, FLASH)), Bar(HOPPER, 0.97, against=best)),
-                )  # fmt: skip
+    for graph, head_dim, causal, seqlen in itertools.product((False, True), (64, 128), (False, True), (128, 256, 512)):
+        yield _case(
+            f"short-d{head_dim}-{_mask(causal)}-n{seqlen}{'-graph' if graph else ''}", "short", seqlen=seqlen,
+            head_dim=head_dim, causal=causal, graph=graph, quick=seqlen == 256 and head_dim == 128 and not causal,
+            implementations=(*OURS, *PEERS, "naive"),
+            bars=(Bar(TRITON, 0.9, against=(CUDNN, FLASH)), Bar(HOPPER, 0.97, against=best)),
+        )  # fmt: skip
 
 
 def _decode() -> Iterator[Case]:
