@@ -121,9 +121,9 @@ def test_a_training_call(gpu: str, gpus: FakeCuda) -> None:
     assert cost.frames <= TRAINING_FRAMES[gpu]
 
 
-@pytest.mark.parametrize(("gpu", "allocations", "kernels"), [("hopper", 3, 2), ("triton", 2, 1)])
-def test_a_packed_call(gpu: str, allocations: int, kernels: int, gpus: FakeCuda) -> None:
-    """The Hopper kernels list their blocks on the device first."""
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_packed_call(gpu: str, gpus: FakeCuda) -> None:
+    """Blocks are listed on the device first: one tensor and one kernel more."""
     q, k, v = rows(256, 4, 64)
     cu = torch.tensor([0, 100, 256], dtype=torch.int32)
 
@@ -131,7 +131,7 @@ def test_a_packed_call(gpu: str, allocations: int, kernels: int, gpus: FakeCuda)
         return tilewise.attention_varlen(q, k, v, cu, cu, max_seqlen_q=156, max_seqlen_k=156, backend=gpu)
 
     cost = cost_of(run, gpus)
-    assert cost[:3] == ({}, allocations, kernels)
+    assert cost[:3] == ({}, 3, 2)
     assert cost.frames <= FRAMES[gpu]
 
 
