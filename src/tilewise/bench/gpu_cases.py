@@ -210,7 +210,7 @@ def _cascade() -> Iterator[Case]:
         yield _case(
             f"cascade-b{batch}-n{shared}", "cascade", kind="paged", page_size=64, num_heads=32, num_kv_heads=8,
             batch=batch, seqlen_q=1, seqlen_k=shared + 256, shared_keys=shared, graph=True, quick=batch == 64,
-            implementations=(TRITON, "tilewise-cascade"), bars=(Bar("tilewise-cascade", limit, against=(TRITON,)),),
+            implementations=(*OURS, "tilewise-cascade"), bars=(Bar("tilewise-cascade", limit, against=OURS),),
         )  # fmt: skip
 
 
