@@ -62,8 +62,11 @@ def test_pages_show_code_that_stands_alone() -> None:
 
 
 @pytest.mark.parametrize(("page", "code"), blocks_that_stand_alone())
-def test_code_of_the_pages(page: str, code: str) -> None:
+def test_code_of_the_pages(page: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, page, "exec"), {})
+    shown = capsys.readouterr().out
+    if "cache.free" in code:
+        assert "requests=0" in shown  # the guide ends with every request freed
 
 
 def headings(page: Path) -> set[str]:
