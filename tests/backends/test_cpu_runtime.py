@@ -170,6 +170,17 @@ def test_partial_rows_are_merged_in_place(dtype: torch.dtype, some: bool) -> Non
     assert torch.equal(lse[:, rest], before[1])
 
 
+def test_lse_of_nan_is_nan() -> None:
+    """And not -inf: who merges the result would take it for one without keys."""
+    q, k, v = torch.randn(3, 1, 2, 50, 64, generator=torch.Generator().manual_seed(0))
+    k[0, 0, 7, 3] = torch.nan
+    out, lse = tw.attention(q, k, v, backend="cpu", return_lse=True)
+    assert out[0, 0].isnan().all()
+    assert lse[0, 0].isnan().all()
+    assert not out[0, 1].isnan().any()
+    assert not lse[0, 1].isnan().any()
+
+
 def test_concurrent_callers_agree() -> None:
     expected = results(causal=True)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:

@@ -41,7 +41,8 @@ def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block
             row = 0
             head += 1
         top, total, factor = load_f32(maxima + 4 * r), load_f32(sums + 4 * r), 1.0
-        lse = natural(p, top, log2(total)) if total > 0.0 else MINUS_INF
+        # A sum that is NaN stays one: -inf would say that there are no keys, and a merge would leave the row out.
+        lse = natural(p, top, log2(total)) if total > 0.0 else (MINUS_INF if total == 0.0 else total)
         if field(p, f.SINKS) != 0:
             sink = load_f32(field(p, f.SINKS) + 4 * head)
             new_top = max(top, sink * LOG2E_F32)
