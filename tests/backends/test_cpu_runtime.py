@@ -181,6 +181,17 @@ def test_lse_of_nan_is_nan() -> None:
     assert not lse[0, 1].isnan().any()
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 5, 40])
+def test_nan_queries_stay_nan_when_keys_are_chunked(seqlen_q: int) -> None:
+    q, k, v = (torch.randn(1, 2, n, 64, generator=torch.Generator().manual_seed(n)) for n in (seqlen_q, 6000, 6000))
+    q[0, 1, 0] = torch.nan
+    out, lse = tw.attention(q, k, v, backend="cpu", return_lse=True)
+    assert out[0, 1, 0].isnan().all()
+    assert lse[0, 1, 0].isnan()
+    assert not out[0, 0].isnan().any()
+    assert not out[0, 1, 1:].isnan().any()
+
+
 def test_concurrent_callers_agree() -> None:
     expected = results(causal=True)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:

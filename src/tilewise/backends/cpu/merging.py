@@ -87,6 +87,11 @@ def merge_chunks(
                 weight = exp2(load_f32(part + maxima + 4 * r) - top)
                 total += weight * load_f32(part + sums + 4 * r)
                 add_rows(block + 4 * r * width, part + 4 * r * width, width, weight)
+        else:
+            # No keys, and every sum is 0; or NaN in all of them, which the row keeps.
+            for c in range(num_chunks):
+                total += load_f32(first_slot + c * step + sums + 4 * r)
+            fill(block + 4 * r * width, width, total)
         store_f32(block + maxima + 4 * r, top)
         store_f32(block + sums + 4 * r, total)
     finish_rows(p, batch, head, first_row, count, block)
