@@ -8,6 +8,7 @@ Triton decides when a kernel is defined whether it is interpreted, so these test
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -180,9 +181,18 @@ def test_joined_loops(flags: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
 @pytest.mark.parametrize("causal", [False, True])
-def test_boxes(causal: bool) -> None:
+def test_boxes(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles by descriptors: ragged ends, both layouts, and packed sequences whose neighbour holds NaN."""
     torch.manual_seed(0)
+    passes = importlib.import_module("tilewise.backends.triton.passes")
+    plain: Any = passes.box_descriptors
+    made: list[dict[str, Any]] = []
+
+    def noted(*arguments: Any) -> dict[str, Any]:
+        made.append(plain(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(passes, "box_descriptors", noted)
     q, k, v = torch.randn(2, 4, 37, 16), torch.randn(2, 2, 53, 16), torch.randn(2, 2, 53, 16)
     starts = torch.tensor([0, 5, 5, 38, 55], dtype=torch.int32)
     row_q, row_k, row_v = (torch.randn(58, 4, 16) for _ in range(3))
@@ -199,3 +209,4 @@ def test_boxes(causal: bool) -> None:
     want = tilewise.attention_varlen(row_q, row_k, row_v, starts, starts, causal=causal, backend="reference")
     torch.testing.assert_close(packed[:38].double(), want[:38], rtol=0, atol=2e-6)
     assert not packed[55:].any()
+    assert [made_here["q_desc"] is not None for made_here in made] == [True] * 3  # and not by pointers
