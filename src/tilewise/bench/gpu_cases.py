@@ -40,6 +40,10 @@ FLEX_KNOWN = {
 DECODE = ((1, 8192, 1500), (1, 131072, 3900), (16, 8192, 4000), (64, 8192, 4450), (16, 65536, 4600))
 # One packed batch of TOKENS tokens, from a few words to a long document.
 MIXED = (4096, 2816, 2048, 1792, 1536, 1024, 1000, 640, 512, 333, 256, 128, 100, 64, 32, 7)
+# Of the dense rate per FLOP.
+VARLEN_LIMITS = ((TRITON, 0.9), (HOPPER, 0.95))
+# Equal sequences with as many FLOPs, and within 2 % as many tokens: sequences, length.
+AS_MIXED = (7, 2304)
 
 
 def gpu_cases() -> tuple[Case, ...]:
@@ -149,13 +153,16 @@ def _shared_heads() -> Iterator[Case]:
 
 def _varlen() -> Iterator[Case]:
     for direction in ("forward", "backward"):
-        # The mean length weighted by work is about 2,300: the dense rate of N=4096 is a demanding yardstick.
-        dense = f"{direction}-d128-causal-n4096"
+        # Sequences of the same work are about 2,300 long: the dense rate of N=4096 is a demanding yardstick, the other
+        # says what packing itself costs.
+        dense, equal = (f"{direction}-d128-causal-n{seqlen}" for seqlen in (4096, AS_MIXED[1]))
+        batch, seqlen = AS_MIXED
+        yield _case(equal, "varlen", measure=direction, batch=batch, seqlen=seqlen, causal=True)
         yield _case(
             f"varlen-mixed-{direction}-causal", "varlen", measure=direction, kind="varlen", batch=len(MIXED),
             seqlens=MIXED, seqlen_q=max(MIXED), seqlen_k=max(MIXED), causal=True, quick=direction == "forward",
             implementations=(*OURS, "fa2", "fa3", "sdpa-padded"),
-            bars=(Bar(TRITON, 0.9, case=dense, by="rate"), Bar(HOPPER, 0.95, case=dense, by="rate")),
+            bars=tuple(Bar(who, limit, case=c, by="rate") for who, limit in VARLEN_LIMITS for c in (dense, equal)),
         )  # fmt: skip
 
 
@@ -198,7 +205,7 @@ def _fp8_pages() -> Iterator[Case]:
         yield _case(
             f"decode-b16-n{keys}-fp8-paged-{page_size}", "decode", kind="paged", page_size=page_size, num_heads=32,
             num_kv_heads=8, batch=16, seqlen_q=1, seqlen_k=keys, graph=True, e4m3_values=True,
-            implementations=(TRITON, "tilewise-fp8-pages"), bars=(Bar("tilewise-fp8-pages", 1.7, against=(TRITON,)),),
+            implementations=(*OURS, "tilewise-fp8-pages"), bars=(Bar("tilewise-fp8-pages", 1.7, against=OURS),),
         )  # fmt: skip
 
 
