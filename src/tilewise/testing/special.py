@@ -114,6 +114,9 @@ def _empty() -> dict[str, Case]:
     }
     packed = {
         "varlen_batch_0": Case(kind="varlen", seqlens_q=(), seqlens_k=(), padding=3),
+        "varlen_batch_0_bias": Case(
+            kind="varlen", seqlens_q=(), seqlens_k=(), padding=3, bounds="loose", bias="1hqk", sinks=True
+        ),
         "varlen_nothing": Case(kind="varlen", seqlens_q=(), seqlens_k=()),
         "varlen_all_empty": Case(kind="varlen", seqlens_q=(0, 0), seqlens_k=(0, 0), padding=2),
         "varlen_no_keys": Case(kind="varlen", seqlens_q=(5, 0, 70), seqlens_k=(0, 0, 0)),

@@ -262,7 +262,7 @@ def _bias_owners(problem: AttentionProblem, q_lengths: Lengths) -> tuple[Lengths
     """Entries that own a part of dbias: broadcast batches, heads and rows are summed within one."""
     assert problem.bias_shape is not None
     batches, heads, rows, _ = problem.bias_shape
-    lengths = q_lengths if batches > 1 or len(q_lengths) == 1 else q_lengths.max(keepdims=True)
+    lengths = q_lengths if batches > 1 or len(q_lengths) == 1 else q_lengths.max(keepdims=True, initial=0)
     first, end = np.arange(len(lengths)), np.arange(len(lengths)) + 1
     if len(lengths) != len(q_lengths):
         end = np.full_like(end, len(q_lengths))
