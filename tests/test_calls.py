@@ -61,6 +61,28 @@ def test_a_call_is_judged_once(judged: list[Any]) -> None:
     assert len([p for p in judged if p.dtype == torch.float32]) == 1
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_default_device_watches_nothing(judged: list[Any], grad: bool) -> None:
+    q, k, v = tensors(grad=grad)
+    expected = call(q, k, v)
+    with torch.device("meta"):  # what torch.set_default_device enters, too
+        out = call(q, k, v)
+        assert torch.equal(out, expected)
+        assert type(out.grad_fn) is type(expected.grad_fn)
+    assert len(judged) == 1
+
+
+class Watching(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_other_function_modes_watch_beside_a_default_device() -> None:
+    assert not calls.is_watched()
+    with torch.device("meta"), Watching():
+        assert calls.is_watched()
+
+
 @pytest.mark.parametrize(
     "change",
     [

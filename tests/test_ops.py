@@ -1,7 +1,8 @@
 """The ops under everything PyTorch does to them: opcheck, compile, export, autocast, fake and meta tensors."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -254,6 +255,80 @@ def test_seed_is_drawn_from_torch_and_reproducible() -> None:
     assert not torch.equal(a, b)
     d, e = (tw.attention(q, q, q, dropout=0.5, seed=s) for s in (2**64 - 1, torch.tensor([-1])))
     assert torch.equal(d, e)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# What a program sets for tensors of its own. Nothing on "meta" has memory, so what lands there by mistake is noticed.
+DEFAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "device": lambda: torch.device("meta"),
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("sample", samples())
+def test_torch_s_defaults_change_nothing(sample: str, name: str) -> None:
+    kind, operands, flags = samples()[sample]
+    leaves = [t for t in operands if t is not None and t.requires_grad]
+
+    def results() -> tuple[Tensor, ...]:
+        out, lse = ops.attention(kind, operands, flags)
+        return out, lse, *torch.autograd.grad([out, lse], leaves, [torch.ones_like(out), torch.ones_like(lse)])
+
+    expected = results()
+    with DEFAULTS[name]():
+        found = results()
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_seeds_come_from_the_cpu_whatever_torch_s_default_device_is() -> None:
+    q = randn(1, 1, 32, 8, grad=False)
+    torch.manual_seed(3)
+    expected = [tw.attention(q, q, q, dropout=0.5), tw.attention(q, q, q, dropout=0.5, seed=7)]
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        found = [tw.attention(q, q, q, dropout=0.5), tw.attention(q, q, q, dropout=0.5, seed=7)]
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
+def test_views_that_torch_negates_lazily(name: str) -> None:
+    tensors: dict[str, Any] = {"q": randn(1, 2, 5, 8), "k": randn(1, 2, 7, 8), "v": randn(1, 2, 7, 8, seed=1)}
+    tensors |= {"bias": randn(5, 7), "sinks": randn(2)}
+    turned = torch.complex(tensors[name], -tensors[name]).detach().conj().imag.requires_grad_()
+    assert turned.is_neg()
+
+    def results(given: Tensor) -> tuple[Tensor, ...]:
+        out = tw.attention(**{**tensors, name: given})
+        return out, *torch.autograd.grad(out, given, torch.complex(out, out).detach().conj().imag)
+
+    expected, found = results(tensors[name]), results(turned)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("width", [1, 8])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_gradients_that_torch_negates_lazily(width: int, layout: str) -> None:
+    q = randn(1, 2, 5, width)
+    results = tw.attention(q, q, q, layout=layout, return_lse=True)
+    turned = [torch.complex(t, t).detach().conj().imag for t in results]
+    assert all(t.is_neg() for t in turned)
+    plain = [t.clone() for t in turned]
+    found, expected = (torch.autograd.grad(results, q, given, retain_graph=True)[0] for given in (turned, plain))
+    assert torch.equal(found, expected)
 
 
 def test_deterministic_follows_torch(monkeypatch: pytest.MonkeyPatch) -> None:

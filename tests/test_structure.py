@@ -135,6 +135,29 @@ def test_the_environment_is_read_in_one_place() -> None:
     assert readers <= {"settings"}
 
 
+# What makes a tensor where torch's default device says, unless it is told where; and of its default dtype.
+FACTORIES = ("arange", "empty", "empty_permuted", "eye", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
+UNTYPED = ("empty", "empty_permuted", "eye", "full", "ones", "zeros")
+# Programs of their own, which own the process; and what only they use.
+PROGRAMS = ("bench", "cli", "explorer", "simulator", "testing")
+
+
+def test_tensors_are_made_where_the_code_says() -> None:
+    seen = 0
+    for module, path in modules():
+        if module.split(".")[0] in PROGRAMS:
+            continue
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            name = ast.unparse(call.func).removeprefix("torch.")
+            if ast.unparse(call.func) == name or name not in FACTORIES:
+                continue
+            given = {keyword.arg for keyword in call.keywords}
+            assert "device" in given, f"{module}, line {call.lineno}: torch.{name} without device"
+            assert "dtype" in given or name not in UNTYPED, f"{module}, line {call.lineno}: torch.{name} without dtype"
+            seen += 1
+    assert seen > 50
+
+
 def test_public_names() -> None:
     for name in tilewise.__all__:
         assert getattr(tilewise, name) is not None

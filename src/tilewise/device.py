@@ -207,9 +207,9 @@ def _cache_bytes(level: int) -> int | None:
 def measured_cpu() -> DeviceSpec:
     """`this_cpu` with the fp32 matrix rate and copy bandwidth that torch reaches with its present threads."""
     facts = this_cpu()
-    a = torch.rand(768, 768)
+    a = torch.rand(768, 768, dtype=torch.float32, device="cpu")
     matmul = _best_seconds(lambda: a @ a)
-    source = torch.rand(1 << 24)
+    source = torch.rand(1 << 24, dtype=torch.float32, device="cpu")
     target = torch.empty_like(source)
     copy = _best_seconds(lambda: target.copy_(source))
     rate = 2 * 768**3 / matmul

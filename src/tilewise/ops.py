@@ -77,7 +77,10 @@ def _is_plain_eager(operands: Operands) -> bool:
     if calls.is_watched() or operands.q.is_meta:
         return False
     for tensor in operands:
-        if tensor is not None and type(tensor) is not Tensor and type(tensor) is not Parameter:
+        if tensor is None:
+            continue
+        # A view such as `x.conj().imag` holds the numbers with the other sign; the dispatcher turns it round.
+        if (type(tensor) is not Tensor and type(tensor) is not Parameter) or tensor.is_neg():
             return False
     return True
 

@@ -154,3 +154,41 @@ def test_seats_are_counted() -> None:
         plain.step([plain.add([1])], fixed=True)
     with pytest.raises(tw.InvalidProblem, match="max_requests: expected an integer of at least 1"):
         tw.PagedKVCache(8, 4, 1, 1, 8, dtype=torch.float32, device="cpu", max_requests=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=["fp32", "e4m3"])
+@pytest.mark.parametrize("tables", [HostTables, StagedTables])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_torch_s_default_device_and_dtype_change_nothing(tables: type[Tables], fixed: bool, dtype: torch.dtype) -> None:
+    """Programs that serve from a GPU call torch.set_default_device("cuda"); what lands on "meta" has no memory."""
+
+    def life() -> tuple[Tensor, ...]:
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        cache = tw.PagedKVCache(
+            16, PAGE, 1, KV_HEADS, DIM, dtype=dtype, device="cpu", max_seqlen=32, max_requests=SEATS if fixed else None
+        )
+        cache._tables = tables(cache.book, cache.device)
+        first = cache.add([1, 2, 3, 4, 5])
+        requests = [first]
+        outs: list[Tensor] = []
+        for _ in range(3):
+            rows = cache.step(requests, tokens=[7] * len(requests) if outs else None, fixed=fixed and bool(outs))
+            q, k, v = (
+                torch.randn(rows, heads, DIM, dtype=torch.float32, device="cpu", generator=generator)
+                for heads in (HEADS, KV_HEADS, KV_HEADS)
+            )
+            cache.append(k, v, layer=0)
+            outs.append(cache.attention(q, layer=0))
+            if len(requests) == 1:
+                requests.append(cache.fork(first))  # its next token is written to a copy of the last page
+        return tuple(outs)
+
+    expected, before = life(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = life()
+    finally:
+        torch.set_default_dtype(before)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)

@@ -221,7 +221,7 @@ def _index_tensor(values: tuple[int, ...], dtype: torch.dtype, where: torch.devi
     """Numbers of a piece on its device; by way of pinned memory, because a plain copy would stop the host."""
     if where.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=where)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(where, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(where, non_blocking=True)
 
 
 def _tilt(

@@ -87,7 +87,7 @@ def rotate(tensors: Sequence[Tensor], into: Sequence[Tensor], shift: int, group:
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     staging = _staged(group, tensors[0])
     sent = [t.cpu() if staging else t for t in tensors]
-    targets = [torch.empty(t.shape, dtype=t.dtype) for t in into] if staging else list(into)
+    targets = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in into] if staging else list(into)
     ahead = dist.get_global_rank(group, (rank + shift) % world)
     behind = dist.get_global_rank(group, (rank - shift) % world)
     transfers = [dist.P2POp(dist.isend, t, ahead, group) for t in sent]
@@ -111,7 +111,7 @@ def start_all_gather(tensor: Tensor, group: Group) -> Transfer:
         return Transfer([], [whole.copy_(tensor)], [], [], "")
     staging = _staged(group, tensor)
     sent = tensor.cpu() if staging else tensor
-    target = torch.empty(shape, dtype=tensor.dtype) if staging else whole
+    target = torch.empty(shape, dtype=tensor.dtype, device="cpu") if staging else whole
     with failures_named("gathering"):
         work = _GATHER(target, sent, group=group, async_op=True)
     return Transfer([work], [whole], [target] if staging else [], [sent], "gathering")

@@ -46,20 +46,20 @@ def signs(head_dim: int, device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def part_sizes(head_dim: int, device: torch.device) -> Tensor:
     """The size of the part that each channel belongs to."""
-    return torch.tensor([size for size in parts(head_dim) for _ in range(size)], dtype=torch.int32).to(device)
+    return torch.tensor([size for size in parts(head_dim) for _ in range(size)], dtype=torch.int32, device=device)
 
 
 @functools.lru_cache(maxsize=256)
 def norms(head_dim: int, device: torch.device) -> Tensor:
     """1 / sqrt(size) of each channel's part, in fp32."""
     values = [1.0 / math.sqrt(size) for size in parts(head_dim) for _ in range(size)]
-    return torch.tensor(values, dtype=torch.float32).to(device)
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @functools.lru_cache(maxsize=256)
 def directions(head_dim: int, device: torch.device) -> Tensor:
     """bf16 (head_dim, head_dim): where each channel goes, as +1 or -1 up to its own sign, and 0 outside its part."""
-    blocks = [_hadamard(torch.eye(size)) for size in parts(head_dim)]
+    blocks = [_hadamard(torch.eye(size, dtype=torch.float32, device="cpu")) for size in parts(head_dim)]
     matrix: Tensor = torch.block_diag(*blocks)
     return matrix.bfloat16().to(device)
 

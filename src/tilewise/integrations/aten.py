@@ -65,7 +65,9 @@ def flash_forward(
     """aten::_scaled_dot_product_flash_attention; the dropout seed travels in `rng_state`."""
     if return_debug_mask:
         raise Unsupported("return_debug_mask: the debug mask is flash-attn's own; use return_attn_probs of the drop-in")
-    rng_state = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64) if dropout_p else torch.zeros(2).long()
+    rng_state = torch.zeros(2, dtype=torch.int64, device="cpu")
+    if dropout_p:
+        rng_state.random_(-(2**63), 2**63 - 1)
     rng_state = rng_state.to(query.device)
     out, lse = _forward(query, key, value, None, is_causal, scale, dropout_p, rng_state[0])
     unused = rng_state.new_zeros(()).view(torch.uint64)
@@ -130,7 +132,10 @@ def cpu_backward(
     gradients = _backward(
         grad_out, query, key, value, out, logsumexp.contiguous(), attn_mask, is_causal, scale, dropout_p, None
     )
-    dq, dk, dv = (_laid_out_like(g, torch.empty_permuted(g.shape, (0, 2, 1, 3), dtype=g.dtype)) for g in gradients)
+    dq, dk, dv = (
+        _laid_out_like(g, torch.empty_permuted(g.shape, (0, 2, 1, 3), dtype=g.dtype, device=g.device))
+        for g in gradients
+    )
     return dq, dk, dv
 
 

@@ -197,7 +197,7 @@ def _attend_dense(
         raise InvalidProblem("cache_seqlens", f"at most {store.capacity}, the capacity of the cache", total, fix)
     k, v = store.k[:, :total], store.v[:, :total]
     if chunk:
-        ends = torch.full((1,), total, device=q.device)
+        ends = torch.full((1,), total, dtype=torch.int64, device=q.device)
         flags = {**flags, "mask": _same_chunk(ends, ends.new_full((1,), q.shape[1]), q.shape[1], total, chunk)}
     attended: Any = q, k, v
     if descales is not None and k.dtype == E4M3:

@@ -40,7 +40,7 @@ class Descales(NamedTuple):
             if tensor.dtype != E4M3:
                 fix = "FP8 caches are attended by FP8 queries."
                 raise InvalidProblem(name, "float8_e4m3fn as k_cache has", tensor.dtype, fix)
-        one = torch.ones(1, 1, 1, device=q.device)
+        one = torch.ones(1, 1, 1, dtype=torch.float32, device=q.device)
         k, v = (Fp8Tensor(t, one.expand(t.shape[0], t.shape[2], 1), "page", "paged") for t in (k_pages, v_pages))
         return Fp8Tensor(q, _per_head([self.q, self.k], batch, q), "head", "packed"), k, v
 
@@ -71,7 +71,7 @@ def _per_head(descales: list[Descale], batch: int, data: Tensor) -> Tensor:
     """(batch, heads, 1): the product of descales, each repeated for the heads it serves."""
     heads = data.shape[-2]
     given = [d.float().repeat_interleave(heads // d.shape[1], 1)[..., None] for d in descales if d is not None]
-    product = torch.ones(1, 1, 1, device=data.device)
+    product = torch.ones(1, 1, 1, dtype=torch.float32, device=data.device)
     for factor in given:
         product = product * factor
     return product.expand(batch, heads, 1)

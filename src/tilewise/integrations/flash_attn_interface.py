@@ -215,7 +215,7 @@ def flash_attn_with_kvcache(
         descales=Descales(q_descale, k_descale, v_descale), causal=bool(causal), window=window_of(window_size),
         softcap=softcap_of(softcap), scale=softmax_scale,
     )  # fmt: skip
-    nothing = torch.empty(0, device=out.device)
+    nothing = torch.empty(0, dtype=torch.float32, device=out.device)
     return (out, lse, nothing, nothing) if return_softmax_lse else out
 
 

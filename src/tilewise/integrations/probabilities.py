@@ -24,7 +24,7 @@ KEYS_PER_PASS = 256
 
 def draw_seed() -> Tensor:
     """A dropout seed, drawn as the library itself would: from torch's default CPU generator."""
-    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu")
 
 
 @torch.no_grad()

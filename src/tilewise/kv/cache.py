@@ -355,7 +355,7 @@ class PagedKVCache:
                 raise InvalidProblem(name, f"{what} {mine} as the cache has", theirs, f"Convert it with .to({mine}).")
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
-        there = torch.tensor(copies, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        there = torch.tensor(copies, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         source, target = there.to(self.device, non_blocking=True).unbind(1)
         if self._scales is None:
             for pages in (self.k, self.v):

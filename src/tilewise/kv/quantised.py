@@ -31,7 +31,7 @@ Pair = tuple[Tensor, Tensor]
 
 def new_scales(num_layers: int, num_pages: int, num_kv_heads: int, device: torch.device) -> Tensor:
     """Scales (num_layers, num_pages, num_kv_heads) of pages that hold nothing yet."""
-    return torch.full((num_layers, num_pages, num_kv_heads), AMAX_FLOOR, device=device)
+    return torch.full((num_layers, num_pages, num_kv_heads), AMAX_FLOOR, dtype=torch.float32, device=device)
 
 
 def as_container(pages: Tensor, scale: Tensor) -> Fp8Tensor:

@@ -123,7 +123,10 @@ class HostTables(Tables):
         seats = book.rows.max_requests or 0
         # With seats the book's table never moves.
         self._seats = BatchTables(
-            torch.from_numpy(book.table), torch.zeros(seats, dtype=torch.int32), None, torch.full((seats,), NO_SLOT)
+            torch.from_numpy(book.table),
+            torch.zeros(seats, dtype=torch.int32, device=device),
+            None,
+            torch.full((seats,), NO_SLOT, dtype=torch.int64, device=device),
         )
 
     def batch(self, step: Step) -> BatchTables:
@@ -304,7 +307,7 @@ class Stage:
 
     def filled(self, longs: tuple[Ints, ...], ints: tuple[NDArray[np.integer], ...], pinned: bool) -> Tensor:
         """A buffer on the host with the arrays in it; where it is pinned, torch keeps it until its copy is done."""
-        stage = torch.empty(self.size, dtype=torch.int64, pin_memory=pinned)
+        stage = torch.empty(self.size, dtype=torch.int64, device="cpu", pin_memory=pinned)
         memory = stage.numpy()
         narrow = memory.view(np.int32)
         for (start, end), values in zip(self._longs, longs, strict=True):

@@ -192,10 +192,10 @@ def seed_tensor(seed: int | Tensor | None, dropout: float) -> Tensor | None:
     if dropout == 0.0:
         return None
     if seed is None:
-        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu")
     if isinstance(seed, Tensor):
         return seed.reshape(())
-    return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64)
+    return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device="cpu")
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

@@ -339,7 +339,7 @@ def lengths(problem: AttentionProblem, operands: Operands) -> tuple[Lengths, Len
 
 def empty_out(problem: AttentionProblem) -> Tensor:
     """The output: a heads-first view of memory in the caller's layout."""
-    out = torch.empty(problem.out_shape, dtype=problem.dtype)
+    out = torch.empty(problem.out_shape, dtype=problem.dtype, device="cpu")
     return out.transpose(1, 2) if problem.kind == "dense" and problem.layout == "bshd" else out
 
 
@@ -403,7 +403,7 @@ def packed_call(problem: AttentionProblem, operands: Operands, q_lengths: Length
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
-    out, lse = empty_out(problem), torch.empty(problem.lse_shape, dtype=torch.float32)
+    out, lse = empty_out(problem), torch.empty(problem.lse_shape, dtype=torch.float32, device="cpu")
     if out.numel() == 0:
         return out, lse.fill_(-torch.inf)
     if problem.kind == "dense":
@@ -435,13 +435,14 @@ def run_items(name: str, values: Values, plan: Schedule, workspace_bytes: int, c
     count = min(count, items)
     if count == 0:
         return
-    workspace = torch.empty(count * workspace_bytes, dtype=torch.uint8)
+    workspace = torch.empty(count * workspace_bytes, dtype=torch.uint8, device="cpu")
     values[f.NUM_ITEMS], values[f.UNITS], values[f.HEADS_PER_UNIT] = items, plan.units, plan.heads_per_unit
     values[f.SCHEDULE], values[f.BLOCK_M], values[f.CHUNK] = plan.entries.data_ptr(), plan.block_m, plan.chunk
     values[f.WORKSPACE], values[f.WORKSPACE_BYTES] = workspace.data_ptr(), workspace_bytes
     if plan.split:
         partial_bytes = 4 * plan.block_m * (values[f.DIM_V_PADDED] + 2)
-        partials, done = torch.empty(items * partial_bytes, dtype=torch.uint8), torch.zeros(items, dtype=torch.int64)
+        partials = torch.empty(items * partial_bytes, dtype=torch.uint8, device="cpu")
+        done = torch.zeros(items, dtype=torch.int64, device="cpu")
         values[f.PARTIALS], values[f.PARTIAL_BYTES], values[f.DONE] = (
             partials.data_ptr(),
             partial_bytes,

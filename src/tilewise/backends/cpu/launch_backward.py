@@ -94,9 +94,9 @@ class _Buffers:
         self.dk = new(problem, operands.k) if wanted.dk and not paged else None
         self.dv = new(problem, operands.v) if wanted.dv and not paged else None
         self.wanted = wanted
-        self.delta = torch.zeros(problem.lse_shape, dtype=torch.float32) if wanted.dsinks else None
+        self.delta = torch.zeros(problem.lse_shape, dtype=torch.float32, device="cpu") if wanted.dsinks else None
         shape = problem.bias_shape if wanted.dbias else None
-        self.dbias = torch.zeros(shape, dtype=torch.float32) if shape is not None else None
+        self.dbias = torch.zeros(shape, dtype=torch.float32, device="cpu") if shape is not None else None
         self.cu_grads: Tensor | None = None
 
     def fields(self, problem: AttentionProblem, operands: Operands, k_lengths: Lengths) -> Block:
@@ -104,9 +104,8 @@ class _Buffers:
         block: Block = {f.KV_GRAD_DTYPE: launch.DTYPES[problem.dtype]}
         if problem.kind == "paged":
             total = int(k_lengths.sum())
-            heads = problem.num_kv_heads
-            self.dk = torch.empty(total, heads, problem.head_dim) if self.wanted.dk else None
-            self.dv = torch.empty(total, heads, problem.head_dim_v) if self.wanted.dv else None
+            self.dk = _packed_sums(problem, total, problem.head_dim) if self.wanted.dk else None
+            self.dv = _packed_sums(problem, total, problem.head_dim_v) if self.wanted.dv else None
             block[f.KV_GRAD_DTYPE] = FP32
         if problem.kind != "dense":
             self.cu_grads = torch.from_numpy(np.concatenate([[0], np.cumsum(k_lengths)]).astype(np.int32))
@@ -153,12 +152,17 @@ def _empty_like(problem: AttentionProblem, tensor: Tensor) -> Tensor:
     """Uninitialised memory in the order of the caller's layout, heads first."""
     if problem.kind == "dense" and problem.layout == "bshd":
         b, h, s, d = tensor.shape
-        return torch.empty((b, s, h, d), dtype=tensor.dtype).transpose(1, 2)
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty((b, s, h, d), dtype=tensor.dtype, device="cpu").transpose(1, 2)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _zeros_like(_problem: AttentionProblem, tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _packed_sums(problem: AttentionProblem, total: int, dim: int) -> Tensor:
+    """Memory for the gradients of paged rows, sequence after sequence."""
+    return torch.empty(total, problem.num_kv_heads, dim, dtype=torch.float32, device="cpu")
 
 
 def _slots(operands: Operands, k_lengths: Lengths) -> Tensor:
@@ -173,7 +177,7 @@ def _slots(operands: Operands, k_lengths: Lengths) -> Tensor:
 
 def _into_pages(packed: Tensor, pages: Tensor, slots: Tensor) -> Tensor:
     """Add every row into its slot, in the order of the sequences."""
-    total = torch.zeros(pages.shape[0] * pages.shape[1], *pages.shape[2:])
+    total = torch.zeros(pages.shape[0] * pages.shape[1], *pages.shape[2:], dtype=torch.float32, device="cpu")
     return total.index_add_(0, slots, packed).view(pages.shape).to(pages.dtype)
 
 

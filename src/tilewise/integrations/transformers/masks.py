@@ -63,9 +63,9 @@ class Structure:
     @functools.cached_property
     def packing(self) -> Packing:
         """The packed sequences by their bounds. Counting them makes the CPU wait for a GPU, once for all layers."""
-        sequences = self.sequences if self.sequences is not None else torch.zeros(self.shape[0], self.shape[2])
-        first = torch.ones_like(sequences, dtype=torch.bool)
-        first[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
+        assert self.sequences is not None
+        first = torch.ones_like(self.sequences, dtype=torch.bool)
+        first[:, 1:] = self.sequences[:, 1:] != self.sequences[:, :-1]
         starts = first.flatten().nonzero().flatten()
         cu_seqlens = torch.cat([starts, starts.new_tensor([first.numel()])]).to(torch.int32)
         return Packing(cu_seqlens, int(cu_seqlens.diff().max()))
@@ -227,7 +227,7 @@ def _codes() -> dict[str, CodeType]:
         "and": masking_utils.and_masks(masking_utils.causal_mask_function),
         "window": masking_utils.sliding_window_overlay(1),
         "symmetric window": masking_utils.sliding_window_bidirectional_overlay(1),
-        "sequences": masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)),
+        "sequences": masking_utils.packed_sequence_mask_function(torch.zeros(1, 1, dtype=torch.int64, device="cpu")),
     }
     return {name: function.__code__ for name, function in made.items()}
 
