@@ -128,6 +128,20 @@ MISTAKES: dict[str, tuple[Call, Arguments, str, str, str]] = {
     "backend unknown": (tw.attention, dense(backend="cudnn"), "backend", "'reference'", "cudnn"),
     "deterministic a string": (tw.attention, dense(deterministic="yes"), "deterministic", "None, True", "yes"),
     "return_lse an int": (tw.attention, dense(return_lse=1), "return_lse", "True or False", "1"),
+    "no cu_seqlens_q": (
+        tw.attention_varlen,
+        packed(cu_seqlens_q=None),
+        "cu_seqlens_q",
+        "a torch.Tensor",
+        "NoneType",
+    ),
+    "slopes to be learnt": (
+        tw.attention,
+        dense(alibi_slopes=torch.zeros(4, requires_grad=True)),
+        "alibi_slopes",
+        "requires no gradient",
+        "one that does",
+    ),
     "cu_seqlens of floats": (
         tw.attention_varlen,
         packed(cu_seqlens_q=torch.tensor([0.0, 2.0, 5.0])),
@@ -218,6 +232,7 @@ FIXES: dict[str, tuple[Arguments, str]] = {
         "heads are dimension 1, with layout='bshd' 2",
     ),
     "a mask of padding": (dense(mask=torch.ones(2, 7, dtype=torch.bool)), "is mask[:, None, None, :]"),
+    "a mask of 0 and 1": (dense(mask=torch.ones(5, 7, dtype=torch.int64)), "0 and 1 become a mask by .bool()"),
     "a window of one number": (dense(window=128), "The last n keys are (n - 1, 0)"),
 }
 

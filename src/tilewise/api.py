@@ -279,7 +279,7 @@ def attention_paged(
     (query, key, value), scales = validation.unwrapped(q, k_pages, v_pages, "packed", "paged")
     validation.require_tensors(
         q=query, k_pages=key, v_pages=value, block_table=block_table, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q,
-        bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
+        bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks, optional=validation.OPTIONAL_PAGED,
     )  # fmt: skip
     query, key, value = validation.autocast(query, key, value)
     flags = validation.normalise(

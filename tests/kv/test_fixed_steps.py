@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -192,3 +193,20 @@ def test_torch_s_default_device_and_dtype_change_nothing(tables: type[Tables], f
         torch.set_default_dtype(before)
     for a, b in zip(expected, found, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tables", [HostTables, StagedTables])
+def test_a_copy_lives_a_life_of_its_own(tables: type[Tables]) -> None:
+    served = Served(tables)
+    requests = [served.prefill([1, 2, 3, 4, 5]), served.prefill([6, 7])]
+    clone = copy.deepcopy(served)
+    for token in range(2 * PAGE):  # both take pages that they were not copied with, each its own
+        served.decode(requests, token)
+        clone.decode(requests[::-1], token + 50)
+
+
+def test_a_cache_says_what_it_is() -> None:
+    served = Served(HostTables)
+    served.prefill([1, 2, 3, 4, 5])
+    sizes = f"64 pages of {PAGE} tokens, {LAYERS} layers of {KV_HEADS} x {DIM}, torch.float32 on cpu"
+    assert repr(served.cache) == f"<PagedKVCache: {sizes}; 1 requests hold 2 pages>"

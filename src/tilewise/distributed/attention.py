@@ -152,7 +152,9 @@ def _judged(
     _check_choice("sharding", sharding)
     _check_length("seqlen", seqlen)
     _check_length("seqlen_k", seqlen_k)
-    validation.require_tensors(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens)
+    validation.require_tensors(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
+    if cu_seqlens is not None:
+        validation.require_tensors(cu_seqlens=cu_seqlens)
     q, k, v = validation.autocast(q, k, v)
     grads = [validation.needs_grad(t) for t in (q, k, v, sinks)]
     flags = validation.normalise(

@@ -113,10 +113,12 @@ def _four_dims_mask(mask: Tensor, batch_shape: torch.Size) -> Tensor:
 
 
 def _check_mask(mask: Tensor, query: Tensor) -> None:
-    allowed = (torch.bool, torch.float32, query.dtype)
-    if mask.dtype not in allowed or mask.dim() < 2:
-        expected = f"a bool, float32 or {query.dtype} tensor with at least 2 dimensions (seqlen_q, seqlen_k)"
-        raise InvalidProblem("attn_mask", expected, f"{mask.dtype} of shape {tuple(mask.shape)}", "Convert it.")
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        fix = "Convert it: 0 and 1 by .bool(), what is added to the scores to the dtype of the query."
+        raise InvalidProblem("attn_mask", f"a bool, torch.float32 or {query.dtype} tensor", mask.dtype, fix)
+    if mask.dim() < 2:
+        fix = "A mask of keys is attn_mask[None, :]."
+        raise InvalidProblem("attn_mask", "at least 2 dimensions (seqlen_q, seqlen_k)", tuple(mask.shape), fix)
 
 
 def _one_head_for_all(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

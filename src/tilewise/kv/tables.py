@@ -121,13 +121,7 @@ class HostTables(Tables):
     def __init__(self, book: PageBook, device: torch.device) -> None:
         super().__init__(book, device)
         seats = book.rows.max_requests or 0
-        # With seats the book's table never moves.
-        self._seats = BatchTables(
-            torch.from_numpy(book.table),
-            torch.zeros(seats, dtype=torch.int32, device=device),
-            None,
-            torch.full((seats,), NO_SLOT, dtype=torch.int64, device=device),
-        )
+        self._lengths, self._slots = np.zeros(seats, np.int32), np.full(seats, NO_SLOT, np.int64)
 
     def batch(self, step: Step) -> BatchTables:
         """The step's tables."""
@@ -142,10 +136,13 @@ class HostTables(Tables):
 
     def fixed(self, step: Step) -> BatchTables:
         """The tables of all seats."""
-        lengths, slots = self._seats.seqlens_k.numpy(), self._seats.slots.numpy()
+        lengths, slots = self._lengths, self._slots
         lengths[:], slots[:] = 0, NO_SLOT
         lengths[step.rows], slots[step.rows] = step.before + step.counts, step.slots
-        return self._seats
+        # With seats the book's table never moves. Tensors over it are made anew: one that was kept would, in a copy
+        # of the cache, be over another table than the copied book's.
+        table = torch.from_numpy(self.book.table)
+        return BatchTables(table, torch.from_numpy(lengths), None, torch.from_numpy(slots))
 
     def shared(self, step: Step, groups: list[PrefixGroup]) -> SharedPrefix:
         """The hint for the step's groups."""

@@ -185,7 +185,7 @@ def _kind_of(tensors: Operands) -> Kind:
         if tensors.cu_seqlens_q is None:
             fix = "Packed sequences need the lengths of both sides."
             raise InvalidProblem("cu_seqlens_q", "a torch.Tensor beside cu_seqlens_k", None, fix)
-    validation.require_tensors(**{name: given[name] for name in names})
+    validation.require_tensors(optional=validation.OPTIONAL_PAGED, **{name: given[name] for name in names})
     return kind
 
 

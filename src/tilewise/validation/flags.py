@@ -114,19 +114,24 @@ JUDGED = (
 
 # fp64 is asked for on purpose; e4m3 data means nothing without its scales.
 KEPT_BY_AUTOCAST = (torch.float64, torch.float8_e4m3fn)
-OPTIONAL = frozenset(("bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q"))
+OPTIONAL = frozenset(("bias", "mask", "alibi_slopes", "sinks"))
+# Without cu_seqlens_q a paged call has one query token a sequence.
+OPTIONAL_PAGED = OPTIONAL | {"cu_seqlens_q"}
 
 
-def require_tensors(**tensors: Any) -> None:
-    """Every named value must be a tensor, or None for the optional ones (`bias`, `mask`, `alibi_slopes`, `sinks`)."""
+def require_tensors(*, optional: frozenset[str] = OPTIONAL, **tensors: Any) -> None:
+    """Every named value must be a dense tensor, or None for those that are `optional`."""
     for name, value in tensors.items():
-        if value is None and name in OPTIONAL:
+        if value is None and name in optional:
             continue
         if not isinstance(value, Tensor):
-            kind = "a torch.Tensor" + (" or None" if name in OPTIONAL else "")
+            kind = "a torch.Tensor" + (" or None" if name in optional else "")
             raise InvalidProblem(name, kind, type(value).__name__, "Convert it with torch.as_tensor.")
         if value.layout != torch.strided:
             raise InvalidProblem(name, "a dense tensor", f"layout {value.layout}", "Convert it with .to_dense().")
+        if name == "alibi_slopes" and value.requires_grad and torch.is_grad_enabled():
+            fix = "Slopes get no gradient: pass alibi_slopes.detach(), or learn a bias."
+            raise InvalidProblem(name, "a tensor that requires no gradient", "one that does", fix)
 
 
 def normalise(

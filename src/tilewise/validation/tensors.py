@@ -76,7 +76,10 @@ DTYPES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
     "block_table": ((torch.int32,), "Convert it with .to(torch.int32)."),
     "seqlens_k": ((torch.int32,), "Convert it with .to(torch.int32)."),
     "bias": (FLOATS, "A boolean tensor belongs in mask= (True = attend)."),
-    "mask": ((torch.bool,), "A float tensor that is added to the scores belongs in bias=."),
+    "mask": (
+        (torch.bool,),
+        "0 and 1 become a mask by .bool(); a float tensor that is added to the scores belongs in bias=.",
+    ),
     "alibi_slopes": ((torch.float32,), "Convert it with .float()."),
     "sinks": (FLOATS, "Convert it to a floating dtype."),
     "seed": ((torch.int64,), "Convert it with .to(torch.int64)."),
