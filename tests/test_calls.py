@@ -100,6 +100,15 @@ def test_other_shapes_and_strides_are_other_calls(change: Callable[[Tensor], Ten
     torch.testing.assert_close(call(other, k, v), exact(other, k, v))
 
 
+def test_tensors_off_the_alignment_are_other_calls() -> None:
+    """Kernels are compiled, and tensor maps made, for addresses that are multiples of 16 bytes."""
+    memory = torch.zeros(1 * 2 * 8 * 16 + 1)
+    aligned, off = (memory[start : start + 256].view(1, 2, 8, 16) for start in (0, 1))
+    slots = [calls.slot_of((q, q, q), "dense", 0.0, None) for q in (aligned, off, aligned)]
+    assert slots[0] is slots[2]
+    assert slots[0] is not slots[1]
+
+
 def test_equal_flags_of_other_types_are_judged() -> None:
     q, k, v = tensors()
     for given, wrong in (

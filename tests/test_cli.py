@@ -143,13 +143,13 @@ def test_doctor_as_json() -> None:
 
 def test_doctor_shows_cache_state_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = dispatch.load("reference")
-    monkeypatch.setattr(backend, "cache_state", lambda: {"kernels": 3, "folder": "/some/[where]"}, raising=False)
+    state = {"path": "/some/[where]", "writable": False, "entries": 3, "entries_when_full": 7, "size_bytes": 2048}
+    monkeypatch.setattr(backend, "cache_state", lambda: state, raising=False)
     monkeypatch.setattr(importlib.import_module("tilewise.cli.doctor"), "PACKAGES", ("torch", "no-such-package"))
     cache = {found["name"]: found["cache"] for found in read("doctor")["backends"]}
-    assert cache["reference"] == {"kernels": 3, "folder": "/some/[where]"}
-    text = succeed("doctor")
-    assert "kernels: 3" in text
-    assert "folder: /some/[where]" in text
+    assert cache["reference"] == state
+    text = succeed("doctor", columns=200)
+    assert "3 of 7 programs, 2.00 KiB in /some/[where], which cannot be written" in text
     assert "not installed" in text
 
 
@@ -157,7 +157,7 @@ def test_doctor_shows_the_cpu_cache(tmp_path: Path) -> None:
     (tmp_path / cache.file_name("forward")).write_bytes(b"12345")
     with settings.overridden(cache_dir=tmp_path):
         found = {backend["name"]: backend["cache"] for backend in read("doctor")["backends"]}["cpu"]
-        assert f"path: {tmp_path}" in succeed("doctor", columns=300)
+        assert f"1 of {len(cache.programs())} programs, 5 B in {tmp_path}" in succeed("doctor", columns=300)
     assert found == {
         "path": str(tmp_path),
         "writable": True,

@@ -14,7 +14,7 @@ from tilewise.cli import build_app
 
 ROOT = Path(__file__).parent.parent
 # Commands that measure for long, wait for a browser or write files.
-LONG = ("demo", "bench", "explore", "profile")
+LONG = ("accuracy", "bench", "demo", "explore", "profile")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md")])
 
 

@@ -63,7 +63,8 @@ def samples() -> dict[str, tuple[Kind, Operands, Flags]]:
         "dense": ("dense", dense, rich._replace(dropout=0.2)),
         "dense bshd": (
             "dense",
-            dense._replace(q=randn(2, 5, 4, 8), k=randn(2, 7, 2, 8), v=randn(2, 7, 2, 6)),
+            # The bias has fewer dimensions than the scores; so has its gradient.
+            dense._replace(q=randn(2, 5, 4, 8), k=randn(2, 7, 2, 8), v=randn(2, 7, 2, 6), bias=randn(5, 7)),
             rich._replace(layout="bshd"),
         ),
         "varlen": ("varlen", varlen, rich),

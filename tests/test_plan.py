@@ -402,6 +402,7 @@ def test_units() -> None:
         "0 B", "512 B", "1.00 KiB", "33.0 MiB", "1.00 GiB",
     ]  # fmt: skip
     assert [format_count(x) for x in (7, 1500, 98_304, 1e12)] == ["7", "1.50 k", "98.3 k", "1.00 T"]
+    assert [format_count(x, "FLOP") for x in (0, 7, 1500)] == ["0 FLOP", "7 FLOP", "1.50 kFLOP"]
     assert [format_seconds(x) for x in (2e-9, 1.5e-6, 0.31, 12.3, 5000)] == [
         "2 ns",
         "1.50 us",

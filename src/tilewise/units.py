@@ -10,9 +10,9 @@ def format_bytes(size: float) -> str:
     return _scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
-def format_count(count: float) -> str:
-    """Decimal units: 1.10 T, 640, 17.2 G."""
-    return _scaled(count, 1000, ("", "k", "M", "G", "T", "P", "E"))
+def format_count(count: float, of: str = "") -> str:
+    """Decimal units: 1.10 T, 640, 17.2 GFLOP, 0 FLOP."""
+    return _scaled(count, 1000, tuple(prefix + of for prefix in ("", "k", "M", "G", "T", "P", "E")))
 
 
 def format_seconds(seconds: float) -> str:

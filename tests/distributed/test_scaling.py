@@ -137,3 +137,19 @@ def test_lengths_have_units(text: str, tokens: int) -> None:
 
 def test_a_length_that_is_none_is_named() -> None:
     assert CliRunner().invoke(build_app(), ["explain", "--seqlen", "many"]).exit_code != 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--link", "nvlink4"], "--link: expected --context-parallel beside it"),
+        *(
+            (["--context-parallel", "2", *more], f"{more[0]}: expected nothing of it beside --context-parallel")
+            for more in (["--bias"], ["--mask"], ["--tiles"], ["--seqlen-q", "1"], ["--backend", "cpu"])
+        ),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options: list[str], named: str) -> None:
+    shown = CliRunner().invoke(build_app(), ["explain", *options])
+    assert shown.exit_code == 2
+    assert named in shown.output

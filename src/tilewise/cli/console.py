@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tilewise import figures, outputs
 from tilewise.errors import InvalidProblem
+from tilewise.units import format_bytes
 
-__all__ = ["JsonOption", "Step", "check_plot", "print_error", "print_json", "progress"]
+__all__ = ["JsonOption", "Step", "cache_line", "check_plot", "print_error", "print_json", "progress"]
 
 JSON_KEY = "tilewise.json"
 
@@ -43,6 +44,13 @@ def print_error(context: Any, error: Exception) -> None:
         print_json({"error": str(error)})
     else:
         typer.echo(f"error: {error}", err=True)
+
+
+def cache_line(cache: Mapping[str, Any]) -> str:
+    """A backend's compiled kernels on disk: how many, how large, where, and whether more can be kept."""
+    entries = f"{cache['entries']} of {cache['entries_when_full']} programs"
+    kept = f"{entries}, {format_bytes(cache['size_bytes'])} in {cache['path']}"
+    return kept if cache.get("writable", True) else f"{kept}, which cannot be written"
 
 
 def check_plot(path: Path) -> None:

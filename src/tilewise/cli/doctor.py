@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilewise import device, dispatch, settings
-from tilewise.cli.console import JsonOption, print_json
+from tilewise.cli.console import JsonOption, cache_line, print_json
 from tilewise.device import DeviceSpec
 from tilewise.plan import explain
 from tilewise.units import format_bytes, format_count
@@ -117,16 +117,14 @@ def _setting_line(value: object) -> str:
 
 
 def _device_line(found: dict[str, Any]) -> str:
-    single = found["flops"].get("float32")
-    half = found["flops"].get("bfloat16")
+    single, half = (found["flops"].get(dtype) for dtype in ("float32", "bfloat16"))
+    bandwidth = format_count(found["bandwidth"], "B/s")
     if found["threads"] is not None:
         what = f"{found['processors']} cores, {found['threads']} threads"
-        rates = f"measured: {format_count(single)}FLOP/s fp32, {format_count(found['bandwidth'])}B/s"
+        rates = f"measured: {format_count(single, 'FLOP/s')} fp32, {bandwidth}"
     else:
         what = f"{found['processors']} SMs, compute capability {found['capability']}"
-        rates = (
-            f"peak: {format_count(half)}FLOP/s bf16, {format_count(found['bandwidth'])}B/s" if half else "rates unknown"
-        )
+        rates = f"peak: {format_count(half, 'FLOP/s')} bf16, {bandwidth}" if half else "rates unknown"
     memory = format_bytes(found["memory_bytes"])
     runs = f"attention runs on backend [bold]{found['backend']}[/]" if found["backend"] else "[red]no backend[/]"
     return f"{escape(found['name'])}: {what}, {memory}\n{rates}\n{runs}"
@@ -135,7 +133,7 @@ def _device_line(found: dict[str, Any]) -> str:
 def _backend_line(found: dict[str, Any]) -> str:
     line = "[green]available[/]" if found["available"] else f"[yellow]no:[/] {escape(found['reason'])}"
     if found["cache"]:
-        line += "\n" + "\n".join(f"{escape(str(name))}: {escape(str(value))}" for name, value in found["cache"].items())
+        line += f"\n{escape(cache_line(found['cache']))}"
     if found["launch_path"]:
         line += f"\nlaunch path {escape(found['launch_path'])}"
     return line

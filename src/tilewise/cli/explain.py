@@ -78,6 +78,9 @@ def command(
 
     The exit status is 1 where no backend takes the problem.
     """
+    alone = {"--seqlen-q": seqlen_q is not None, "--bias": bias, "--mask": mask, "--backend": backend != "auto"}
+    alone |= {"--plot": plot is not None, "--tiles": tiles}
+    _check_together(context_parallel, {"--link": link is not None}, alone)
     if plot is not None:
         check_plot(plot)
     queries, keys = (seqlen if n is None else n for n in (seqlen_q, seqlen_k))
@@ -108,6 +111,16 @@ def command(
         typer.echo(f"written: {plot}", err=True)
     if plan.backend is None:
         raise typer.Exit(1)
+
+
+def _check_together(ranks: int | None, along: dict[str, bool], alone: dict[str, bool]) -> None:
+    """Refuses options that mean something only beside --context-parallel, or only without it."""
+    given = [name for name, there in (along if ranks is None else alone).items() if there]
+    if given and ranks is None:
+        raise InvalidProblem(given[0], "--context-parallel beside it", "none", "Say over how many devices.")
+    if given:
+        fix = "Leave it out: the forecast has no part for it."
+        raise InvalidProblem(given[0], "nothing of it beside --context-parallel", "both", fix)
 
 
 def _show(plan: Plan, *, tiles: bool, json: bool) -> None:

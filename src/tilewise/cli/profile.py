@@ -164,8 +164,8 @@ def _remarks(found: Profile, sizes: Sizes) -> list[str]:
             rate = found.plan.device.flops[found.plan.problem.dtype]
             source = "measured here" if sizes.device.type == "cpu" else "the vendor's peak"
             text += (
-                f" Its {format_count(found.plan.tiled.flops)}FLOP of products alone take "
-                f"{format_seconds(found.least_matmul_seconds)} at {format_count(rate)}FLOP/s ({source})."
+                f" Its {format_count(found.plan.tiled.flops, 'FLOP')} of products alone take "
+                f"{format_seconds(found.least_matmul_seconds)} at {format_count(rate, 'FLOP/s')} ({source})."
             )
         lines.append(text)
     return lines

@@ -11,10 +11,9 @@ import typer
 
 from tilewise import device as devices
 from tilewise import dispatch
-from tilewise.cli.console import JsonOption, Step, print_json, progress
+from tilewise.cli.console import JsonOption, Step, cache_line, print_json, progress
 from tilewise.device import DEVICES, DeviceSpec
 from tilewise.errors import InvalidProblem, Unsupported
-from tilewise.units import format_bytes
 
 __all__ = ["EXAMPLE", "command", "fill", "fill_for_gpu"]
 
@@ -100,6 +99,4 @@ def _runs(name: str, problem: Any, gpu: DeviceSpec) -> bool:
 def _line(found: dict[str, Any]) -> str:
     if found["skipped"] is not None:
         return f"{found['name']}: skipped, {found['skipped']}"
-    cache = found["cache"]
-    entries = f"{cache['entries']} of {cache['entries_when_full']} programs"
-    return f"{found['name']}: {entries}, {format_bytes(cache['size_bytes'])} in {cache['path']}"
+    return f"{found['name']}: {cache_line(found['cache'])}"

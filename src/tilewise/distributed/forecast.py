@@ -51,12 +51,13 @@ class Forecast:
         s = self.scenario
         mask = "causal" if s.causal else "full"
         measured = "measured" if self.rates.measured else "assumed from its peak"
-        reach = f"{format_count(self.link.bandwidth * self.link.share)}B/s of {format_count(self.link.bandwidth)}B/s"
+        most = self.link.bandwidth
+        reach = f"{format_count(most * self.link.share, 'B/s')} of {format_count(most, 'B/s')}"
         return [
             f"problem   {s.seqlen} tokens x {s.batch} over {s.world} ranks, {s.rows} tokens each, {mask}, {s.sharding}",
             f"          {s.num_heads} heads, {s.num_kv_heads} K/V heads, head_dim {s.head_dim}, {s.itemsize} bytes",
-            f"compute   {self.rates.name}: forward {format_count(self.rates.forward)}FLOP/s, backward "
-            f"{format_count(self.rates.backward)}FLOP/s ({measured})",
+            f"compute   {self.rates.name}: forward {format_count(self.rates.forward, 'FLOP/s')}, backward "
+            f"{format_count(self.rates.backward, 'FLOP/s')} ({measured})",
             f"link      {self.link.name}: {reach}, {format_seconds(self.link.latency)} latency; the slowest on the way",
         ]
 

@@ -103,9 +103,9 @@ def _roofline(ax: Any, plan: Plan) -> None:
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_ylim(low * bandwidth / 2, peak * 6)
-    _ticks(ax.yaxis, lambda value: f"{format_count(value)}FLOP/s")
+    _ticks(ax.yaxis, lambda value: format_count(value, "FLOP/s"))
     ax.set_xlabel("FLOP per byte from memory")
-    ax.set_title(f"roofline: {format_count(peak)}FLOP/s, {format_count(bandwidth)}B/s", fontsize=9)
+    ax.set_title(f"roofline: {format_count(peak, 'FLOP/s')}, {format_count(bandwidth, 'B/s')}", fontsize=9)
     ax.grid(alpha=0.25, color=figures.INK)
 
 

@@ -19,7 +19,7 @@ LABEL = 12
 
 # The rows of the comparison: what it is called, and how it reads for one way of computing attention.
 ROWS: tuple[tuple[str, Callable[[Work], str]], ...] = (
-    ("work", lambda work: f"{format_count(work.flops)}FLOP"),
+    ("work", lambda work: format_count(work.flops, "FLOP")),
     ("elements moved", lambda work: format_count(work.traffic.elements)),
     ("bytes moved", lambda work: format_bytes(work.bytes_moved)),
     ("... from memory", lambda work: format_bytes(work.bytes_from_memory)),
@@ -112,7 +112,7 @@ def _device(plan: Plan) -> str:
     if rate is None:
         return "rates unknown"
     source = "measured on this machine" if plan.device.type == "cpu" else "vendor's peaks"
-    return f"{format_count(rate)}FLOP/s, {format_count(plan.device.bandwidth)}B/s ({source})"
+    return f"{format_count(rate, 'FLOP/s')}, {format_count(plan.device.bandwidth, 'B/s')} ({source})"
 
 
 def _comparison(plan: Plan) -> list[str]:
