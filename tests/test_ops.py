@@ -230,6 +230,8 @@ def test_autocast_casts_q_k_v_only() -> None:
     assert (dq.dtype, dsinks.dtype) == (torch.float32, torch.float32)
     low = q.bfloat16()
     assert torch.equal(out, tw.attention(low, low, low, sinks=sinks))
+    with torch.autocast("cpu", torch.bfloat16):  # fp64 is asked for on purpose
+        assert tw.attention(q.double(), q.double(), q.double()).dtype is torch.float64
 
 
 def test_fake_and_meta_tensors_have_the_real_shapes() -> None:

@@ -252,6 +252,20 @@ def test_structured_masks_are_flags() -> None:
     assert view.stride()[2] == 0, "padding is not multiplied by the queries"
 
 
+@pytest.mark.parametrize("length", [3, 4, 5])
+@pytest.mark.parametrize("passed", [3, 4], ids=["as it is", "one more"])
+def test_a_window_to_both_sides_beside_few_keys(length: int, passed: int) -> None:
+    """The mask says |i - j| <= 3. Models pass 3 (T5Gemma) or 4 (ModernBERT) beside it, which counts without a mask."""
+    both = masking_utils.sliding_window_bidirectional_mask_function(3)
+    given = {"batch_size": 1, "q_length": length, "kv_length": length, "mask_function": both}
+    mask = asked(**given, allow_is_causal_skip=False, allow_is_bidirectional_skip=True)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, length, 16).unbind()
+    out, _ = forward.attention_forward(torch.nn.Module(), q, k, v, mask, sliding_window=passed, is_causal=False)
+    matrix = masking_utils.sdpa_mask(**given, allow_is_causal_skip=False)
+    torch.testing.assert_close(out.transpose(1, 2), tw.attention(q, k, v, mask=matrix))
+
+
 def test_a_static_cache_is_cut_to_the_keys_that_exist() -> None:
     static = asked(kv_length=32, q_offset=torch.tensor(5))
     assert (static.keys, static.causal) == (13, True)

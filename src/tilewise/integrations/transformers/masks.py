@@ -163,8 +163,15 @@ def _padding(attention_mask: Tensor | None, kv_offset: int, keys: int, tracing: 
 
 
 def _moot(window: Window | None, keys: int) -> bool:
-    """Whether a window is wider than everything there is."""
-    return window is None or all(side is None or side >= keys - 1 for side in window)
+    """Whether a window hides nothing, nor the `sliding_window` that takes its place where there is no mask.
+
+    In causal models that is the same window. To both sides it may be one key narrower: some models pass the W of
+    their mask |i - j| <= W, which attention takes for W - 1 to each side.
+    """
+    if window is None:
+        return True
+    reach = keys - 1 if window[1] is None else keys
+    return all(side is None or side >= reach for side in window)
 
 
 def _pieces(mask_function: MaskFunction, tracing: bool) -> _Pieces | None:
