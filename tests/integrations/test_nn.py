@@ -165,9 +165,18 @@ def test_generation_with_a_cache_equals_one_pass(rotary_base: float | None, wind
         torch.testing.assert_close(layer(x[:, 4:5], cache), whole[:, 4:5], atol=1e-6, rtol=1e-5)
 
 
-def test_causal_self_attention_rejections() -> None:
+def test_a_table_may_begin_anywhere() -> None:
+    for whole, part in zip(rotary_table(9, 8), rotary_table(4, 8, start=5), strict=True):
+        assert torch.equal(whole[5:], part)
+
+
+@pytest.mark.parametrize("sizes", [(30, 4, 4), (32, 0, 4), (32, 4, 0), (32, 4, 3), (0, 4, 4)])
+def test_sizes_that_do_not_divide_are_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(tw.InvalidProblem, match="embed_dim"):
-        CausalSelfAttention(30, 4)
+        CausalSelfAttention(sizes[0], sizes[1], num_kv_heads=sizes[2])
+
+
+def test_causal_self_attention_rejections() -> None:
     with pytest.raises(tw.InvalidProblem, match="even"):
         rotary_table(4, 3)
     layer = CausalSelfAttention(32, 4)

@@ -73,9 +73,9 @@ class CausalSelfAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if embed_dim % num_heads or num_heads % num_kv_heads:
+        sizes = (embed_dim, num_heads, num_kv_heads)
+        if min(sizes) < 1 or embed_dim % num_heads or num_heads % num_kv_heads:
             expected = "embed_dim a multiple of num_heads, and num_heads of num_kv_heads"
-            sizes = (embed_dim, num_heads, num_kv_heads)
             raise InvalidProblem("embed_dim", expected, sizes, "Choose sizes that divide.")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
         self.dropout, self.rotary_base, self.window = dropout, rotary_base, window
@@ -95,8 +95,8 @@ class CausalSelfAttention(torch.nn.Module):
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 2)
         start = 0 if cache is None else cache.length
         if self.rotary_base is not None:
-            cos, sin = rotary_table(start + x.shape[1], self.head_dim, base=self.rotary_base, device=x.device)
-            q, k = rotate(q, cos[start:], sin[start:]), rotate(k, cos[start:], sin[start:])
+            cos, sin = rotary_table(x.shape[1], self.head_dim, start=start, base=self.rotary_base, device=x.device)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             if k.requires_grad:
                 fix = "Generate under torch.no_grad(), or train without a cache."

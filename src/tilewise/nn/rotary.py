@@ -11,13 +11,16 @@ __all__ = ["rotary_table", "rotate"]
 
 
 def rotary_table(
-    seqlen: int, rotary_dim: int, *, base: float = 10000.0, device: torch.device | str | None = None
+    seqlen: int, rotary_dim: int, *, start: int = 0, base: float = 10000.0, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each fp32 (seqlen, rotary_dim / 2): pair p turns by position * base^(-2p / rotary_dim)."""
+    """(cos, sin), each fp32 (seqlen, rotary_dim / 2): pair p turns by position * base^(-2p / rotary_dim), positions
+    counted from `start`.
+    """
     if rotary_dim < 2 or rotary_dim % 2:
         raise InvalidProblem("rotary_dim", "an even number >= 2", rotary_dim, "Features are turned in pairs.")
     pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
-    angles = torch.arange(seqlen, dtype=torch.float32, device=device)[:, None] * base ** (-pairs / rotary_dim)
+    positions = torch.arange(start, start + seqlen, dtype=torch.float32, device=device)
+    angles = positions[:, None] * base ** (-pairs / rotary_dim)
     return angles.cos(), angles.sin()
 
 
