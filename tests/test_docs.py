@@ -5,11 +5,13 @@ import importlib
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import tilewise
 from tilewise.cli import build_app
 
 ROOT = Path(__file__).parent.parent
@@ -67,6 +69,39 @@ def test_code_of_the_pages(page: str, code: str, capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     if "cache.free" in code:
         assert "requests=0" in shown  # the guide ends with every request freed
+
+
+def shown_commands() -> list[tuple[str, list[str], str]]:
+    """(page, arguments, what is printed) of the blocks that show a command behind a $ with its output."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```\n\$ tilewise (.*?)```", page.read_text(), re.DOTALL):
+            command, output = block.split("\n", 1)
+            found.append((page.name, shlex.split(re.sub(r" --plot \S+", "", command)), output))
+    return found
+
+
+def test_pages_show_what_commands_print() -> None:
+    assert "explain.md" in {page for page, _, _ in shown_commands()}
+
+
+@pytest.mark.parametrize(("page", "arguments", "output"), shown_commands())
+def test_output_of_the_pages(page: str, arguments: list[str], output: str) -> None:
+    assert CliRunner().invoke(build_app(), arguments).stdout == output, page
+
+
+def test_code_of_the_page_on_context_parallelism(tmp_path: Path) -> None:
+    """With one rank, and tensors in the place of a model's."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/distributed.md").read_text(), re.DOTALL)
+    q = torch.randn(1, 2, 64, 16)
+    names: dict[str, Any] = {"tokens": torch.arange(64)[None], "q": q, "k": q, "v": q}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        exec(compile(code.replace('"cuda", (8,)', '"cpu", (1,)'), "distributed.md", "exec"), names)
+    finally:
+        torch.distributed.destroy_process_group()
+    torch.testing.assert_close(names["whole"], tilewise.attention(q, q, q, causal=True))
+    assert names["positions"].tolist() == list(range(64))
 
 
 def headings(page: Path) -> set[str]:
