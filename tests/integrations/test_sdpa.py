@@ -79,12 +79,15 @@ def test_every_combination_equals_torch(lead: tuple[int, ...]) -> None:
             torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, msg=str(case))
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "mask"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dtypes(dtype: torch.dtype) -> None:
+def test_dtypes(dtype: torch.dtype, masked: bool) -> None:
     q, k, v = (randn(2, 4, 33, 16, seed=i, dtype=torch.float64).to(dtype) for i in range(3))
-    mine = sdpa.scaled_dot_product_attention(q, k, v, is_causal=True)
-    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
-    torchs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    mask = randn(33, 33, seed=3).to(dtype) if masked else None
+    mine = sdpa.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked)
+    wide = None if mask is None else mask.double()
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), wide, is_causal=not masked)
+    torchs = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked)
     assert mine.dtype is dtype
     assert (mine - exact).abs().max() <= 2 * (torchs - exact).abs().max() + 4 * torch.finfo(dtype).eps
 
