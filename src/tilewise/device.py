@@ -45,11 +45,6 @@ class DeviceSpec:
         return hash(self.name)
 
     @property
-    def has_bf16(self) -> bool:
-        """Matrix units take bf16 (Ampere and later; a CPU computes it in fp32)."""
-        return self.capability is None or self.capability >= (8, 0)
-
-    @property
     def has_tma(self) -> bool:
         """Bulk tensor copies between global and shared memory (Hopper and later)."""
         return self.capability is not None and self.capability >= (9, 0)
