@@ -91,8 +91,8 @@ function seconds(work) {
 /** @param {any} plan @param {any} work */
 function because(plan, work) {
   if (work.seconds === null) return "The rates of this device are not known.";
-  const bytes = `${formatBytes(work.bytes_from_memory)} at ${formatCount(plan.device.bandwidth)}B/s`;
-  const flops = `${formatCount(work.flops)}FLOP at the peak rate of the device`;
+  const bytes = `${formatBytes(work.bytes_from_memory)} at ${formatCount(plan.device.bandwidth, "B/s")}`;
+  const flops = `${formatCount(work.flops, "FLOP")} at the peak rate of the device`;
   return work.bound === "memory"
     ? `Bound by memory: ${bytes} take longer than ${flops}.`
     : `Bound by arithmetic: ${flops} take longer than ${bytes}.`;
@@ -177,7 +177,7 @@ export function rooflinePart({ plan, values }) {
   const picture = chart(
     [
       { name: "", colour: "c-roof", points: roof.slice(0, 2) },
-      { name: `${formatCount(rate)}FLOP/s`, colour: "c-roof", points: roof.slice(1) },
+      { name: formatCount(rate, "FLOP/s"), colour: "c-roof", points: roof.slice(1) },
     ],
     {
       label: `Roofline of ${plan.device.name}: naive ${plan.naive.intensity.toFixed(1)}, tiled ${plan.tiled.intensity.toFixed(1)} FLOP per byte`,
@@ -201,7 +201,7 @@ export function rooflinePart({ plan, values }) {
       fact(
         "bend",
         ridge.toFixed(0),
-        `${formatCount(rate)}FLOP/s divided by ${formatCount(plan.device.bandwidth)}B/s: below it the arithmetic units wait for memory.`,
+        `${formatCount(rate, "FLOP/s")} divided by ${formatCount(plan.device.bandwidth, "B/s")}: below it the arithmetic units wait for memory.`,
         "ridge",
       ),
       fact("bound by", plan.tiled.bound ?? "unknown", because(plan, plan.tiled), "bound"),
@@ -230,7 +230,7 @@ const ROWS = [
   [
     "work",
     "Multiplications and additions. Naive attention computes masked pairs, too; tiled attention counts visible pairs.",
-    (work) => `${formatCount(work.flops)}FLOP`,
+    (work) => formatCount(work.flops, "FLOP"),
   ],
   [
     "elements moved",
