@@ -309,6 +309,22 @@ def test_explain_takes_every_feature() -> None:
     assert read("explain", *flags)["features"] == ["alibi", "softcap", "bias", "mask", "sinks", "dropout"]
 
 
+@pytest.mark.parametrize("queries", [1, 5])
+def test_explain_takes_pages(queries: int) -> None:
+    pages = torch.empty(3 * 65, 16, 2, 64, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(3 * queries, 8, 64, dtype=torch.bfloat16, device="meta")
+    table, lengths = (
+        torch.empty(3, 65, dtype=torch.int32, device="meta"),
+        torch.empty(3, dtype=torch.int32, device="meta"),
+    )
+    packed = (
+        {} if queries == 1 else {"cu_seqlens_q": torch.empty(4, dtype=torch.int32, device="meta"), "max_seqlen_q": 5}
+    )
+    plan = tw.explain(q, pages, pages, block_table=table, seqlens_k=lengths, causal=True, device="h200", **packed)
+    sizes = f"--batch 3 --seqlen-q {queries} --seqlen-k 1025 --heads 8 --kv-heads 2 --head-dim 64 --page-size 16"
+    assert succeed("explain", *sizes.split(), "--causal", "--device", "h200") == f"{plan}\n"
+
+
 @pytest.mark.parametrize("short", ["fp16", "bf16", "fp32", "fp64"])
 def test_explain_takes_short_names_of_dtypes(short: str) -> None:
     long_name = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}[short]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -56,6 +56,7 @@ def command(
     kv_heads: Annotated[int | None, typer.Option(min=1, help="K/V heads; fewer share (GQA).")] = None,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 128,
     head_dim_v: Annotated[int | None, typer.Option(min=1, help="Width of V, where not --head-dim.")] = None,
+    page_size: Annotated[int | None, typer.Option(min=1, help="Keys and values lie in pages of N tokens.")] = None,
     dtype: Annotated[DType, typer.Option(help="Of q, k and v.")] = DType.bfloat16,
     causal: Annotated[bool, typer.Option("--causal", help="Keys after a query are hidden.")] = False,
     window: Annotated[str | None, typer.Option(help="Keys seen to each side: '1024,0'; '1024,' is open.")] = None,
@@ -79,21 +80,28 @@ def command(
     The exit status is 1 where no backend takes the problem.
     """
     alone = {"--seqlen-q": seqlen_q is not None, "--bias": bias, "--mask": mask, "--backend": backend != "auto"}
-    alone |= {"--plot": plot is not None, "--tiles": tiles}
+    alone |= {"--plot": plot is not None, "--tiles": tiles, "--page-size": page_size is not None}
     _check_together(context_parallel, {"--link": link is not None}, alone)
     if plot is not None:
         check_plot(plot)
     queries, keys = (seqlen if n is None else n for n in (seqlen_q, seqlen_k))
     shared = kv_heads or heads
     like = dtype.torch_dtype
+    widths = head_dim, head_dim_v or head_dim
     if context_parallel is not None:
-        sizes = (context_parallel, keys, batch, heads, shared, head_dim, head_dim_v or head_dim)
+        sizes = (context_parallel, keys, batch, heads, shared, *widths)
         _show_forecast(sizes, like, causal=causal, window=window, device=device, link=link, json=json)
         return
+    if page_size is None:
+        q = _meta(batch, heads, queries, head_dim, dtype=like)
+        tensors = {name: _meta(batch, shared, keys, dim, dtype=like) for name, dim in zip("kv", widths, strict=True)}
+    else:
+        q = _meta(batch * queries, heads, head_dim, dtype=like)
+        tensors = _in_pages(batch, queries, keys, page_size, shared, widths, like)
+        keys = -(-keys // page_size) * page_size
     plan = explain(
-        _meta(batch, heads, queries, head_dim, dtype=like).requires_grad_(backward),
-        _meta(batch, shared, keys, head_dim, dtype=like),
-        _meta(batch, shared, keys, head_dim_v or head_dim, dtype=like),
+        q.requires_grad_(backward),
+        **tensors,
         causal=causal,
         window=_window(window),
         softcap=softcap,
@@ -162,6 +170,20 @@ def length(text: str | int) -> int:
     if scale is None or not str(digits).isdecimal() or len(str(digits)) > 9 or int(digits) * scale > LONGEST:
         raise typer.BadParameter(f"expected a number of tokens such as 4096, 128k or 1M, up to 16M, got {text!r}.")
     return int(digits) * scale
+
+
+def _in_pages(
+    batch: int, queries: int, keys: int, page_size: int, kv_heads: int, widths: tuple[int, int], dtype: torch.dtype
+) -> dict[str, Any]:
+    """K and V of sequences that share no page, and their tables; several queries a sequence are packed."""
+    columns = -(-keys // page_size)
+    pages = {
+        name: _meta(batch * columns, page_size, kv_heads, n, dtype=dtype) for name, n in zip("kv", widths, strict=True)
+    }
+    tables = {"block_table": _meta(batch, columns, dtype=torch.int32), "seqlens_k": _meta(batch, dtype=torch.int32)}
+    if queries == 1:
+        return pages | tables
+    return pages | tables | {"cu_seqlens_q": _meta(batch + 1, dtype=torch.int32), "max_seqlen_q": queries}
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
