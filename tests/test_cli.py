@@ -313,13 +313,8 @@ def test_explain_takes_every_feature() -> None:
 def test_explain_takes_pages(queries: int) -> None:
     pages = torch.empty(3 * 65, 16, 2, 64, dtype=torch.bfloat16, device="meta")
     q = torch.empty(3 * queries, 8, 64, dtype=torch.bfloat16, device="meta")
-    table, lengths = (
-        torch.empty(3, 65, dtype=torch.int32, device="meta"),
-        torch.empty(3, dtype=torch.int32, device="meta"),
-    )
-    packed = (
-        {} if queries == 1 else {"cu_seqlens_q": torch.empty(4, dtype=torch.int32, device="meta"), "max_seqlen_q": 5}
-    )
+    table, lengths, cu = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((3, 65), (3,), (4,)))
+    packed: dict[str, Any] = {} if queries == 1 else {"cu_seqlens_q": cu, "max_seqlen_q": 5}
     plan = tw.explain(q, pages, pages, block_table=table, seqlens_k=lengths, causal=True, device="h200", **packed)
     sizes = f"--batch 3 --seqlen-q {queries} --seqlen-k 1025 --heads 8 --kv-heads 2 --head-dim 64 --page-size 16"
     assert succeed("explain", *sizes.split(), "--causal", "--device", "h200") == f"{plan}\n"

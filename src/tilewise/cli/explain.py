@@ -88,6 +88,7 @@ def command(
     shared = kv_heads or heads
     like = dtype.torch_dtype
     widths = head_dim, head_dim_v or head_dim
+    tensors: dict[str, Any]
     if context_parallel is not None:
         sizes = (context_parallel, keys, batch, heads, shared, *widths)
         _show_forecast(sizes, like, causal=causal, window=window, device=device, link=link, json=json)
