@@ -98,7 +98,7 @@ def is_watched() -> bool:
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()  # noqa: SLF001
         or torch._C._len_torch_dispatch_stack()  # noqa: SLF001
-        or _function_modes_watch()
+        or (torch._C._len_torch_function_stack() and _function_modes_watch())  # noqa: SLF001
     )
 
 
