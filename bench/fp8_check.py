@@ -158,8 +158,8 @@ def prepared(
     problem = validation.problem_of("dense", operands, flags)
     device, index = devices.of(data_q.device), data_q.get_device()
     ready = fp8_launch.fp8_pass(problem, device, index, raw_views(operands), tile)
-    made = (a.new(data_q) for a in (ready.out, ready.lse, ready.values))
-    tensors = (*operands, *made, counter_for(data_q), None)
+    made = [None if allocation is None else allocation.new(data_q) for allocation in ready.made.values()]
+    tensors = (*operands, *made, counter_for(data_q))
     ready.launches.run(tensors)
     alone = forward_alone(ready.launches, index)
     return lambda: alone(tensors)

@@ -9,6 +9,7 @@ of Tensor) sees none of this.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,11 @@ __all__ = ["MAX_CALLS", "Slot", "is_watched", "slot_of"]
 MAX_CALLS, MAX_FAMILIES = 1024, 256
 # Alignment of addresses that kernels are told apart by, in bytes.
 ALIGNMENT = 16
+NUMBERS = (float, int, bool)
+# What is behind torch's own wrappers, which take longer.
+_num_function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # noqa: SLF001
+_is_deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -33,10 +39,10 @@ class Look:
     """How tensors look: all that torch knows of them but their addresses and contents, compared in one call.
 
     Dynamo's guards do that in C: 0.6 us for three tensors, while asking for shapes, strides and so on and hashing them
-    takes 3.5. Tensors that are not aligned never fit: one looks closer at those.
+    takes 3.5. They compare the dispatch keys in force too, so tensors never fit while a mode or a transform is active.
     """
 
-    __slots__ = ("_absent", "_check", "_count", "_kept", "_twins")
+    __slots__ = ("_absent", "_check", "_count", "_pick", "_twins")
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         self._count = len(tensors)
@@ -45,7 +51,7 @@ class Look:
         firsts = [next(j for j, other in enumerate(tensors) if other is tensor) for tensor in tensors]
         self._twins = [(i, j) for i, j in enumerate(firsts) if i != j and tensors[i] is not None]
         kept = [(i, t) for i, t in enumerate(tensors) if t is not None and firsts[i] == i]
-        self._kept = None if len(kept) == len(tensors) else [i for i, _ in kept]
+        self._pick = None if len(kept) == len(tensors) else _picker([i for i, _ in kept])
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._check = guards.TensorGuards(
             *[tensor for _, tensor in kept],
@@ -57,20 +63,20 @@ class Look:
         """Whether these surely look the same."""
         if len(tensors) != self._count:
             return False
-        if self._kept is not None:
+        if self._pick is not None:
             for i in self._absent:
                 if tensors[i] is not None:
                     return False
             for i, j in self._twins:
                 if tensors[i] is not tensors[j]:
                     return False
-            tensors = [tensors[i] for i in self._kept]
-        if not self._check(*tensors):
-            return False
-        places = 0
-        for tensor in tensors:
-            places |= tensor.data_ptr()
-        return places % ALIGNMENT == 0
+            tensors = self._pick(tensors)
+        fit: bool = self._check(*tensors)
+        return fit
+
+
+def _picker(places: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    return operator.itemgetter(*places) if len(places) > 1 else lambda values: [values[i] for i in places]
 
 
 class Slot:
@@ -107,8 +113,8 @@ def _function_modes_watch() -> bool:
 
     Taken for a watcher, `torch.set_default_device` made a call of 30 us one of 170, and one of 53 with autograd of 710.
     """
-    depth = torch._C._len_torch_function_stack()  # noqa: SLF001
-    return any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(depth))  # noqa: SLF001
+    modes = [torch._C._get_function_stack_at(i) for i in range(_num_function_modes())]  # noqa: SLF001
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: Any) -> Slot | None:
@@ -116,15 +122,19 @@ def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: 
 
     `tensors` are in the order of `Operands`, without the Nones at its end. A call with dropout draws or has a seed.
     """
-    if seed is not None or not isinstance(dropout, (int, float)) or dropout:
+    if torch.compiler.is_compiling() or (_num_function_modes() and _function_modes_watch()):
         return None
-    if is_watched() or (torch._C._is_any_autocast_enabled() and _is_cast(tensors[:3])):  # noqa: SLF001
+    if seed is not None or dropout.__class__ not in NUMBERS or dropout:
         return None
+    if _is_any_autocast_enabled() and _is_cast(tensors[:3]):
+        return None
+    current = settings.current()
     try:
         family = _family(
             torch.is_grad_enabled(),
-            torch.are_deterministic_algorithms_enabled(),
-            settings.current(),
+            _is_deterministic(),
+            current.backend,
+            current.check_values,
             device.override(),
             kind,
             dropout,
@@ -133,25 +143,29 @@ def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: 
         last = family.last
         if last is not None and last.look is not None and last.look.fits(tensors):
             return last
-        return _looked_up(family, tensors)
+        return None if is_watched() else _looked_up(family, tensors)
     except (TypeError, RuntimeError):  # a flag that has no hash, a tensor without strides or memory: judged every time
         return None
 
 
 def _looked_up(family: Family, tensors: Sequence[Any]) -> Slot | None:
     looks: list[Any] = []
+    shift = 0
     for tensor in tensors:
         if tensor is None:
             looks.append(None)
         elif (type(tensor) is Tensor or type(tensor) is Parameter) and not tensor.is_neg():
+            shift |= tensor.data_ptr() % ALIGNMENT
             looks += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
             looks.append(tensor.data_ptr() % ALIGNMENT)
         else:
             return None
     slot = _slot(family, *looks)
-    if slot.look is None:
+    # Made anew where tensors equal in all this do not fit: under autocast, in inference mode, others of them the same.
+    if slot.look is None or not slot.look.fits(tensors):
         slot.look = Look(tensors)
-    family.last = slot if slot.look.fits(tensors) else None
+    # Next time alignment is not looked at: what is bound for aligned tensors refuses others, but not the reverse.
+    family.last = None if shift else slot
     return slot
 
 

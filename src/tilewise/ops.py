@@ -91,11 +91,15 @@ class Call:
     Called with the tensors in the order of `Operands`; Nones at the end may be left out.
     """
 
-    __slots__ = ("_backwards", "_chosen", "_forward", "_lasting", "_record", "flags", "kind", "problem", "return_lse")
+    __slots__ = (
+        "_backwards", "_chosen", "_forward", "_lasting", "_record", "_recorded", "flags", "kind", "problem",
+        "return_lse",
+    )  # fmt: skip
 
     def __init__(self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool) -> None:
         self.kind, self.flags, self.return_lse = kind, flags, return_lse
         self.problem, self._chosen = _choose(kind, operands, flags)
+        self._recorded = flags.needs_grad
         self._forward = self._bound_forward(operands) if lasting else None
         self._lasting = lasting
         self._backwards: tuple[_BoundBackward, ...] = ()
@@ -104,18 +108,18 @@ class Call:
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> calls.Result:
         """(out, lse), or out if only that was asked for."""
-        if self.flags.needs_grad:
+        if self._recorded:
             recorded: calls.Result = self._record(self, *tensors)
             return recorded
-        out, lse = self.forward(tensors)
-        return (out, lse) if self.return_lse else out
+        made = self.forward(tensors)
+        return (made[0], made[1]) if self.return_lse else made[0]
 
-    def forward(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """(out, lse), not recorded."""
+    def forward(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """out, lse (if that is returned or recorded) and what else was made; not recorded."""
         made = None if self._forward is None else self._forward(tensors)
         if made is None:
             return _run(self.problem, self._chosen, Operands(*tensors))  # type: ignore[arg-type]
-        return made[0], made[1]
+        return made
 
     def gradients(self, given: tuple[Any, ...], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Of every tensor of the call that `needs` one; given are dout, dlse, out, lse and the tensors."""
@@ -139,7 +143,7 @@ class Call:
         ready = canonical(self.problem, operands)
         if not isinstance(backend, Binding) or _is_moved(operands, ready):
             return None
-        return backend.bind_forward(self.problem, ready)
+        return backend.bind_forward(self.problem, ready, want_lse=self.return_lse or self.flags.needs_grad)
 
     def _bound_backward(self, given: tuple[Any, ...], needs: tuple[bool, ...]) -> _BoundBackward:
         for known in self._backwards:
@@ -190,7 +194,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> calls.Result:
-        out, lse = call.forward(tensors)
+        out, lse, *_ = call.forward(tensors)
         ctx.save_for_backward(out, lse, *tensors)
         ctx.call = call
         ctx.set_materialize_grads(False)

@@ -107,8 +107,8 @@ class EmulatedLaunch:
         del compiled
         self.call, self.names = call, names
 
-    def __call__(self, stream: int, addresses: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
-        del stream, addresses
+    def __call__(self, stream: int, tensors: Sequence[Tensor | None]) -> None:
+        del stream
         materialised = importlib.import_module(f"{SHARED}.symbols").materialised
         named = dict(zip(self.names, tensors, strict=True))
         self.call.kernel[self.call.grid](*(materialised(argument, named) for argument in self.call.ordered))
@@ -494,7 +494,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "triton.experimental.gluon.language.nvidia.hopper": HOPPER,
     "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
     f"{SHARED}.compilation": {"compile_call": lambda call, *_: call.kernel},
-    f"{SHARED}.driver": {"DirectLaunch": types.SimpleNamespace, "OrdinaryLaunch": object, "launch_of": EmulatedLaunch,
+    f"{SHARED}.driver": {"DirectLaunch": object, "OrdinaryLaunch": EmulatedLaunch, "direct_launch": lambda *_: None,
                          "Filled": tuple, "is_hooked": bool},
     f"{PACKAGE}.reduction": {"reduce_add": lambda desc, corner, source: store_box(desc, corner, source, add=True)},
 }  # fmt: skip

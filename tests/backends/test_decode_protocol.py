@@ -47,7 +47,7 @@ PAGED = {
 def decode(emulated: Callable[[str], Any]) -> Callable[[AttentionProblem, Operands], Any]:  # noqa: F811
     launch = importlib.import_module(f"{PACKAGE}.launch_decode")
     counters = torch.zeros(64, dtype=torch.int32)
-    vars(launch).update(counter_for=lambda *_: counters)
+    vars(emulated("launching")).update(counter_for=lambda *_: counters)
 
     def run(problem: AttentionProblem, operands: Operands) -> Any:
         out, lse = launch.run_decode(problem, operands)

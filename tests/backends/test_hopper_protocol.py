@@ -43,9 +43,9 @@ def emulated() -> Iterator[Callable[[str], Any]]:
     try:
         with device.overridden(replace(device.named("h200"), num_sms=3)):
             counter = torch.zeros(1, dtype=torch.int32)
-            for name in ("launch", "launch_backward"):
+            for name in ("launching", "launch_backward"):
                 module = importlib.import_module(f"{PACKAGE}.{name}")
-                vars(module).update(counter_for=lambda _: counter)
+                vars(module).update(counter_for=lambda *_: counter)
             yield lambda name: sys.modules.get(f"{PACKAGE}.{name}") or sys.modules[f"{SHARED}.{name}"]
     finally:
         torch.Tensor.type = plain_type  # type: ignore[method-assign]
@@ -221,7 +221,7 @@ def test_forward_protocol(
         monkeypatch.setattr(configs, "_forward_tile", lambda _: getattr(configs, case.tile))
     operands = case.inputs()
     out, lse = emulated("launch").run_forward(case.problem, operands)
-    assert emulated("launch").counter_for(out) == 0, "the tile counter must come back to zero"
+    assert emulated("launching").counter_for(out) == 0, "the tile counter must come back to zero"
     ref, ref_lse = expected(case, operands)
     torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
@@ -290,13 +290,13 @@ def test_a_slot_released_too_early_is_found(emulated: Callable[[str], Any], monk
 
     monkeypatch.setattr(ring, "wait", wait_and_release)
     monkeypatch.setattr(ring, "release", lambda *_: None)
-    monkeypatch.setattr(emulated("launch"), "counter_for", lambda _: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(emulated("launching"), "counter_for", lambda *_: torch.zeros(1, dtype=torch.int32))
     assert not survives(FORWARD["d128 causal"], emulated, late_loads=False)
 
 
 def test_a_missing_wait_is_found(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulated("channels").Ring, "wait", lambda *_: None)
-    monkeypatch.setattr(emulated("launch"), "counter_for", lambda _: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(emulated("launching"), "counter_for", lambda *_: torch.zeros(1, dtype=torch.int32))
     assert not survives(FORWARD["d128 causal"], emulated, late_loads=True)
 
 

@@ -32,7 +32,7 @@ PACKAGE = str(Path(tilewise.__file__).parent)
 # memory is handed out at a new address.
 FRAMES = {"hopper": 12, "triton": 14}
 TRAINING_FRAMES = {"hopper": 20, "triton": 24}
-FILLING = ("_fill", "filled", "at")
+FILLING = ("_start", "filled", "at", "_launcher", "remember")
 
 
 class Cost(NamedTuple):
@@ -100,10 +100,10 @@ def frames_of(run: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_a_forward_call(gpu: str, layout: str, gpus: FakeCuda) -> None:
-    """out and lse, one kernel, no view of anything in any layout."""
+    """out, one kernel, no view of anything in any layout; lse, which nobody asked for, lies in kept memory."""
     q, k, v = rows(1, 128, 128, 64)
     cost = cost_of(lambda: tilewise.attention(q, k, v, causal=True, layout=layout, backend=gpu), gpus)
-    assert cost[:3] == ({}, 2, 1)
+    assert cost[:3] == ({}, 1, 1)
     assert cost.frames <= FRAMES[gpu]
 
 
@@ -150,9 +150,9 @@ def test_a_packed_training_call(gpu: str, gpus: FakeCuda) -> None:
     assert cost.frames <= TRAINING_FRAMES[gpu]
 
 
-@pytest.mark.parametrize(("gpu", "kernels"), [("hopper", 1), ("triton", 2)])
-def test_decode_calls(gpu: str, kernels: int, gpus: FakeCuda) -> None:
-    """Of dense and of paged keys: out, lse and the parts, which a second kernel merges, or the first one's last CTA."""
+@pytest.mark.parametrize(("gpu", "allocations", "kernels"), [("hopper", 1, 1), ("triton", 3, 2)])
+def test_decode_calls(gpu: str, allocations: int, kernels: int, gpus: FakeCuda) -> None:
+    """Of dense and of paged keys: out, lse and parts for a second kernel; or out alone, and one kernel."""
     q, (k, v, _) = torch.zeros(1, 32, 1, 128, dtype=BF16), rows(1, 8, 2048, 128)
     new, (k_pages, v_pages, _) = torch.zeros(1, 32, 128, dtype=BF16), rows(40, 64, 8, 128)
     table, lengths = torch.zeros(1, 32, dtype=torch.int32), torch.tensor([2000], dtype=torch.int32)
@@ -161,7 +161,7 @@ def test_decode_calls(gpu: str, kernels: int, gpus: FakeCuda) -> None:
         lambda: tilewise.attention_paged(new, k_pages, v_pages, table, lengths, backend=gpu),
     ):
         cost = cost_of(run, gpus)
-        assert cost[:3] == ({}, 3, kernels)
+        assert cost[:3] == ({}, allocations, kernels)
         assert cost.frames <= FRAMES[gpu]
 
 

@@ -74,9 +74,9 @@ class Binding(Protocol):
     be left out.
     """
 
-    def bind_forward(self, problem: AttentionProblem, operands: Operands) -> Bound | None:
-        """A pass that makes `out` and `lse` (and whatever else it needs) for operands that lie like these canonical
-        ones, or None if they must be looked at or copied in every call.
+    def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
+        """A pass that makes `out`, `lse` if wanted (and whatever else it needs) for operands that lie like these
+        canonical ones, or None if they must be looked at or copied in every call.
         """
 
     def bind_backward(

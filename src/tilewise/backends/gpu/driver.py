@@ -1,49 +1,56 @@
 """The one file that knows how Triton's NVIDIA driver starts a kernel.
 
 `CompiledKernel.__getitem__` is the public way. It looks up the device, wraps metadata for hooks, asks the CUDA driver
-about every pointer and encodes every tensor descriptor again in Python: 20 to 60 us a kernel. The launcher behind it is
-a C function whose arguments are fixed for a compiled kernel but for the stream and the addresses; called directly it
-takes a few. Its parameters are those of the releases named here; on another one kernels start the public way, and
-`tilewise doctor` says so.
+about every pointer, encodes every tensor descriptor again in Python, and a C function unpacks some 60 Python objects
+into the parameters of cuLaunchKernelEx: 20 to 60 us a kernel. All of that is fixed for a compiled kernel but for the
+stream and the addresses. So the parameters are laid out once for each set of those, and calls start the driver's own
+function on them: 0.4 us beside what the driver takes. Which parameters a kernel has is known for the releases named
+here; on another one kernels start the public way, and `tilewise doctor` says so.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
+from triton import knobs
 
-from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall, Multiple, Tile, materialised
+from tilewise.backends.gpu.compilation import CONSTANT, types_of
+from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile, materialised
 
-__all__ = [
-    "DIRECT_RELEASES",
-    "DirectLaunch",
-    "Filled",
-    "OrdinaryLaunch",
-    "is_direct",
-    "is_hooked",
-    "launch_of",
-    "launch_path",
-]
+__all__ = ["DIRECT_RELEASES", "DirectLaunch", "Filled", "OrdinaryLaunch", "direct_launch", "is_hooked", "launch_path"]
 
 DIRECT_RELEASES = ("3.6.",)
 # Tensor maps kept for each descriptor argument, some 300 bytes each: a caching allocator hands out the same addresses
 # again and again, in training one for every layer.
 MAX_MAPS = 128
-# In the argument list of the C launcher: grid, stream, function, two flags, two scratch buffers, metadata, hooks.
-STREAM, METADATA, ENTER_HOOK, EXIT_HOOK, NUM_FIXED = 3, 10, 11, 12, 13
+MAP_BYTES = 128
+# Every other parameter has a word of its own; the last two point to scratch memory that these kernels do without.
+FORMATS = {"i32": "<i", "i64": "<q", "fp32": "<f"}
+POINTER, WORD, NUM_SCRATCH = "<Q", 8, 2
+# CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number.
+CONFIG = struct.Struct("<7I4xQQI4x")
+WARP = 32
 
-# A C launcher and all its arguments.
-Filled = tuple[Callable[..., None], tuple[Any, ...]]
+
+class Filled(NamedTuple):
+    """What starts a kernel: the driver's function, which returns 0 if it did, and its arguments; `memory` holds what
+    those point to.
+    """
+
+    function: Callable[..., int]
+    arguments: tuple[int, ...]
+    memory: tuple[Any, ...]
 
 
 @functools.cache
 def is_direct() -> bool:
-    """Whether this release's launcher is known."""
+    """Whether this release's kernels are known from outside."""
     return str(triton.__version__).startswith(DIRECT_RELEASES)
 
 
@@ -53,6 +60,16 @@ def launch_path() -> str:
         return "direct"
     known = ", ".join(release.rstrip(".") for release in DIRECT_RELEASES)
     return f"ordinary: triton {triton.__version__} (the direct one is known for {known}), some 50 us more a kernel"
+
+
+@functools.cache
+def _launcher() -> Callable[..., int]:
+    """cuLaunchKernelEx(configuration, kernel, pointers to parameters, nothing); other threads run meanwhile."""
+    pointers = [ctypes.c_void_p] * 4
+    function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int, *pointers)(
+        ("cuLaunchKernelEx", ctypes.CDLL("libcuda.so.1"))
+    )
+    return function
 
 
 class TensorMaps:
@@ -81,115 +98,97 @@ class TensorMaps:
 class DirectLaunch:
     """One kernel call with everything there but stream and addresses.
 
-    Immutable but for the tensor maps, which any thread may add to; `filled` works on its own copy of the list.
+    Immutable but for the tensor maps, which any thread may add to.
     """
 
-    __slots__ = ("_compiled", "_function", "_grid", "_maps", "_pointers", "_rows", "_template", "_tuples")
+    __slots__ = ("_addresses", "_function", "_maps", "_pointers", "_shape", "_words")
 
     def __init__(self, call: KernelCall, compiled: Any, names: Sequence[str]) -> None:
-        run = compiled.run  # loads the binary on the current device
-        self._compiled, self._function, self._grid = compiled, _c_launcher(run), call.grid
-        flags = (run.launch_cooperative_grid, run.launch_pdl)
-        hooks = (None, None, None)
-        self._template: list[Any] = [
-            *call.grid, None, compiled.function, *flags, None, None, compiled.packed_metadata, *hooks,
-        ]  # fmt: skip
-        self._pointers: list[tuple[int, int, int]] = []
-        self._rows: list[tuple[int, int, int, tuple[Any, ...]]] = []
-        self._tuples: list[tuple[int, list[Any]]] = []
+        compiled._init_handles()  # noqa: SLF001  (loads the binary on the current device)
+        num_warps, _, shared = compiled.packed_metadata
+        self._function: int = compiled.function
+        self._shape = (*call.grid, WARP * num_warps, 1, 1, shared)
+        self._addresses: list[tuple[int, int, int]] = []
         self._maps: list[tuple[int, int, int, TensorMaps]] = []
         metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        for parameter, argument in zip(call.kernel.params, call.ordered, strict=True):
-            self._append(None if parameter.is_constexpr else argument, list(names), metas)
-
-    def _append(self, argument: Any, names: list[str], metas: Any) -> None:
-        """Put one argument into the template, and note where addresses belong."""
-        at = len(self._template)
-        if isinstance(argument, Tile):
-            self._maps.append((at, names.index(argument.address.name), argument.address.offset,
-                               TensorMaps(argument, next(metas))))  # fmt: skip
-            self._template += [None, *argument.shape, *argument.strides]
-            return
-        if isinstance(argument, Address):
-            self._pointers.append((at, names.index(argument.name), argument.offset))
-        elif isinstance(argument, tuple):
-            parts = [_part(element, names) for element in argument]
-            moving = [i for i, part in enumerate(parts) if isinstance(part, tuple)]
-            if moving == [0]:
-                self._rows.append((at, *parts[0], tuple(parts[1:])))
-            elif moving:
-                self._tuples.append((at, parts))
-            argument = tuple(None if isinstance(part, tuple) else part for part in parts)
-        self._template.append(None if isinstance(argument, Address) else argument)
+        words: list[bytes] = []
+        for at, (kind, value) in enumerate(_parameters(types_of(call).signature, call.ordered)):
+            word = bytes(WORD)
+            if isinstance(value, Tile):
+                place = (names.index(value.address.name), value.address.offset)
+                self._maps.append((at, *place, TensorMaps(value, next(metas))))
+            elif isinstance(value, Address):
+                self._addresses.append((at * WORD, names.index(value.name), value.offset))
+            else:
+                number = value.value if isinstance(value, Multiple) else value
+                word = struct.pack(FORMATS[kind], number).ljust(WORD, b"\0")
+            words.append(word)
+        self._words = b"".join([*words, bytes(WORD)])
+        self._pointers = ctypes.c_void_p * (len(words) + NUM_SCRATCH)
 
     def filled(self, stream: int, addresses: Sequence[int]) -> Filled:
-        """The C function and its arguments; addresses in the order of the names."""
-        arguments = self._template.copy()
-        arguments[STREAM] = stream
-        for at, which, offset in self._pointers:
-            arguments[at] = addresses[which] + offset
-        for at, which, offset, rest in self._rows:
-            arguments[at] = (addresses[which] + offset, *rest)
-        for at, which, offset, maps in self._maps:
-            arguments[at] = maps.at(addresses[which] + offset)
-        for at, parts in self._tuples:
-            arguments[at] = tuple([addresses[p[0]] + p[1] if isinstance(p, tuple) else p for p in parts])
-        return self._function, tuple(arguments)
-
-    def __call__(self, stream: int, addresses: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
-        """Queue the kernel and show it to the hooks."""
-        del tensors
-        function, filled = self.filled(stream, addresses)
-        arguments, runtime = list(filled), triton.knobs.runtime
-        arguments[METADATA] = self._compiled.launch_metadata(self._grid, stream, *arguments[NUM_FIXED:])
-        arguments[ENTER_HOOK], arguments[EXIT_HOOK] = runtime.launch_enter_hook, runtime.launch_exit_hook
-        function(*arguments)
+        """What starts the kernel on a stream; addresses in the order of the names."""
+        memory = bytearray(self._words + CONFIG.pack(*self._shape, stream, 0, 0))
+        for at, which, offset in self._addresses:
+            struct.pack_into(POINTER, memory, at, addresses[which] + offset)
+        shared = (ctypes.c_char * len(memory)).from_buffer(memory)
+        first = ctypes.addressof(shared)
+        scratch = first + len(self._words) - WORD
+        pointers = [*range(first, scratch, WORD), *[scratch] * NUM_SCRATCH]
+        maps = []
+        for at, which, offset, known in self._maps:
+            found = known.at(addresses[which] + offset)
+            # The last field of the object.
+            pointers[at] = id(found) + type(found).__basicsize__ - MAP_BYTES
+            maps.append(found)
+        parameters = self._pointers(*pointers)
+        config = first + len(self._words)
+        arguments = (config, self._function, ctypes.addressof(parameters), 0)
+        return Filled(_launcher(), arguments, (shared, parameters, maps))
 
 
-def _part(element: Any, names: list[str]) -> Any:
-    """An element of a tuple argument: a number, None, or (which address, offset)."""
-    if isinstance(element, Address):
-        return names.index(element.name), element.offset
-    if isinstance(element, Multiple):
-        return element.value
-    return None if isinstance(element, Fixed) else element
+def _parameters(kinds: Sequence[Any], arguments: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """(type, number or symbol) of all that a kernel is handed, in order: what is compiled in is not."""
+    for kind, argument in zip(kinds, arguments, strict=True):
+        if isinstance(kind, tuple):
+            yield from _parameters(kind, argument)
+        elif kind != CONSTANT:
+            yield kind, argument
+        if isinstance(argument, Tile):
+            yield from [("i32", size) for size in argument.shape]
+            yield from [("i64", stride) for stride in argument.strides]
 
 
 def is_hooked() -> bool:
     """Whether a profiler has put anything into Triton's chains of hooks (or, in their place, one hook)."""
-    runtime = triton.knobs.runtime
+    runtime = knobs.runtime
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(
         (before is not None and getattr(before, "calls", True)) or (after is not None and getattr(after, "calls", True))
     )
 
 
-def _c_launcher(run: Any) -> Any:
-    """The C function; behind a wrapper that encodes descriptors if the kernel takes any."""
-    if inspect.isbuiltin(run.launch):
-        return run.launch
-    return inspect.getclosurevars(run.launch).nonlocals["launcher"]
-
-
 class OrdinaryLaunch:
-    """The same call through Triton's public interface."""
+    """A call through Triton's public interface, which shows it to hooks and has words for errors."""
 
     __slots__ = ("_call", "_compiled", "_names")
 
     def __init__(self, call: KernelCall, compiled: Any, names: Sequence[str]) -> None:
         self._call, self._compiled, self._names = call, compiled, names
 
-    def __call__(self, stream: int, addresses: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
+    def __call__(self, stream: int, tensors: Sequence[Tensor | None]) -> None:
         """Queue the kernel; tensors in the order of the names."""
-        del addresses
         named = dict(zip(self._names, tensors, strict=False))
         arguments = [materialised(argument, named) for argument in self._call.ordered]
         self._compiled[self._call.grid](*arguments, stream=stream)
 
 
-def launch_of(call: KernelCall, compiled: Any, names: Sequence[str]) -> DirectLaunch | OrdinaryLaunch:
-    """The fastest way to start a compiled kernel that is open here."""
-    scratch = compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size
-    if is_direct() and not scratch:
-        return DirectLaunch(call, compiled, names)
-    return OrdinaryLaunch(call, compiled, names)
+def direct_launch(call: KernelCall, compiled: Any, names: Sequence[str]) -> DirectLaunch | None:
+    """The fastest way to start a compiled kernel; None if it is not open here or the kernel needs more than parameters:
+    scratch memory, a cluster, an attribute.
+    """
+    about = compiled.metadata
+    scratch = about.global_scratch_size or about.profile_scratch_size
+    if not is_direct() or scratch or about.num_ctas != 1 or about.launch_cooperative_grid or about.launch_pdl:
+        return None
+    return DirectLaunch(call, compiled, names)

@@ -5,16 +5,18 @@ Nothing here waits for the device, so a call can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.gpu.compilation import compile_call
-from tilewise.backends.gpu.driver import DirectLaunch, Filled, OrdinaryLaunch, is_hooked, launch_of
-from tilewise.backends.gpu.symbols import ALIGNMENT, KernelCall, addressed_names, materialised
+from tilewise.backends.gpu.driver import DirectLaunch, Filled, OrdinaryLaunch, direct_launch, is_hooked
+from tilewise.backends.gpu.scratch import MAX_KEPT, kept_by_stream, made_anew
+from tilewise.backends.gpu.symbols import ALIGNMENT, KernelCall, addressed_names, aligned_names, materialised
 from tilewise.device import DeviceSpec
 from tilewise.operands import Operands
 
@@ -33,13 +35,15 @@ __all__ = [
 
 # Passes that a backend keeps ready, one for each combination of problem, strides and alignment: about 20 KiB each.
 MAX_PASSES = 512
-# Argument lists kept for each pass, some 2 KiB each: a caching allocator hands out the same addresses again and again,
-# in training one set for every layer.
+# Parameters kept laid out for each pass, some 2 KiB each: a caching allocator hands out the same addresses again and
+# again, in training one set for every layer.
 MAX_FILLED = 128
 # In which order a backward pass is given its tensors once it is bound.
 BOUND_BACKWARD = ("dout", "dlse", "out", "lse", *Operands._fields)
 # Strides, dtype, and whether the address is a multiple of 16 bytes: what launches are prepared for.
 RawView = tuple[tuple[int, ...], torch.dtype, bool]
+
+Remembered = TypeVar("Remembered")
 
 
 class View(NamedTuple):
@@ -69,6 +73,11 @@ class Allocation(NamedTuple):
         for size in reversed(shape[1:]):
             strides.append(strides[-1] * size)
         return cls(shape, tuple(reversed(strides)), dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a tensor without gaps."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def view(self) -> View:
@@ -106,9 +115,9 @@ class InterpretedLaunch:
     def __init__(self, call: KernelCall, names: Sequence[str]) -> None:
         self._call, self._names = call, names
 
-    def __call__(self, stream: int, addresses: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
+    def __call__(self, stream: int, tensors: Sequence[Tensor | None]) -> None:
         """Run the kernel on CPU tensors in the order of the names."""
-        del stream, addresses
+        del stream
         named = dict(zip(self._names, tensors, strict=False))
         call = self._call
         arguments = {name: materialised(call.arguments[name], named) for name in call.kernel.arg_names}
@@ -118,10 +127,10 @@ class InterpretedLaunch:
 class Launches:
     """Kernel calls of one pass, in order, ready to run on one device.
 
-    Immutable but for the filled argument lists, which any thread may add to.
+    Immutable but for what is remembered by stream and addresses, which any thread may add to.
     """
 
-    __slots__ = ("_filled", "_index", "_pick", "_starts", "calls", "used")
+    __slots__ = ("_direct", "_filled", "_index", "_ordinary", "_pick", "calls", "used")
 
     def __init__(self, calls: Iterable[KernelCall], names: Sequence[str], device: DeviceSpec, index: int) -> None:
         """Compile what is not compiled yet. `names` says which tensor stands where in `run`."""
@@ -130,12 +139,16 @@ class Launches:
         self.used = addressed_names(self.calls)
         self._pick = picker([names.index(name) for name in self.used])
         self._index = index
-        self._starts: list[DirectLaunch | OrdinaryLaunch | InterpretedLaunch] = [
-            InterpretedLaunch(call, self.used)
-            if interpreted()
-            else launch_of(call, compile_call(call, device, index), self.used)
-            for call in self.calls
-        ]
+        self._ordinary: list[OrdinaryLaunch | InterpretedLaunch] = []
+        direct: list[DirectLaunch | None] = []
+        for call in self.calls:
+            if interpreted():
+                self._ordinary.append(InterpretedLaunch(call, self.used))
+            else:
+                compiled = compile_call(call, device, index)
+                direct.append(direct_launch(call, compiled, self.used))
+                self._ordinary.append(OrdinaryLaunch(call, compiled, self.used))
+        self._direct = [launch for launch in direct if launch is not None]
         self._filled: dict[tuple[int, ...], list[Filled]] = {}
 
     def run(self, tensors: Sequence[Tensor | None]) -> None:
@@ -144,30 +157,37 @@ class Launches:
 
     def start(self, tensors: Sequence[Tensor]) -> None:
         """Queue all of them on the current stream; tensors in the order of `used`."""
-        index = self._index
         # The raw call is what triton itself uses; a CPU, where kernels are interpreted, has stream 0.
-        stream: int = 0 if index < 0 else torch._C._cuda_getCurrentRawStream(index)  # noqa: SLF001
-        places = (stream, *[tensor.data_ptr() for tensor in tensors])
+        stream: int = 0 if self._index < 0 else torch._C._cuda_getCurrentRawStream(self._index)  # noqa: SLF001
+        places = (stream, *map(Tensor.data_ptr, tensors))
         filled = self._filled.get(places)
         if filled is None:
-            filled = self._fill(places)
-        if filled and not is_hooked():
-            for function, arguments in filled:
-                function(*arguments)
-            return
-        for start in self._starts:
-            start(stream, places[1:], tensors)
+            filled = self.filled(stream, places[1:])
+            remember(self._filled, places, filled)
+        done = 0 if is_hooked() else queued(filled)
+        if done < len(self.calls):
+            self.start_ordinarily(stream, tensors, done)
 
-    def _fill(self, places: tuple[int, ...]) -> list[Filled]:
-        """The argument lists for these addresses, if the kernels are started directly: else none."""
-        stream, *addresses = places
-        direct = [start for start in self._starts if isinstance(start, DirectLaunch)]
-        if len(direct) < len(self._starts):
+    def filled(self, stream: int, addresses: Sequence[int]) -> list[Filled]:
+        """What starts the kernels at addresses in the order of `used`; nothing where not all start directly."""
+        if len(self._direct) < len(self._ordinary):
             return []
-        if len(self._filled) >= MAX_FILLED:
-            self._filled.clear()
-        filled = self._filled[places] = [start.filled(stream, addresses) for start in direct]
-        return filled
+        return [launch.filled(stream, addresses) for launch in self._direct]
+
+    def start_ordinarily(self, stream: int, tensors: Sequence[Tensor], done: int) -> None:
+        """Queue all but the first ones, which the driver has: the others it refused, or hooks are to see them."""
+        for start in self._ordinary[done:]:
+            start(stream, tensors)
+
+
+def queued(filled: Iterable[Filled]) -> int:
+    """Start kernels; how many of them the driver took before it refused one."""
+    done = 0
+    for function, arguments, _ in filled:
+        if function(*arguments):
+            break
+        done += 1
+    return done
 
 
 def picker(places: Sequence[int]) -> Callable[[Any], Any]:
@@ -175,15 +195,40 @@ def picker(places: Sequence[int]) -> Callable[[Any], Any]:
     return operator.itemgetter(*places) if len(places) > 1 else lambda values: tuple([values[i] for i in places])
 
 
+class Cuda(NamedTuple):
+    """What a call asks torch, without the wrappers, which take longer."""
+
+    current_device: Callable[[], int]
+    current_stream: Callable[[int], int]
+    is_capturing: Callable[[], bool]
+
+
+def _cuda() -> Cuda:
+    found: Any = torch._C  # noqa: SLF001
+    return Cuda(found._cuda_getDevice, found._cuda_getCurrentRawStream, found._cuda_isCurrentStreamCapturing)  # noqa: SLF001
+
+
+class Started(NamedTuple):
+    """What starts the kernels of a pass on a stream at known addresses, and what they use beside the tensors there."""
+
+    filled: list[Filled]
+    behind: list[Tensor]
+
+
 class BoundPass:
-    """A pass for tensors of known shapes, strides, alignment and device: called with them, it makes the results and
-    launches.
+    """A pass for tensors of known shapes, strides and device: called with them, it makes the results and launches.
 
     `given` names the tensors of a call in order (the last ones may be left out), `made` what is made for it, and
-    `counter`, where kernels count, what gives them the tensor called `counter_name`. Immutable: any thread may call it.
+    `counter`, where kernels count, what gives them the tensor called `counter_name`. Those of `made` that are `unread`
+    by the caller lie in memory that the stream keeps, if they are small and only one kernel uses them.
+
+    Immutable but for what is remembered by stream and addresses, which any thread may add to.
     """
 
-    __slots__ = ("_counter", "_index", "_launches", "_made", "_pick", "made")
+    __slots__ = (
+        "_aligned", "_allocate", "_behind", "_counter", "_cuda", "_index", "_kept", "_launches", "_made",
+        "_num_launches", "_order", "_pick", "_started", "made",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -193,29 +238,79 @@ class BoundPass:
         index: int,
         counter: Callable[[], Tensor] | None = None,
         counter_name: str = "counter",
+        unread: Sequence[str] = (),
     ) -> None:
-        self._made = [allocation for allocation in made.values() if allocation is not None]
-        self.made = tuple(name for name, allocation in made.items() if allocation is not None)
+        present = {name: allocation for name, allocation in made.items() if allocation is not None}
+        kept = {n: present.pop(n) for n in unread if n in present and is_keepable(present[n], n, launches.calls)}
+        self._made, self.made, self._kept = list(present.values()), tuple(present), [a.nbytes for a in kept.values()]
         self._launches, self._index, self._counter = launches, index, counter
-        # From the back where they are made, since not all that may be given is.
-        behind = self.made if counter is None else (*self.made, counter_name)
-        places = [behind.index(n) - len(behind) if n in behind else given.index(n) for n in launches.used]
-        self._pick = picker(places)
-
-    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """What was made, in the order of `made`."""
-        index = self._index
-        if index >= 0 and index != torch._C._cuda_getDevice():  # noqa: SLF001  (a guard takes microseconds)
-            with torch.cuda.device(index):
-                return self(tensors)
+        self._num_launches = len(launches.calls)
         # What inductor's code calls: past the dispatcher, without keywords, 1.3 us where new_empty_strided takes 2.8.
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
-        allocate = guards._empty_strided_cpu if index < 0 else guards._empty_strided_cuda  # noqa: SLF001
+        self._allocate = guards._empty_strided_cpu if index < 0 else guards._empty_strided_cuda  # noqa: SLF001
+        self._cuda = None if index < 0 else _cuda()
+        behind = (*kept, *(() if counter is None else (counter_name,)))
+        outside = [name for name in launches.used if name not in behind]
+        # From the back where they are made, since not all that may be given is.
+        places = {name: at - len(self.made) for at, name in enumerate(self.made)}
+        self._pick = picker([places[name] if name in places else given.index(name) for name in outside])
+        self._order = picker([(*outside, *behind).index(name) for name in launches.used])
+        aligned = aligned_names(launches.calls)
+        self._aligned = [at for at, name in enumerate(outside) if name in aligned]
+        self._started: dict[tuple[int, ...], Started] = {}
+        self._behind: dict[int, list[Tensor]] = {}
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor] | None:
+        """What was made, in the order of `made`; None if an address is not aligned that the kernels want so."""
+        cuda, stream, allocate = self._cuda, 0, self._allocate
+        if cuda is not None:
+            index = self._index
+            if index != cuda.current_device():  # a guard takes microseconds
+                with torch.cuda.device(index):
+                    return self(tensors)
+            stream = cuda.current_stream(index)
         made = [allocate(shape, strides, dtype) for shape, strides, dtype in self._made]
-        counter = self._counter
-        behind = made if counter is None else (*made, counter())
-        self._launches.start(self._pick((*tensors, *behind)))
+        outside = self._pick((*tensors, *made))
+        places = (stream, *map(Tensor.data_ptr, outside))
+        known = self._started.get(places)
+        if known is None or (cuda is not None and known.behind and cuda.is_capturing()):
+            known = self._start(places)
+            if known is None:
+                return None
+        done = 0 if is_hooked() else queued(known.filled)
+        if done < self._num_launches:
+            self._launches.start_ordinarily(stream, self._order((*outside, *known.behind)), done)
         return made
+
+    def _start(self, places: tuple[int, ...]) -> Started | None:
+        """For a stream and addresses that are new, or by a graph that is being captured: it gets memory of its own."""
+        stream, *addresses = places
+        if any(addresses[at] % ALIGNMENT for at in self._aligned):
+            return None
+        capturing = self._cuda is not None and self._cuda.is_capturing()
+        behind = None if capturing else self._behind.get(stream)
+        if behind is None:
+            index, kept = self._index, self._kept
+            behind = made_anew(kept, index) if capturing else kept_by_stream(kept, index, stream)
+            behind += [] if self._counter is None else [self._counter()]
+        addresses += [tensor.data_ptr() for tensor in behind]
+        started = Started(self._launches.filled(stream, self._order(addresses)), behind)
+        if not capturing:
+            self._behind[stream] = behind
+            remember(self._started, places, started)
+        return started
+
+
+def is_keepable(allocation: Allocation, name: str, calls: Iterable[KernelCall]) -> bool:
+    """Whether a tensor that no caller reads may lie in memory kept by the stream."""
+    return allocation.nbytes <= MAX_KEPT and sum(name in addressed_names([call]) for call in calls) == 1
+
+
+def remember(known: dict[tuple[int, ...], Remembered], places: tuple[int, ...], value: Remembered) -> None:
+    """Keep what was found for these places, and no more than so much."""
+    if len(known) >= MAX_FILLED:
+        known.clear()
+    known[places] = value
 
 
 def on_device(index: int, function: Callable[..., Any], *args: Any) -> Any:

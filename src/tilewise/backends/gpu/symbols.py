@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Address", "Fixed", "KernelCall", "Multiple", "Tile", "addressed_names", "materialised"]
+__all__ = [
+    "ALIGNMENT",
+    "Address",
+    "Fixed",
+    "KernelCall",
+    "Multiple",
+    "Tile",
+    "addressed_names",
+    "aligned_names",
+    "materialised",
+]
 
 # What vectors of 128 bits, cp.async and TMA want of an address, in bytes.
 ALIGNMENT = 16
@@ -86,17 +96,22 @@ class KernelCall:
 
 def addressed_names(calls: Iterable[KernelCall]) -> tuple[str, ...]:
     """The tensors whose addresses these calls need, each once."""
-    return tuple(dict.fromkeys(name for call in calls for a in call.arguments.values() for name in _names_in(a)))
+    return tuple(dict.fromkeys(address.name for address in _addresses_in(calls)))
 
 
-def _names_in(argument: Any) -> Iterator[str]:
-    if isinstance(argument, Address):
-        yield argument.name
-    elif isinstance(argument, Tile):
-        yield argument.address.name
-    elif isinstance(argument, tuple):
-        for element in argument:
-            yield from _names_in(element)
+def aligned_names(calls: Iterable[KernelCall]) -> frozenset[str]:
+    """The tensors whose addresses these calls take for multiples of 16 bytes."""
+    return frozenset(address.name for address in _addresses_in(calls) if address.aligned)
+
+
+def _addresses_in(calls: Iterable[KernelCall]) -> Iterator[Address]:
+    for call in calls:
+        for argument in call.arguments.values():
+            for part in argument if isinstance(argument, tuple) else (argument,):
+                if isinstance(part, Tile):
+                    yield part.address
+                elif isinstance(part, Address):
+                    yield part
 
 
 def materialised(argument: Any, tensors: Mapping[str, Tensor | None]) -> Any:

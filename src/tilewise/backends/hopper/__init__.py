@@ -123,15 +123,15 @@ class HopperBackend:
         gradients: Gradients = run(problem, operands, out, lse, dout, dlse, wanted)
         return gradients
 
-    def bind_forward(self, problem: AttentionProblem, operands: Operands) -> Bound | None:
+    def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
         """See Binding."""
-        if problem.fp8:
-            return None
         bound: Bound | None
         if decodes(problem):
-            bound = _module("launch_decode").bind_decode(problem, operands)
+            bound = _module("launch_decode").bind_decode(problem, operands, want_lse=want_lse)
+        elif problem.fp8:
+            bound = _module("fp8_launch").bind_fp8_forward(problem, operands, want_lse=want_lse)
         else:
-            bound = _module("launch").bind_forward(problem, operands)
+            bound = _module("launch").bind_forward(problem, operands, want_lse=want_lse)
         return bound
 
     def bind_backward(

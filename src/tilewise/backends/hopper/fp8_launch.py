@@ -3,84 +3,67 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise import device as devices
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Launches, View, on_device, raw_views
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, View
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple
 from tilewise.backends.hopper.fp8_configs import Fp8Config, Fp8Tile, fp8_config
 from tilewise.backends.hopper.fp8_forward import fp8_forward_kernel
 from tilewise.backends.hopper.fp8_values import transpose_values_kernel
 from tilewise.backends.hopper.launch import (
-    RawViews,
     index_address,
     listing_call,
     result_allocations,
     shapes_of,
     sizes_of,
+    unaddressable,
     work_allocation,
 )
-from tilewise.backends.hopper.launching import TMA_BYTES, addressable, contiguous, counter_for, describe, describe_flat
+from tilewise.backends.hopper.launching import (
+    TMA_BYTES,
+    ForwardPass,
+    RawViews,
+    bind_pass,
+    describe,
+    describe_flat,
+    named_views,
+    prepared,
+    run_pass,
+)
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LOG2E
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Fp8Pass", "fp8_allocations", "fp8_calls", "fp8_pass", "run_fp8_forward"]
+__all__ = ["bind_fp8_forward", "fp8_allocations", "fp8_calls", "fp8_pass", "run_fp8_forward"]
 
 E4M3 = torch.float8_e4m3fn
-# In which order tensors are handed to the launches.
-TENSORS = (*Operands._fields, "out", "lse", "values", "counter", "work")
-
-
-class Fp8Pass(NamedTuple):
-    """A forward call with everything but addresses; `copies` are the operands that TMA cannot address as they are."""
-
-    copies: tuple[str, ...]
-    out: Allocation
-    lse: Allocation
-    values: Allocation
-    work: Allocation | None
-    launches: Launches
 
 
 def run_fp8_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
-    if operands.sinks is not None:
-        operands = operands._replace(sinks=operands.sinks.contiguous())
-    result: tuple[Tensor, Tensor] = on_device(operands.q.get_device(), _forward, problem, operands)
-    return result
+    return run_pass(fp8_pass, problem, operands)
 
 
-def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    q = operands.q
-    device, index = devices.of(q.device), q.get_device()
-    ready = fp8_pass(problem, device, index, raw_views(operands))
-    if ready.copies:
-        operands = operands._replace(**{name: contiguous(getattr(operands, name)) for name in ready.copies})
-        ready = fp8_pass(problem, device, index, raw_views(operands))
-    out, lse, values = ready.out.new(q), ready.lse.new(q), ready.values.new(q)
-    work = None if ready.work is None else ready.work.new(q)
-    ready.launches.run((*operands, out, lse, values, counter_for(q), work))
-    return out, lse
+def bind_fp8_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> BoundPass | None:
+    """See Binding."""
+    return bind_pass(fp8_pass, problem, operands, want_lse=want_lse)
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)
 def fp8_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, tile: Fp8Tile | None = None
-) -> Fp8Pass:
+) -> ForwardPass:
     """The pass, prepared by the first call that needs it; `tile` to try another one."""
-    views = {name: View(*view) for name, view in zip(Operands._fields, raw, strict=True) if view is not None}
-    made = fp8_allocations(problem)
-    shapes = shapes_of(problem)
-    copies = tuple(name for name in ("q", "k", "v") if not addressable(views[name], shapes[name]))
+    views, made = named_views(Operands._fields, raw), fp8_allocations(problem)
+    copies = unaddressable(problem, views, ("q", "k", "v"))
     views |= {name: allocation.view for name, allocation in made.items()}
     calls = [] if copies else fp8_calls(problem, device, views, tile)
     work = work_allocation(problem, fp8_config(problem, tile), itemsize=1)
-    return Fp8Pass(copies, **made, work=work, launches=Launches(calls, TENSORS, device, index))
+    return prepared(copies, made | {"work": work}, calls, device, index)
 
 
 def fp8_allocations(problem: AttentionProblem) -> dict[str, Allocation]:

@@ -1,28 +1,17 @@
 """From canonical operands to the forward kernel: everything but addresses is prepared once for a problem and its
 strides.
-
-Nothing here waits for the device, so a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise import device as devices
-from tilewise.backends.gpu.launching import (
-    MAX_PASSES,
-    Allocation,
-    BoundPass,
-    Launches,
-    RawView,
-    View,
-    on_device,
-    raw_views,
-)
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, View
 from tilewise.backends.gpu.listing import heads_per_wave, list_allocation, list_call, most_blocks, rows_together
 from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.gpu.tails import clear_tail_kernel
@@ -31,14 +20,17 @@ from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.forward_quad import forward_quad_kernel
 from tilewise.backends.hopper.fp8_configs import Fp8Config
 from tilewise.backends.hopper.launching import (
+    ForwardPass,
+    RawViews,
     addressable,
-    contiguous,
-    counter_for,
-    counter_maker,
+    bind_pass,
     describe,
+    named_views,
     packed_rows,
     page_rows,
+    prepared,
     rows_allocation,
+    run_pass,
 )
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.device import DeviceSpec
@@ -47,7 +39,6 @@ from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
 __all__ = [
-    "ForwardPass",
     "bind_forward",
     "clear_tail_call",
     "forward_calls",
@@ -58,6 +49,7 @@ __all__ = [
     "run_forward",
     "shapes_of",
     "sizes_of",
+    "unaddressable",
     "work_allocation",
 ]
 
@@ -65,65 +57,35 @@ __all__ = [
 L2_BYTES, MAX_WAVE_ITEMS = 48 << 20, 64
 # Programs that clear packed rows past the last sequence.
 TAIL_PROGRAMS = 132
-# In which order tensors are handed to the launches.
-TENSORS = (*Operands._fields, "out", "lse", "counter", "work")
-
-RawViews = tuple[RawView | None, ...]
-
-
-class ForwardPass(NamedTuple):
-    """A forward call with everything but addresses; `copies` are the operands that TMA cannot address as they are."""
-
-    copies: tuple[str, ...]
-    out: Allocation
-    lse: Allocation
-    work: Allocation | None
-    launches: Launches
 
 
 def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
-    if operands.sinks is not None:
-        operands = operands._replace(sinks=operands.sinks.contiguous())
-    result: tuple[Tensor, Tensor] = on_device(operands.q.get_device(), _forward, problem, operands)
-    return result
+    return run_pass(forward_pass, problem, operands)
 
 
-def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    q = operands.q
-    device, index = devices.of(q.device), q.get_device()
-    ready = forward_pass(problem, device, index, raw_views(operands))
-    if ready.copies:
-        operands = operands._replace(**{name: contiguous(getattr(operands, name)) for name in ready.copies})
-        ready = forward_pass(problem, device, index, raw_views(operands))
-    out, lse = ready.out.new(q), ready.lse.new(q)
-    work = None if ready.work is None else ready.work.new(q)
-    ready.launches.run((*operands, out, lse, counter_for(q), work))
-    return out, lse
-
-
-def bind_forward(problem: AttentionProblem, operands: Operands) -> BoundPass | None:
+def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> BoundPass | None:
     """See Binding."""
-    q, index = operands.q, operands.q.get_device()
-    ready: ForwardPass = on_device(index, forward_pass, problem, devices.of(q.device), index, raw_views(operands))
-    if ready.copies or (operands.sinks is not None and not operands.sinks.is_contiguous()):
-        return None
-    made = {"out": ready.out.in_layout(problem.layout), "lse": ready.lse, "work": ready.work}
-    return BoundPass(ready.launches, Operands._fields, made, index, counter_maker(q))
+    return bind_pass(forward_pass, problem, operands, want_lse=want_lse)
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)
 def forward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> ForwardPass:
     """The pass, prepared by the first call that needs it."""
-    views = {name: View(*view) for name, view in zip(Operands._fields, raw, strict=True) if view is not None}
-    made = result_allocations(problem)
-    rows = {name: packed_rows(problem, name, views[name]) for name in ("q", "k", "v")}
-    copies = tuple(name for name, shape in shapes_of(problem).items() if not addressable(rows[name], shape))
-    if "block_table" in views and views["block_table"].strides[1] != 1:
-        copies += ("block_table",)
+    views, made = named_views(Operands._fields, raw), result_allocations(problem)
+    copies = unaddressable(problem, views, ("q", "k", "v"))
     calls = [] if copies else forward_calls(problem, device, views | {name: a.view for name, a in made.items()})
     work = work_allocation(problem, forward_config(problem), problem.dtype.itemsize)
-    return ForwardPass(copies, made["out"], made["lse"], work, Launches(calls, TENSORS, device, index))
+    return prepared(copies, made | {"work": work}, calls, device, index)
+
+
+def unaddressable(problem: AttentionProblem, views: dict[str, View], names: Sequence[str]) -> list[str]:
+    """Which of these TMA cannot address, and a table of pages whose rows the kernels cannot read."""
+    shapes = shapes_of(problem)
+    found = [name for name in names if not addressable(packed_rows(problem, name, views[name]), shapes[name])]
+    if "block_table" in views and views["block_table"].strides[1] != 1:
+        found.append("block_table")
+    return found
 
 
 def work_allocation(problem: AttentionProblem, config: ForwardConfig | Fp8Config, itemsize: int) -> Allocation | None:

@@ -1,41 +1,37 @@
 """From canonical operands to the decode kernel: everything but addresses is prepared once for a problem and its
 strides.
-
-Nothing here waits for the device, so a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise import device as devices
-from tilewise.backends.gpu.launching import (
-    MAX_PASSES,
-    Allocation,
-    BoundPass,
-    Launches,
-    RawView,
-    View,
-    on_device,
-    raw_views,
-)
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, View
 from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.hopper.decode import decode_kernel
 from tilewise.backends.hopper.decode_configs import DecodeConfig, decode_config, num_programs, tokens_of
 from tilewise.backends.hopper.decode_schedule import DecodeSizes
-from tilewise.backends.hopper.launch import clear_tail_call, index_address, result_allocations, shapes_of
+from tilewise.backends.hopper.launch import (
+    clear_tail_call,
+    index_address,
+    result_allocations,
+    shapes_of,
+    unaddressable,
+)
 from tilewise.backends.hopper.launching import (
-    addressable,
-    contiguous,
-    counter_for,
-    counter_maker,
+    ForwardPass,
+    RawViews,
+    bind_pass,
     describe,
+    named_views,
     packed_rows,
     page_rows,
+    prepared,
+    run_pass,
 )
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LOG2E
@@ -44,71 +40,30 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["bind_decode", "decode_arguments", "decode_calls", "part_sizes", "run_decode"]
 
-# In which order tensors are handed to the launches.
-TENSORS = (*Operands._fields, "out", "lse", "workspace", "counters")
-
 # Bytes of a row that lie together in a swizzled tile: what TMA fetches of a page at a time.
 PANEL_BYTES = 128
-
-RawViews = tuple[RawView | None, ...]
-
-
-class DecodePass(NamedTuple):
-    """A call with everything but addresses; `copies` are the operands that TMA cannot address as they are."""
-
-    copies: tuple[str, ...]
-    out: Allocation
-    lse: Allocation
-    workspace: Allocation
-    launches: Launches
 
 
 def run_decode(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
-    if operands.sinks is not None:
-        operands = operands._replace(sinks=operands.sinks.contiguous())
-    result: tuple[Tensor, Tensor] = on_device(operands.q.get_device(), _decode, problem, operands)
-    return result
+    return run_pass(decode_pass, problem, operands)
 
 
-def _decode(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    q = operands.q
-    device, index = devices.of(q.device), q.get_device()
-    ready = decode_pass(problem, device, index, raw_views(operands))
-    if ready.copies:
-        operands = operands._replace(**{name: contiguous(getattr(operands, name)) for name in ready.copies})
-        ready = decode_pass(problem, device, index, raw_views(operands))
-    out, lse, workspace = ready.out.new(q), ready.lse.new(q), ready.workspace.new(q)
-    counters = counter_for(q, problem.batch * problem.num_kv_heads)
-    ready.launches.run((*operands, out, lse, workspace, counters))
-    return out, lse
-
-
-def bind_decode(problem: AttentionProblem, operands: Operands) -> BoundPass | None:
+def bind_decode(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> BoundPass | None:
     """See Binding."""
-    q, index = operands.q, operands.q.get_device()
-    ready: DecodePass = on_device(index, decode_pass, problem, devices.of(q.device), index, raw_views(operands))
-    if ready.copies or (operands.sinks is not None and not operands.sinks.is_contiguous()):
-        return None
-    made = {"out": ready.out.in_layout(problem.layout), "lse": ready.lse, "workspace": ready.workspace}
-    counters = counter_maker(q, problem.batch * problem.num_kv_heads)
-    return BoundPass(ready.launches, Operands._fields, made, index, counters, "counters")
+    return bind_pass(decode_pass, problem, operands, want_lse=want_lse)
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)
-def decode_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> DecodePass:
+def decode_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> ForwardPass:
     """The pass, prepared by the first call that needs it."""
-    views = {name: View(*view) for name, view in zip(Operands._fields, raw, strict=True) if view is not None}
-    made = result_allocations(problem)
-    shapes = shapes_of(problem)
-    copies = tuple(n for n in ("k", "v") if not addressable(packed_rows(problem, n, views[n]), shapes[n]))
-    if "block_table" in views and views["block_table"].strides[1] != 1:
-        copies += ("block_table",)
+    views, made = named_views(Operands._fields, raw), result_allocations(problem)
+    copies = unaddressable(problem, views, ("k", "v"))
+    calls = [] if copies else decode_calls(problem, device, views | {name: a.view for name, a in made.items()})
     config = decode_config(problem, packed_queries="cu_seqlens_q" in views)
     parts = sum(part_sizes(config, num_programs(problem, config, device)))
-    workspace = Allocation.contiguous((parts,), torch.float32)
-    calls = [] if copies else decode_calls(problem, device, views | {name: a.view for name, a in made.items()})
-    return DecodePass(copies, made["out"], made["lse"], workspace, Launches(calls, TENSORS, device, index))
+    made["workspace"] = Allocation.contiguous((parts,), torch.float32)
+    return prepared(copies, made, calls, device, index, problem.batch * problem.num_kv_heads)
 
 
 def part_sizes(config: DecodeConfig, programs: int) -> tuple[int, int]:
@@ -140,7 +95,7 @@ def decode_arguments(
         "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
         "parts_ptr": Address("workspace", torch.float32),
         "stats_ptr": Address("workspace", torch.float32, offset=4 * part_sizes(config, programs)[0]),
-        "counters_ptr": Address("counters", torch.int32, aligned=False),
+        "counters_ptr": Address("counter", torch.int32, aligned=False),
         "cu_seqlens_q": index_address(views, "cu_seqlens_q"),
         "cu_seqlens_k": index_address(views, "seqlens_k" if paged else "cu_seqlens_k"),
         "block_table": index_address(views, "block_table"),

@@ -1,31 +1,44 @@
-"""What forward and backward share: descriptors of operands, copies of what TMA cannot address, tile counters."""
+"""What forward, decoding and backward share: descriptors of operands, copies of what TMA cannot address, tile counters,
+and how a pass over canonical operands is run and bound.
+
+Nothing here waits for the device, so a call can be captured in a CUDA graph.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.gpu.launching import Allocation, View
-from tilewise.backends.gpu.symbols import Address, Tile
+from tilewise import device as devices
+from tilewise.backends.gpu.launching import Allocation, BoundPass, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
+from tilewise.device import DeviceSpec
+from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
 __all__ = [
+    "ForwardPass",
+    "RawViews",
     "addressable",
+    "bind_pass",
     "contiguous",
     "counter_for",
     "counter_maker",
     "describe",
     "describe_flat",
+    "named_views",
     "packed_rows",
     "page_rows",
+    "prepared",
     "rows_allocation",
+    "run_pass",
 ]
 
 GLUON_DTYPES = {
@@ -42,6 +55,78 @@ TMA_BYTES = 16
 PACKED_EXTENT, PACKED_ROWS, PACKED_STRIDE = 0x7FFF0000, 1 << 30, 1 << 34
 # 4 MiB: calls of a batch of 64 with 8 K/V heads in graphs of 32 layers, captured for 64 batch sizes.
 COUNTERS_PER_DEVICE = 1 << 20
+
+RawViews = tuple[RawView | None, ...]
+
+
+class ForwardPass(NamedTuple):
+    """A forward call with everything but addresses.
+
+    `copies` are the operands that TMA cannot address as they are, `made` what is made for a call: out, lse, and what
+    only the kernels read.
+    """
+
+    copies: tuple[str, ...]
+    made: Mapping[str, Allocation | None]
+    num_counters: int
+    launches: Launches
+
+
+Prepare = Callable[[AttentionProblem, DeviceSpec, int, RawViews], ForwardPass]
+
+
+def prepared(
+    copies: Sequence[str],
+    made: Mapping[str, Allocation | None],
+    calls: Sequence[KernelCall],
+    device: DeviceSpec,
+    index: int,
+    num_counters: int = 1,
+) -> ForwardPass:
+    """A pass of these calls, whose counters are called "counter"; one that copies first launches nothing yet."""
+    names = (*Operands._fields, *made, "counter")
+    return ForwardPass(tuple(copies), made, num_counters, Launches(() if copies else calls, names, device, index))
+
+
+def named_views(names: Sequence[str], raw: RawViews) -> dict[str, View]:
+    """What is there of the tensors called so."""
+    return {name: View(*view) for name, view in zip(names, raw, strict=True) if view is not None}
+
+
+def run_pass(prepare: Prepare, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of canonical operands; `prepare` remembers the passes it made."""
+    if operands.sinks is not None:
+        operands = operands._replace(sinks=operands.sinks.contiguous())
+    result: tuple[Tensor, Tensor] = on_device(operands.q.get_device(), _run_here, prepare, problem, operands)
+    return result
+
+
+def _run_here(prepare: Prepare, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    q = operands.q
+    device, index = devices.of(q.device), q.get_device()
+    ready = prepare(problem, device, index, raw_views(operands))
+    if ready.copies:
+        operands = operands._replace(**{name: contiguous(getattr(operands, name)) for name in ready.copies})
+        ready = prepare(problem, device, index, raw_views(operands))
+    made = {name: None if allocation is None else allocation.new(q) for name, allocation in ready.made.items()}
+    ready.launches.run((*operands, *made.values(), counter_for(q, ready.num_counters)))
+    out, lse = made["out"], made["lse"]
+    assert out is not None
+    assert lse is not None
+    return out, lse
+
+
+def bind_pass(prepare: Prepare, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> BoundPass | None:
+    """The pass for operands that lie like these; None if some must be copied in every call."""
+    q, index = operands.q, operands.q.get_device()
+    ready: ForwardPass = on_device(index, prepare, problem, devices.of(q.device), index, raw_views(operands))
+    if ready.copies or (operands.sinks is not None and not operands.sinks.is_contiguous()):
+        return None
+    made = dict(ready.made)
+    assert made["out"] is not None
+    made["out"] = made["out"].in_layout(problem.layout)
+    unread = [name for name in made if name != "out" and not (name == "lse" and want_lse)]
+    return BoundPass(ready.launches, Operands._fields, made, index, counter_maker(q, ready.num_counters), unread=unread)
 
 
 def addressable(view: View, shape: tuple[int, ...]) -> bool:

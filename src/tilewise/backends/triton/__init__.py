@@ -114,9 +114,9 @@ class TritonBackend:
         gradients: Gradients = _launch().run_backward(problem, operands, out, lse, dout, dlse, wanted)
         return gradients
 
-    def bind_forward(self, problem: AttentionProblem, operands: Operands) -> Bound | None:
+    def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
         """See Binding."""
-        bound: Bound | None = None if problem.fp8 else _launch().bind_forward(problem, operands)
+        bound: Bound | None = None if problem.fp8 else _launch().bind_forward(problem, operands, want_lse=want_lse)
         return bound
 
     def bind_backward(

@@ -125,19 +125,20 @@ class TunableBoundPass(BoundPass):
 
     __slots__ = ()
 
-    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor] | None:  # type: ignore[override]
+    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor] | None:
         """What was made, or None."""
         return super().__call__(tensors) if configs.overrides() is None else None
 
 
-def bind_forward(problem: AttentionProblem, operands: Operands) -> BoundPass | None:
+def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> BoundPass | None:
     """See Binding."""
     if not _bindable(problem, operands.sinks):
         return None
     q, index = operands.q, operands.q.get_device()
     ready: ForwardPass = on_device(index, forward_pass, problem, devices.of(q.device), index, raw_views(operands))
     made = {"out": ready.out.in_layout(problem.layout), "lse": ready.lse, "workspace": ready.workspace}
-    return TunableBoundPass(ready.launches, Operands._fields, made, index)
+    unread = ("workspace",) if want_lse else ("lse", "workspace")
+    return TunableBoundPass(ready.launches, Operands._fields, made, index, unread=unread)
 
 
 def _bindable(problem: AttentionProblem, sinks: Tensor | None) -> bool:

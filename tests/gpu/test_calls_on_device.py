@@ -1,0 +1,186 @@
+"""Every kind of call as a program makes it on a real GPU: again and again, in graphs, on streams, in threads, compiled.
+
+A call that was made before finds its kernels' parameters laid out and its scratch memory kept by the stream, so these
+ask whether any of that is ever used where it should not be.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise import cascade, fp8
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    ),
+]
+
+BATCH, PAGE, PAGES, SHARED_PAGES = 4, 64, 20, 12
+Attend = Callable[[Tensor], Any]
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def int32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device="cuda")
+
+
+def prompts() -> tuple[Tensor, Attend]:
+    k, v = randn(2, 4, 333, 128), randn(2, 4, 333, 128)
+    return randn(2, 4, 333, 128), lambda q: tw.attention(q, k, v, causal=True)
+
+
+def packed_prompts() -> tuple[Tensor, Attend]:
+    k, v, cu = randn(500, 4, 128), randn(500, 4, 128), int32(0, 130, 500)
+    longest = {"max_seqlen_q": 370, "max_seqlen_k": 370}
+    return randn(500, 4, 128), lambda q: tw.attention_varlen(q, k, v, cu, cu, causal=True, **longest)
+
+
+def rows() -> tuple[Tensor, Attend]:
+    k, v = randn(2, 4, 3000, 128), randn(2, 4, 3000, 128)
+    return randn(2, 16, 1, 128), lambda q: tw.attention(q, k, v)
+
+
+def _pages() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, pages of which the first ones are shared by all sequences, the table, the lengths."""
+    k, v = randn(100, PAGE, 4, 128), randn(100, PAGE, 4, 128)
+    table = torch.randperm(100)[: BATCH * PAGES].view(BATCH, PAGES).int()
+    table[:, :SHARED_PAGES] = table[0, :SHARED_PAGES]
+    return randn(BATCH, 16, 128), k, v, table.cuda(), int32(1200, 1280, 800, 1001)
+
+
+def pages() -> tuple[Tensor, Attend]:
+    q, k, v, table, lengths = _pages()
+    return q, lambda q: tw.attention_paged(q, k, v, table, lengths)
+
+
+def e4m3_pages() -> tuple[Tensor, Attend]:
+    q, k, v, table, lengths = _pages()
+    keys, values = fp8.quantize_pages(k), fp8.quantize_pages(v)
+    return q, lambda q: tw.attention_paged(q, keys, values, table, lengths)
+
+
+def shared_pages() -> tuple[Tensor, Attend]:
+    q, k, v, table, lengths = _pages()
+    shared = SHARED_PAGES * PAGE
+    prefix = cascade.SharedPrefix(
+        groups=(cascade.Group(BATCH, BATCH, shared),),
+        block_table=table[:1, :SHARED_PAGES].contiguous(),
+        seqlens_k=int32(shared),
+        cu_seqlens_q=int32(0, BATCH),
+        rows=None,
+        own_table=table[:, SHARED_PAGES:].contiguous(),
+        own_seqlens=lengths - shared,
+    )
+    return q, lambda q: tw.attention_paged(q, k, v, table, lengths, shared_prefix=prefix)
+
+
+KINDS = [prompts, packed_prompts, rows, pages, e4m3_pages, shared_pages]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+
+
+@pytest.fixture(autouse=True)
+def always_cascade(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any size."""
+    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
+
+
+@every_kind
+def test_a_call_does_not_wait_for_the_device(kind: Any, no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    q, attend = kind()
+    attend(q)
+    with no_waiting(), torch.inference_mode():
+        for _ in range(3):
+            attend(q)
+            attend(torch.empty_like(q))  # at another address
+
+
+@every_kind
+def test_graphs_and_calls_side_by_side(kind: Any) -> None:
+    """Two graphs are replayed on two streams while calls run on a third: nobody writes where another one reads."""
+    q, attend = kind()
+    other = randn(*q.shape)
+    wanted = [attend(q).clone(), attend(other).clone()]
+    captured = []
+    for tensor in (q, other):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [attend(tensor) for _ in range(3)]
+        captured.append((graph, results, torch.cuda.Stream()))
+    for _ in range(20):
+        torch.cuda.synchronize()
+        for graph, _, stream in captured:
+            with torch.cuda.stream(stream):
+                graph.replay()
+        mine = [attend(q) for _ in range(3)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, wanted[0]) for one in mine)
+        for want, (_, results, _) in zip(wanted, captured, strict=True):
+            assert all(torch.equal(one, want) for one in results)
+
+
+@every_kind
+def test_streams_and_threads(kind: Any) -> None:
+    """Eight threads, two on each of four streams."""
+    q, attend = kind()
+    inputs = [randn(*q.shape) for _ in range(8)]
+    wanted = [attend(tensor).clone() for tensor in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        with torch.cuda.stream(streams[number % 4]):
+            found = [attend(inputs[number]) for _ in range(30)]
+            streams[number % 4].synchronize()
+            if not all(torch.equal(one, wanted[number]) for one in found):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+# Importing inductor is enough for torch 2.11 to warn about its own use of TorchScript.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@every_kind
+def test_compiled_whole(kind: Any) -> None:
+    q, attend = kind()
+    compiled = torch.compile(lambda q: attend(q * 2), fullgraph=True)
+    torch.testing.assert_close(compiled(q), attend(q * 2), atol=1e-2, rtol=1e-2)
+
+
+@every_kind
+def test_addresses_that_are_not_aligned(kind: Any) -> None:
+    """Between calls that look the same but are."""
+    q, attend = kind()
+    shifted = torch.empty(q.numel() + 1, dtype=q.dtype, device=q.device)[1:].view(q.shape).copy_(q)
+    wanted = attend(q)
+    for tensor in (shifted, q, shifted, q):
+        torch.testing.assert_close(attend(tensor), wanted, atol=1e-2, rtol=1e-2)
+
+
+def test_a_thread_without_a_context() -> None:
+    """The driver refuses its first launch, which is then started in the public way."""
+    q, attend = rows()
+    wanted, found = attend(q), list[Tensor]()
+    thread = threading.Thread(target=lambda: found.append(attend(q)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], wanted)
