@@ -167,12 +167,12 @@ def prepared(
 
 def forward_alone(launches: Any, index: int) -> Callable[[Any], None]:
     """The last launch of a pass: the forward kernel without V's transposition, which has been done."""
-    start, pick = launches._starts[-1], launches._pick  # noqa: SLF001
+    direct, pick = launches._direct[-1], launches._pick  # noqa: SLF001
     stream = torch.cuda.current_stream(index).cuda_stream
 
     def run(tensors: Any) -> None:
-        used = pick(tensors)
-        start(stream, [t.data_ptr() for t in used], used)
+        function, arguments, _ = direct.filled(stream, [t.data_ptr() for t in pick(tensors)])
+        function(*arguments)
 
     return run
 

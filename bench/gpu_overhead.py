@@ -7,8 +7,8 @@ PyTorch first, then timed in layers, all of them in turn, each a part of the one
 
     public      tilewise.attention (forward and backward: with torch.autograd.grad)
     bound pass  what a call that looks like an earlier one runs: make the results, launch
-    launches    results given too: look the argument lists up and start the kernels
-    driver      the C launcher alone, all arguments given
+    launches    results given too: look the laid out parameters up and start the kernels
+    driver      cuLaunchKernelEx alone, all parameters laid out
     new pass    what a call that looks like none before runs beside its judgement, once the problem is prepared
     torch       SDPA on the same tensors
 
@@ -74,17 +74,18 @@ def tensors(seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int, dim: int, *
 
 def parts_of(bound: Any, given: tuple[Tensor | None, ...]) -> Layers:
     """A bound pass, and its parts with the tensors of one call."""
-    made = [*bound(given), *([] if bound._counter is None else [bound._counter()])]  # noqa: SLF001
-    picked, launches = bound._pick((*given, *made)), bound._launches  # noqa: SLF001
-    launches.start(picked)
-    filled = list(launches._filled.values())  # noqa: SLF001
+    made = bound(given)
+    started = list(bound._started.values())[-1]  # noqa: SLF001
+    used = bound._order((*bound._pick((*given, *made)), *started.behind))  # noqa: SLF001
+    launches = bound._launches  # noqa: SLF001
+    launches.start(used)
 
     def driver_alone() -> None:
-        for function, arguments in filled[-1]:
+        for function, arguments, _ in started.filled:
             function(*arguments)
 
-    parts = {"bound pass": lambda: bound(given), "launches": lambda: launches.start(picked)}
-    return parts | ({"driver": driver_alone} if filled else {})
+    parts = {"bound pass": lambda: bound(given), "launches": lambda: launches.start(used)}
+    return parts | ({"driver": driver_alone} if started.filled else {})
 
 
 def forward_layers(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Layers:
@@ -96,7 +97,7 @@ def forward_layers(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) 
     grouped = q.shape[1] != k.shape[1]
     return {
         "public": lambda: tilewise.attention(q, k, v, causal=causal, backend=backend),
-        **parts_of(chosen.bind_forward(problem, operands), (q, k, v)),
+        **parts_of(chosen.bind_forward(problem, operands, want_lse=False), (q, k, v)),
         "new pass": lambda: chosen.forward(problem, operands),
         "torch": lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped),
     }
@@ -116,7 +117,7 @@ def paged_layers(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) ->
         return tilewise.attention_paged(*given[:3], table, lengths, causal=causal, backend=backend)
 
     torch.testing.assert_close(public()[:, :, None], tilewise.attention(q, k, v, backend=backend), atol=0.01, rtol=0.01)
-    bound = chosen.bind_forward(problem, operands)
+    bound = chosen.bind_forward(problem, operands, want_lse=False)
     return {
         "public": public,
         **({} if bound is None else parts_of(bound, tuple(given))),

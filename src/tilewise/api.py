@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
@@ -106,9 +106,13 @@ def attention(
     given = (q, k, v)
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
         given = (q, k, v, None, None, None, None, bias, mask, alibi_slopes, sinks)  # type: ignore[assignment]
+    about: tuple[Any, ...] = ()
+    if v.__class__ is Fp8Tensor:
+        given, about = validation.taken_apart(given)
     slot = calls.slot_of(
-        given, "dense", dropout, seed, causal, window, softcap, scale, layout, deterministic, backend, return_lse
-    )
+        given, "dense", dropout, seed, causal, window, softcap, scale, layout, deterministic, backend, return_lse,
+        *about,
+    )  # fmt: skip
     if slot is not None and slot.call is not None:
         return slot.call(given)  # type: ignore[arg-type]
     (query, key, value), scales = validation.unwrapped(q, k, v, layout)
@@ -184,9 +188,12 @@ def attention_varlen(
     given = (q, k, v, cu_seqlens_q, cu_seqlens_k)
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
         given = (*given, None, None, bias, mask, alibi_slopes, sinks)  # type: ignore[assignment]
+    about: tuple[Any, ...] = ()
+    if v.__class__ is Fp8Tensor:
+        given, about = validation.taken_apart(given)
     slot = calls.slot_of(
         given, "varlen", dropout, seed, causal, window, softcap, scale, deterministic, backend, return_lse,
-        max_seqlen_q, max_seqlen_k,
+        max_seqlen_q, max_seqlen_k, *about,
     )  # fmt: skip
     if slot is not None and slot.call is not None:
         return slot.call(given)  # type: ignore[arg-type]
@@ -269,11 +276,15 @@ def attention_paged(
     given = (q, k_pages, v_pages, cu_seqlens_q, None, block_table, seqlens_k)
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
         given = (*given, bias, mask, alibi_slopes, sinks)  # type: ignore[assignment]
-    slot = None
+    slot: calls.Slot | None = None
+    about: tuple[Any, ...] = ()
+    if v_pages.__class__ is Fp8Tensor:
+        given, about = validation.taken_apart(given)
     if shared_prefix is None:
         slot = calls.slot_of(
-            given, "paged", 0.0, None, causal, window, softcap, scale, deterministic, backend, return_lse, max_seqlen_q
-        )
+            given, "paged", 0.0, None, causal, window, softcap, scale, deterministic, backend, return_lse,
+            max_seqlen_q, *about,
+        )  # fmt: skip
     if slot is not None and slot.call is not None:
         return slot.call(given)  # type: ignore[arg-type]
     (query, key, value), scales = validation.unwrapped(q, k_pages, v_pages, "packed", "paged")

@@ -45,8 +45,11 @@ def prompts() -> tuple[Tensor, Attend]:
 
 def packed_prompts() -> tuple[Tensor, Attend]:
     k, v, cu = randn(500, 4, 128), randn(500, 4, 128), int32(0, 130, 500)
-    longest = {"max_seqlen_q": 370, "max_seqlen_k": 370}
-    return randn(500, 4, 128), lambda q: tw.attention_varlen(q, k, v, cu, cu, causal=True, **longest)
+
+    def attend(q: Tensor) -> Tensor:
+        return tw.attention_varlen(q, k, v, cu, cu, causal=True, max_seqlen_q=370, max_seqlen_k=370)
+
+    return randn(500, 4, 128), attend
 
 
 def rows() -> tuple[Tensor, Attend]:

@@ -16,7 +16,7 @@ from tilewise import settings
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.validation.flags import OPTIONAL_PAGED, autocast, check_flag, needs_grad, normalise, require_tensors
-from tilewise.validation.quantised import unwrapped, with_scales
+from tilewise.validation.quantised import taken_apart, unwrapped, with_scales
 from tilewise.validation.tensors import TensorSpec, describe
 from tilewise.validation.values import check_values, longest_sequences
 
@@ -30,6 +30,7 @@ __all__ = [
     "problem_of",
     "reads_contents",
     "require_tensors",
+    "taken_apart",
     "unwrapped",
     "with_scales",
 ]

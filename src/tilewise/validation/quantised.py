@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.operands import Flags, Operands
 
-__all__ = ["Quantised", "unwrapped", "with_scales"]
+__all__ = ["Quantised", "taken_apart", "unwrapped", "with_scales"]
 
 
 # q, k and v as tensors.
@@ -53,6 +54,27 @@ def unwrapped(q: Any, k: Any, v: Any, *layouts: str) -> tuple[Data, Quantised | 
     q_parts = (q.scale, q.block, q.dtype) if isinstance(q, Fp8Tensor) else (None, None, None)
     scales = Quantised(q_parts[0], k.scale, v.scale, q_parts[1], k.block, v.block, q_parts[2])
     return (q.data if isinstance(q, Fp8Tensor) else q, k.data, v.data), scales
+
+
+def taken_apart(given: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Operands in order, of which q, k, v may be containers, as (operands with scales, what else the containers say).
+
+    Nothing is judged: it is how calls with containers are told apart.
+    """
+    data: list[Any] = []
+    scales: list[Any] = []
+    about: list[Any] = []
+    for tensor in given[:3]:
+        if isinstance(tensor, Fp8Tensor):
+            data.append(tensor.data)
+            scales.append(tensor.scale)
+            about += (tensor.layout, tensor.block, tensor.rotated, tensor.dtype)
+        else:
+            data.append(tensor)
+            scales.append(None)
+            about.append(None)
+    between = Operands._fields.index("q_scale") - len(given)
+    return (*data, *given[3:], *[None] * between, *scales), tuple(about)
 
 
 def with_scales(operands: Operands, flags: Flags, scales: Quantised | None) -> tuple[Operands, Flags]:
