@@ -18,11 +18,13 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from emulated_memory import Descriptor, Memory, Pointer, pointed
+from emulated_order import Clock, Written, later
 
 HERE = threading.local()
 DEADLOCK_S = 20.0
@@ -35,6 +37,7 @@ class Grid:
     def __init__(self, programs: int, late_loads: bool) -> None:
         self.programs, self.late_loads, self.errors = programs, late_loads, list[BaseException]()
         self.atomics = threading.Lock()
+        self.written = Written()
 
     def wait(self, condition: threading.Condition, ready: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + DEADLOCK_S
@@ -46,17 +49,19 @@ class Grid:
 
     def spawn(self, calls: list[Callable[[], None]]) -> None:
         """Run the calls side by side, each knowing its place in the launch."""
-        place = dict(vars(HERE))
+        place, parent = dict(vars(HERE)), getattr(HERE, "clock", None)
+        clocks = [self.written.clock(parent) for _ in calls]
 
-        def run(call: Callable[[], None]) -> None:
-            vars(HERE).update(place, products=[], stores=[])
+        def run(call: Callable[[], None], clock: Clock) -> None:
+            vars(HERE).update(place, products=[], stores=[], clock=clock)
             try:
                 call()
                 assert not HERE.stores, "a role ended with a TMA store in flight"
             except BaseException as error:
                 self.errors.append(error)
 
-        threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+        pairs = zip(calls, clocks, strict=True)
+        threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in pairs]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -117,72 +122,19 @@ class EmulatedLaunch:
 MODE = types.SimpleNamespace(late_loads=False)
 
 
-@dataclass
-class Pointer:
-    """Elements of a tensor's storage, starting at the tensor."""
-
-    tensor: Tensor
-    offset: Any = 0
-
-    @property
-    def flat(self) -> Tensor:
-        t = self.tensor
-        return t.as_strided((t.untyped_storage().nbytes() // t.element_size() - t.storage_offset(),), (1,))
-
-    @property
-    def dtype(self) -> Any:
-        return types.SimpleNamespace(element_ty=self.tensor.dtype)
-
-    def __add__(self, steps: Any) -> Pointer:
-        return Pointer(self.tensor, self.offset + steps)
-
-
-def pointed(argument: Any) -> Any:
-    """An argument as kernels see it: pointers in the place of tensors, also inside a plain tuple."""
-    if type(argument) is tuple:
-        return tuple(pointed(element) for element in argument)
-    return Pointer(argument) if isinstance(argument, Tensor) else argument
-
-
-class Memory:
-    """A view of shared memory."""
-
-    def __init__(self, data: Tensor) -> None:
-        self.data, self.dtype, self.shape = data, data.dtype, list(data.shape)
-
-    def index(self, i: Any) -> Memory:
-        return Memory(self.data[int(i)])
-
-    def reshape(self, shape: list[int]) -> Memory:
-        return Memory(self.data.view(*shape))
-
-    def permute(self, order: list[int]) -> Memory:
-        return Memory(self.data.permute(*order))
-
-    def slice(self, start: int, length: int, dim: int = 0) -> Memory:
-        return Memory(self.data.narrow(dim, int(start), length))
-
-    def store(self, value: Tensor) -> None:
-        self.data.copy_(value)
-
-    def load(self, layout: Any) -> Tensor:
-        del layout
-        return self.data.clone()
-
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory:
-        del layout
-        return Memory(self.data.view(-1).view(dtype)[: math.prod(shape)].view(shape))
-
-
 class Barrier:
     """An mbarrier: completes a phase when all arrivals and all announced bytes are in."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.count = self.missing = self.bytes = self.parity = 0
+        self.published: dict[int, int] = {}
 
     def arrive(self, arrivals: int, announced: int = 0) -> None:
         with self.changed:
+            if arrivals:  # by thread 0, behind a barrier of its role
+                HERE.clock.meet()
+                self.published = later(self.published, HERE.clock.published())
             self.missing -= arrivals
             self.bytes += announced
             assert self.missing >= 0, "more arrivals at an mbarrier than its count"
@@ -194,6 +146,7 @@ class Barrier:
     def wait(self, parity: int) -> None:
         with self.changed:
             HERE.grid.wait(self.changed, lambda: self.parity != parity, "mbarrier")
+            HERE.clock.hear(self.published)
 
 
 class NamedBarriers:
@@ -203,9 +156,12 @@ class NamedBarriers:
         self.changed = threading.Condition()
         self.inside: dict[int, int] = {}
         self.rounds: dict[int, int] = {}
+        self.published: dict[int, int] = {}
 
     def join(self, index: int, threads: int, *, waits: bool) -> None:
         with self.changed:
+            HERE.clock.meet()
+            self.published = later(self.published, HERE.clock.published())
             now = self.rounds.get(index, 0)
             self.inside[index] = self.inside.get(index, 0) + 128
             if self.inside[index] == threads:
@@ -213,6 +169,8 @@ class NamedBarriers:
                 self.changed.notify_all()
             elif waits:
                 HERE.grid.wait(self.changed, lambda: self.rounds.get(index, 0) > now, "named barrier")
+            if waits:
+                HERE.clock.hear(self.published)
 
 
 class Slots:
@@ -264,46 +222,13 @@ def wait_products(pending: int, deps: list[Any]) -> Any:
     return results[0] if len(results) == 1 else results
 
 
-@dataclass
-class Descriptor:
-    """A tensor map: any shape and strides, addresses modulo 2^64 bytes, as TMA computes them."""
-
-    base: Tensor
-    shape: list[int]
-    strides: list[int]
-    block_shape: list[int]
-    layout: Any = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.base.dtype
-
-    @property
-    def block_type(self) -> Any:
-        return types.SimpleNamespace(nbytes=math.prod(self.block_shape) * self.base.element_size())
-
-    def addresses(self, corner: list[Any]) -> tuple[Tensor, Tensor]:
-        """(element offsets, which of them lie inside) of a box."""
-        inside = torch.ones(self.block_shape, dtype=torch.bool)
-        offsets = torch.zeros(self.block_shape, dtype=torch.int64)
-        start = 0
-        for dim, (first, size, stride, extent) in enumerate(
-            zip(map(int, corner), self.block_shape, self.strides, self.shape, strict=True)
-        ):
-            view = [-1 if d == dim else 1 for d in range(len(corner))]
-            index = torch.arange(first, first + size)
-            inside &= ((index >= 0) & (index < extent)).view(view)
-            offsets += (torch.arange(size) * stride).view(view) if size > 1 else 0
-            start += first * stride
-        return offsets + start % (2**64 // self.base.element_size()) if start else offsets, inside
-
-
 def load_box(desc: Descriptor, corner: list[Any], barrier: Slots, target: Memory) -> None:
     grid = HERE.grid
     corner = [int(x) for x in corner]  # what a role counts on in place is known when the copy starts
+    offsets, inside = desc.addresses(corner)
+    grid.written.read(HERE.clock, desc.base, offsets[inside])
 
     def land() -> None:
-        offsets, inside = desc.addresses(corner)
         values = torch.zeros(desc.block_shape, dtype=desc.dtype)
         values[inside] = Pointer(desc.base).flat[offsets[inside]]
         target.data.copy_(values.view(target.data.shape))
@@ -326,6 +251,7 @@ def store_box(desc: Descriptor, corner: list[Any], source: Memory, add: bool = F
     def land() -> None:
         offsets, inside = desc.addresses(corner)
         flat = Pointer(desc.base).flat
+        HERE.grid.written.write(HERE.clock, desc.base, offsets[inside])
         with HERE.grid.atomics:
             old = flat[offsets[inside]] if add else 0
             flat[offsets[inside]] = source.data.view(desc.block_shape)[inside] + old
@@ -353,8 +279,8 @@ def assembly(
 
 def atomic(change: Callable[[Any, Any], Any]) -> Callable[[Pointer, Any], Tensor]:
     def run(pointer: Pointer, operand: Any, sem: str = "acq_rel") -> Tensor:
-        del sem  # atomics are in one order here
         with HERE.grid.atomics:
+            HERE.grid.written.atomic(HERE.clock, pointer.tensor, int(pointer.offset), sem)
             old = pointer.flat[int(pointer.offset)].clone()
             pointer.flat[int(pointer.offset)] = change(old, operand)
         return old
@@ -366,8 +292,10 @@ def load(pointer: Pointer, mask: Any = None, other: Any = 0.0, **caching: str) -
     del caching
     offsets = torch.as_tensor(pointer.offset)
     if mask is None:
+        HERE.grid.written.read(HERE.clock, pointer.tensor, offsets)
         return pointer.flat[offsets].clone()
     mask = torch.broadcast_to(torch.as_tensor(mask), offsets.shape)
+    HERE.grid.written.read(HERE.clock, pointer.tensor, offsets[mask])
     values = torch.full(offsets.shape, other, dtype=pointer.tensor.dtype)
     values[mask] = pointer.flat[offsets[mask]]
     return values
@@ -377,6 +305,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     offsets = torch.as_tensor(pointer.offset)
     value = torch.as_tensor(value).to(pointer.tensor.dtype).expand(offsets.shape)
     keep = torch.ones_like(offsets, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, offsets.shape)
+    HERE.grid.written.write(HERE.clock, pointer.tensor, offsets[keep])
     pointer.flat[offsets[keep]] = value[keep]
 
 
@@ -444,7 +373,7 @@ LANGUAGE: dict[str, Any] = {
     "min": lambda x, axis: x.amin(axis),
     "sum": lambda x, axis: x.sum(axis),
     "associative_scan": lambda x, axis, _: x.cumsum(axis),  # sums are all that is scanned
-    "thread_barrier": lambda: None,
+    "thread_barrier": lambda: HERE.clock.meet(),
     "reshape": lambda x, shape: x.reshape(shape),
     "permute": lambda x, order: x.permute(*order),
     "convert_layout": lambda x, _: x,

@@ -98,6 +98,29 @@ def test_many_sequences(decode: Callable[..., Any], monkeypatch: pytest.MonkeyPa
     check(case, operands, *decode(case.problem, operands))
 
 
+@pytest.mark.parametrize("sem", ["relaxed", "acquire", "release"])
+def test_parts_that_are_handed_over_without_order_are_found(
+    sem: str, decode: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever counts last must see what the others wrote before they counted: the emulator tells if it need not."""
+    language = importlib.import_module(f"{PACKAGE}.decode").gl
+    plain = language.atomic_add
+    monkeypatch.setattr(language, "atomic_add", lambda pointer, operand: plain(pointer, operand, sem=sem))
+    case = DENSE["group of four"]
+    with pytest.raises(AssertionError, match="no release and acquire order"):
+        decode(case.problem, case.inputs())
+
+
+def test_parts_that_not_all_threads_have_written_are_found(
+    decode: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thread 0 publishes what the others wrote only behind a barrier."""
+    monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.decode").gl, "thread_barrier", lambda: None)
+    case = DENSE["group of four"]
+    with pytest.raises(AssertionError, match="no release and acquire order"):
+        decode(case.problem, case.inputs())
+
+
 @pytest.mark.parametrize("programs", [1, 3, 7, 128])
 def test_shares_cover_the_line(programs: int, decode: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = importlib.import_module(f"{PACKAGE}.decode_schedule")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from gluon_emulator import Pointer
+from emulated_memory import Pointer
 from test_hopper_protocol import emulated  # noqa: F401  (a fixture)
 from tilewise.problem import AttentionProblem
 
