@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise
 from concurrently import run_concurrently
-from tilewise import calls, dispatch, settings, validation
+from tilewise import calls, dispatch, fp8, settings, validation
 from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
 from tilewise.ops import Call
 
@@ -231,6 +233,59 @@ def test_watchers_see_every_call() -> None:
     with Seen():  # type: ignore[no-untyped-call]
         call(q, k, v)
     assert "tilewise.dense.default" in Seen.names
+
+
+def test_transforms_see_every_call() -> None:
+    """The look of a call that nobody watched does not fit inside of one."""
+    q, k, v = tensors()
+    with torch.no_grad():
+        call(q, k, v)
+        call(q, k, v)
+        want = torch.func.grad(lambda q: call(q, k, v).sum())(q)
+    torch.testing.assert_close(want, torch.autograd.grad(call(q.requires_grad_(), k, v).sum(), q)[0])
+    flags = ("dense", 0.0, None, False, None, None, None, "bhsd", None, "auto", False)
+    with FakeTensorMode() as mode:
+        assert calls.slot_of([mode.from_tensor(t) for t in (q, k, v)], *flags) is None
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_other_modes_are_known_again(mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks the same but for the mode is looked at closely once in each, not in every call."""
+    q, k, v = (t.bfloat16() for t in tensors())
+    closely, plain = list[Any](), calls._looked_up
+
+    def watching(*args: Any) -> Any:
+        closely.append(args)
+        return plain(*args)
+
+    monkeypatch.setattr(calls, "_looked_up", watching)
+    with torch.no_grad():
+        call(q, k, v)
+        with mode():
+            for _ in range(5):
+                call(q, k, v)
+        assert len(closely) == 2
+        for _ in range(5):
+            call(q, k, v)
+        assert len(closely) == 3
+
+
+def test_calls_with_e4m3_operands_are_judged_once(judged: list[Any]) -> None:
+    """And told apart by what else their containers say."""
+    rows = [(t * torch.linspace(1, 9, 256)[:, None]).bfloat16() for t in tensors(shape=(1, 2, 256, 16))]
+    q, k, v = (fp8.quantize(t, granularity="head") for t in rows)
+    first = tilewise.attention(q, k, v)
+    for _ in range(2):
+        assert torch.equal(first, tilewise.attention(q, k, v))
+    assert len(judged) == 1
+    blocks = [fp8.quantize(t, granularity="block") for t in rows]
+    assert not torch.equal(first, tilewise.attention(*blocks))
+    assert len(judged) == 2
+    half = [replace(t, dtype=torch.float16) for t in (q, k, v)]
+    assert tilewise.attention(*half).dtype == torch.float16
+    for wrong in ((q, k, rows[2]), (q, rows[1], v), (replace(q, rotated=True), k, v)):
+        with pytest.raises(InvalidProblem):
+            tilewise.attention(*wrong)
 
 
 def test_second_derivatives_are_refused_after_a_first(monkeypatch: pytest.MonkeyPatch) -> None:

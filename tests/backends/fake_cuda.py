@@ -25,15 +25,17 @@ SOURCE = r"""
 #include <string.h>
 typedef struct { unsigned grid[3], block[3], shared; void* stream; } Config;
 enum { MAX_PARAMS = 256, MAX_BYTES = 128 };
-static unsigned num_params, sizes[MAX_PARAMS];
+static unsigned num_params, sizes[MAX_PARAMS], refusals;
 static struct { uint64_t launches, maps, grid[3], block, shared, stream; } seen;
 static unsigned char bytes[MAX_PARAMS * MAX_BYTES];
 void fake_expect(unsigned count, const unsigned* lengths) {
   num_params = count; memcpy(sizes, lengths, count * sizeof(unsigned)); memset(&seen, 0, sizeof seen);
 }
+void fake_refuse(unsigned count) { refusals = count; }
 void* fake_seen(void) { return &seen; }
 void* fake_bytes(void) { return bytes; }
 int cuLaunchKernelEx(const Config* config, void* function, void** params, void** extra) {
+  if (refusals) { refusals--; return 201; }
   seen.launches++; seen.block = config->block[0]; seen.shared = config->shared; seen.stream = (uint64_t)config->stream;
   for (int i = 0; i < 3; ++i) seen.grid[i] = config->grid[i];
   for (unsigned i = 0; i < num_params; ++i) memcpy(bytes + i * MAX_BYTES, params[i], sizes[i]);
@@ -86,6 +88,10 @@ class FakeCuda:
         self._kinds = list(_flat(signature))
         sizes = [_size(kind) for kind in self._kinds]
         self._library.fake_expect(len(sizes), (ctypes.c_uint * max(1, len(sizes)))(*sizes))
+
+    def refuse(self, count: int) -> None:
+        """The next launches fail: no context is current."""
+        self._library.fake_refuse(count)
 
     def seen(self) -> Launched:
         """Launches since `expect`, and the last one's grid and parameters."""

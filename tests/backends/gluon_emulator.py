@@ -226,7 +226,7 @@ def load_box(desc: Descriptor, corner: list[Any], barrier: Slots, target: Memory
     grid = HERE.grid
     corner = [int(x) for x in corner]  # what a role counts on in place is known when the copy starts
     offsets, inside = desc.addresses(corner)
-    grid.written.read(HERE.clock, desc.base, offsets[inside])
+    read(desc.base, offsets[inside])
 
     def land() -> None:
         values = torch.zeros(desc.block_shape, dtype=desc.dtype)
@@ -288,14 +288,20 @@ def atomic(change: Callable[[Any, Any], Any]) -> Callable[[Pointer, Any], Tensor
     return run
 
 
+def read(tensor: Tensor, places: Tensor) -> None:
+    """Some elements are read; a device function that is called outside of a launch has nobody beside it."""
+    if hasattr(HERE, "clock"):
+        HERE.grid.written.read(HERE.clock, tensor, places)
+
+
 def load(pointer: Pointer, mask: Any = None, other: Any = 0.0, **caching: str) -> Tensor:
     del caching
     offsets = torch.as_tensor(pointer.offset)
     if mask is None:
-        HERE.grid.written.read(HERE.clock, pointer.tensor, offsets)
+        read(pointer.tensor, offsets)
         return pointer.flat[offsets].clone()
     mask = torch.broadcast_to(torch.as_tensor(mask), offsets.shape)
-    HERE.grid.written.read(HERE.clock, pointer.tensor, offsets[mask])
+    read(pointer.tensor, offsets[mask])
     values = torch.full(offsets.shape, other, dtype=pointer.tensor.dtype)
     values[mask] = pointer.flat[offsets[mask]]
     return values

@@ -329,6 +329,73 @@ def test_the_ordinary_path_hands_over_the_same(gpu: Any, h200: FakeCuda, monkeyp
     assert "3.6" in driver.launch_path()
 
 
+@pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])
+def test_a_launch_that_the_driver_refuses_is_started_in_the_public_way(gpu: Any, h200: FakeCuda) -> None:
+    """A thread may have no context yet, which the public way makes current; other errors it has words for."""
+    problem, ready = problem_of(operands_of(300), causal=True)
+    bound = gpu.bind_forward(problem, ready, want_lse=True)
+    runs: list[Callable[[], Any]] = [lambda: bound(ready[:3]), lambda: gpu.forward(problem, ready)]
+    for run in runs:
+        run()
+        h200.expect()
+        h200.refuse(1)
+        run()
+        assert h200.seen().launches == 1
+        h200.refuse(2)
+        with pytest.raises(RuntimeError, match="fake"):
+            run()
+    assert h200.seen().launches == 1
+
+
+def test_bound_passes_refuse_addresses_that_are_not_aligned(h200: FakeCuda) -> None:
+    operands = operands_of(300)
+    problem, ready = problem_of(operands)
+    for gpu in (TRITON, HOPPER):
+        bound = gpu.bind_forward(problem, ready, want_lse=True)
+        assert bound is not None
+        h200.expect()
+        assert bound((shifted(ready.q, 1), *ready[1:3])) is None
+        assert h200.seen().launches == 0
+        assert bound((shifted(ready.q, 8), *ready[1:3])) is not None
+    # One bound for them takes them, and others.
+    unaligned = ready._replace(q=shifted(ready.q, 1))
+    bound = TRITON.bind_forward(problem, unaligned, want_lse=True)
+    assert bound is not None
+    assert bound(ready[:3]) is not None
+    assert bound(unaligned[:3]) is not None
+
+
+def test_scratch_is_kept_by_the_stream() -> None:
+    """The same bytes for all who ask, more of them if need be; others on another stream or for a graph."""
+    scratch = importlib.import_module("tilewise.backends.gpu.scratch")
+    a, b = scratch.kept_by_stream([100, 3000], -1, 12345)
+    assert (a.nbytes, b.nbytes) == (100, 3000)
+    assert b.data_ptr() == a.data_ptr() + 256
+    assert scratch.kept_by_stream([4000], -1, 12345)[0].data_ptr() == a.data_ptr()
+    more = scratch.kept_by_stream([5000], -1, 12345)[0]
+    assert more.data_ptr() != a.data_ptr()
+    assert scratch.kept_by_stream([5000], -1, 12346)[0].data_ptr() != more.data_ptr()
+    assert scratch.made_anew([5000], -1)[0].data_ptr() != more.data_ptr()
+    assert scratch.kept_by_stream([], -1, 99) == []
+
+
+def test_only_what_one_kernel_uses_is_kept(h200: FakeCuda) -> None:
+    """What one kernel hands to another would be overwritten by a thread that queues the same in between."""
+    q, k = torch.zeros(1, 8, 1, 64, dtype=BF16), torch.zeros(1, 2, 4096, 64, dtype=BF16)
+    problem, ready = problem_of(Operands(q, k, k))
+    for gpu, made in ((HOPPER, ("out",)), (TRITON, ("out", "lse", "workspace"))):
+        bound = gpu.bind_forward(problem, ready, want_lse=False)
+        assert bound is not None
+        assert bound.made == made
+    assert HOPPER.bind_forward(problem, ready, want_lse=True).made == ("out", "lse")  # type: ignore[union-attr]
+    address = symbols.Address("x", torch.float32)
+    call = symbols.KernelCall(None, (1, 1, 1), {"x": address})
+    small, large = (launching.Allocation.contiguous((n,), torch.float32) for n in (100, 1 << 22))
+    assert launching.is_keepable(small, "x", [call])
+    assert not launching.is_keepable(small, "x", [call, call])
+    assert not launching.is_keepable(large, "x", [call])
+
+
 def test_threads_share_prepared_launches(h200: FakeCuda, compiled: Compiled) -> None:
     problem, ready = problem_of(operands_of(100))
     TRITON.forward(problem, ready)
