@@ -31,10 +31,10 @@ DIRECT_RELEASES = ("3.6.",)
 MAX_MAPS = 128
 MAP_BYTES = 128
 # Every other parameter has a word of its own; the last two point to scratch memory that these kernels do without.
-FORMATS = {"i32": "<i", "i64": "<q", "fp32": "<f"}
-POINTER, WORD, NUM_SCRATCH = "<Q", 8, 2
+FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
+POINTER, WORD, NUM_SCRATCH = "Q", 8, 2
 # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number.
-CONFIG = struct.Struct("<7I4xQQI4x")
+CONFIG = "7I4xQQI4x"
 WARP = 32
 
 
@@ -101,50 +101,53 @@ class DirectLaunch:
     Immutable but for the tensor maps, which any thread may add to.
     """
 
-    __slots__ = ("_addresses", "_function", "_maps", "_pointers", "_shape", "_words")
+    __slots__ = ("_addresses", "_config", "_first", "_function", "_layout", "_maps", "_values")
 
     def __init__(self, call: KernelCall, compiled: Any, names: Sequence[str]) -> None:
         compiled._init_handles()  # noqa: SLF001  (loads the binary on the current device)
         num_warps, _, shared = compiled.packed_metadata
         self._function: int = compiled.function
-        self._shape = (*call.grid, WARP * num_warps, 1, 1, shared)
+        self._config = (*call.grid, WARP * num_warps, 1, 1, shared)
+        self._values: list[int | float] = []
         self._addresses: list[tuple[int, int, int]] = []
         self._maps: list[tuple[int, int, int, TensorMaps]] = []
         metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        words: list[bytes] = []
+        formats = []
         for at, (kind, value) in enumerate(_parameters(types_of(call).signature, call.ordered)):
-            word = bytes(WORD)
+            number = value.value if isinstance(value, Multiple) else value
             if isinstance(value, Tile):
                 place = (names.index(value.address.name), value.address.offset)
                 self._maps.append((at, *place, TensorMaps(value, next(metas))))
+                number = 0
             elif isinstance(value, Address):
-                self._addresses.append((at * WORD, names.index(value.name), value.offset))
-            else:
-                number = value.value if isinstance(value, Multiple) else value
-                word = struct.pack(FORMATS[kind], number).ljust(WORD, b"\0")
-            words.append(word)
-        self._words = b"".join([*words, bytes(WORD)])
-        self._pointers = ctypes.c_void_p * (len(words) + NUM_SCRATCH)
+                self._addresses.append((at, names.index(value.name), value.offset))
+                number = 0
+            self._values.append(number)
+            formats.append(FORMATS.get(kind, POINTER))
+        count = len(formats) + NUM_SCRATCH
+        self._first = count * WORD
+        self._layout = struct.Struct(f"<{count}{POINTER}{''.join(formats)}{POINTER}{CONFIG}")
 
     def filled(self, stream: int, addresses: Sequence[int]) -> Filled:
         """What starts the kernel on a stream; addresses in the order of the names."""
-        memory = bytearray(self._words + CONFIG.pack(*self._shape, stream, 0, 0))
+        values = self._values.copy()
         for at, which, offset in self._addresses:
-            struct.pack_into(POINTER, memory, at, addresses[which] + offset)
-        shared = (ctypes.c_char * len(memory)).from_buffer(memory)
-        first = ctypes.addressof(shared)
-        scratch = first + len(self._words) - WORD
-        pointers = [*range(first, scratch, WORD), *[scratch] * NUM_SCRATCH]
+            values[at] = addresses[which] + offset
+        # Pointers to all parameters, the parameters, a word for scratch memory that is not there, the configuration.
+        memory = bytearray(self._layout.size)
+        held = ctypes.c_char.from_buffer(memory)
+        begin = ctypes.addressof(held)
+        first = begin + self._first
+        scratch = first + WORD * len(values)
+        pointers = [*range(first, scratch, WORD), scratch, scratch]
         maps = []
         for at, which, offset, known in self._maps:
             found = known.at(addresses[which] + offset)
             # The last field of the object.
             pointers[at] = id(found) + type(found).__basicsize__ - MAP_BYTES
             maps.append(found)
-        parameters = self._pointers(*pointers)
-        config = first + len(self._words)
-        arguments = (config, self._function, ctypes.addressof(parameters), 0)
-        return Filled(_launcher(), arguments, (shared, parameters, maps))
+        self._layout.pack_into(memory, 0, *pointers, *values, 0, *self._config, stream, 0, 0)
+        return Filled(_launcher(), (scratch + WORD, self._function, begin, 0), (held, maps))
 
 
 def _parameters(kinds: Sequence[Any], arguments: Sequence[Any]) -> Iterator[tuple[str, Any]]:

@@ -285,8 +285,9 @@ class BoundPass:
     def _start(self, places: tuple[int, ...]) -> Started | None:
         """For a stream and addresses that are new, or by a graph that is being captured: it gets memory of its own."""
         stream, *addresses = places
-        if any(addresses[at] % ALIGNMENT for at in self._aligned):
-            return None
+        for at in self._aligned:
+            if addresses[at] % ALIGNMENT:
+                return None
         capturing = self._cuda is not None and self._cuda.is_capturing()
         behind = None if capturing else self._behind.get(stream)
         if behind is None:
