@@ -40,6 +40,7 @@ class Look:
 
     Dynamo's guards do that in C: 0.6 us for three tensors, while asking for shapes, strides and so on and hashing them
     takes 3.5. They compare the dispatch keys in force too, so tensors never fit while a mode or a transform is active.
+    Nor do tensors that are not aligned: one looks closer at those.
     """
 
     __slots__ = ("_absent", "_check", "_count", "_pick", "_twins")
@@ -71,8 +72,12 @@ class Look:
                 if tensors[i] is not tensors[j]:
                     return False
             tensors = self._pick(tensors)
-        fit: bool = self._check(*tensors)
-        return fit
+        if not self._check(*tensors):
+            return False
+        places = 0
+        for tensor in tensors:
+            places |= tensor.data_ptr()
+        return places % ALIGNMENT == 0
 
 
 def _picker(places: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -150,22 +155,24 @@ def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: 
 
 def _looked_up(family: Family, tensors: Sequence[Any]) -> Slot | None:
     looks: list[Any] = []
-    shift = 0
+    places = 0
     for tensor in tensors:
         if tensor is None:
             looks.append(None)
         elif (type(tensor) is Tensor or type(tensor) is Parameter) and not tensor.is_neg():
-            shift |= tensor.data_ptr() % ALIGNMENT
+            places |= tensor.data_ptr()
             looks += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
             looks.append(tensor.data_ptr() % ALIGNMENT)
         else:
             return None
     slot = _slot(family, *looks)
+    if places % ALIGNMENT:
+        family.last = None
+        return slot
     # Made anew where tensors equal in all this do not fit: under autocast, in inference mode, others of them the same.
     if slot.look is None or not slot.look.fits(tensors):
         slot.look = Look(tensors)
-    # Next time alignment is not looked at: what is bound for aligned tensors refuses others, but not the reverse.
-    family.last = None if shift else slot
+    family.last = slot
     return slot
 
 
