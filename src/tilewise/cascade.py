@@ -89,15 +89,20 @@ def saved_seconds(shared: SharedPrefix, operands: Operands, spec: DeviceSpec) ->
     """The time the keys that are not read again would have taken."""
     k, v = operands.k, operands.v
     per_key = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
-    rate = CPU_BYTES_PER_SECOND * torch.get_num_threads() if spec.type == "cpu" else L2_SPEED * spec.bandwidth
+    rate = CPU_BYTES_PER_SECOND * _num_threads() if spec.type == "cpu" else L2_SPEED * spec.bandwidth
     return shared.keys_saved * per_key / rate
 
 
 def price_seconds(shared: SharedPrefix, operands: Operands, spec: DeviceSpec) -> float:
     """The time that a second call and the merge take."""
     elements = shared.num_rows * operands.q.shape[1] * operands.v.shape[3]
-    merge = elements * CPU_MERGE_SECONDS / torch.get_num_threads() if spec.type == "cpu" else 0.0
+    merge = elements * CPU_MERGE_SECONDS / _num_threads() if spec.type == "cpu" else 0.0
     return LAUNCH_SECONDS.get(spec.type, 0.0) + merge
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _num_threads() -> int:
+    return torch.get_num_threads()
 
 
 def refusal(shared: SharedPrefix, operands: Operands, flags: Flags, spec: DeviceSpec) -> str | None:

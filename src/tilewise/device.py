@@ -113,6 +113,7 @@ def named(name: str) -> DeviceSpec:
     return DEVICES[key]
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # what is asked here cannot be traced
 def of(device: torch.device) -> DeviceSpec:
     """The facts of a device that is here; a meta tensor's device is the best one here."""
     spec = _override.get()
