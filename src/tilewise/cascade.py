@@ -100,7 +100,7 @@ def price_seconds(shared: SharedPrefix, operands: Operands, spec: DeviceSpec) ->
     return LAUNCH_SECONDS.get(spec.type, 0.0) + merge
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@devices.constant_in_traces
 def _num_threads() -> int:
     return torch.get_num_threads()
 

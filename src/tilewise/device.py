@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from tilewise.errors import InvalidProblem
 
-__all__ = ["DEVICES", "DeviceSpec", "cpu_name", "named", "of", "overridden", "override"]
+__all__ = ["DEVICES", "DeviceSpec", "constant_in_traces", "cpu_name", "named", "of", "overridden", "override"]
 
 KIB, MIB, GIB, GB, TERA = 1 << 10, 1 << 20, 1 << 30, 10**9, 10**12
 
@@ -100,6 +101,8 @@ DEVICES: dict[str, DeviceSpec] = {
     "rtx5090": _gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 99, 96, 32, 1792, _rates(209.5, 104.8, 1.64, fp8=419)),
 }
 
+Function = TypeVar("Function", bound=Callable[..., object])
+
 _override: contextvars.ContextVar[DeviceSpec | None] = contextvars.ContextVar("tilewise_device", default=None)
 
 
@@ -113,7 +116,16 @@ def named(name: str) -> DeviceSpec:
     return DEVICES[key]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # what is asked here cannot be traced
+def constant_in_traces(function: Function) -> Function:
+    """For what compilers cannot trace and need not: it is called once in a trace.
+
+    As torch.compiler.assume_constant_result does, which loads the compilers even where nobody compiles.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
+    return function
+
+
+@constant_in_traces
 def of(device: torch.device) -> DeviceSpec:
     """The facts of a device that is here; a meta tensor's device is the best one here."""
     spec = _override.get()
