@@ -127,7 +127,8 @@ def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: 
 
     `tensors` are in the order of `Operands`, without the Nones at its end. A call with dropout draws or has a seed.
     """
-    if torch.compiler.is_compiling() or (_num_function_modes() and _function_modes_watch()):
+    # Other compilers are at work under modes, in which no look fits.
+    if torch.compiler.is_dynamo_compiling() or (_num_function_modes() and _function_modes_watch()):
         return None
     if seed is not None or dropout.__class__ not in NUMBERS or dropout:
         return None

@@ -277,7 +277,12 @@ class BoundPass:
             known = self._start(places)
             if known is None:
                 return None
-        done = 0 if is_hooked() else queued(known.filled)
+        done = 0
+        if not is_hooked():
+            for function, arguments, _ in known.filled:
+                if function(*arguments):
+                    break
+                done += 1
         if done < self._num_launches:
             self._launches.start_ordinarily(stream, self._order((*outside, *known.behind)), done)
         return made
