@@ -30,8 +30,8 @@ GPUS = ("hopper", "triton")
 PACKAGE = str(Path(tilewise.__file__).parent)
 # Functions of this package that a call may enter, but for comprehensions and for FILLING, which runs where
 # memory is handed out at a new address.
-FRAMES = {"hopper": 12, "triton": 14}
-TRAINING_FRAMES = {"hopper": 20, "triton": 24}
+FRAMES = {"hopper": 10, "triton": 12}
+TRAINING_FRAMES = {"hopper": 17, "triton": 21}
 FILLING = ("_start", "filled", "at", "_launcher", "remember")
 
 
