@@ -181,6 +181,20 @@ def test_lse_of_nan_is_nan() -> None:
     assert not lse[0, 1].isnan().any()
 
 
+def test_gradients_of_a_nan_row_are_nan() -> None:
+    """Its lse is NaN, which is not -inf: dV of the other keys would be that of rows without keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = torch.randn(4, 1, 2, 50, 64, generator=generator)
+    k[0, 1, 9] = torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    found = []
+    for backend in ("cpu", "reference"):
+        out = tw.attention(q, k, v, backend=backend)
+        found.append([x.isnan() for x in torch.autograd.grad(out, leaves, dout)])
+    for ours, wanted in zip(*found, strict=True):
+        assert torch.equal(ours, wanted)
+
+
 @pytest.mark.parametrize("seqlen_q", [1, 5, 40])
 def test_nan_queries_stay_nan_when_keys_are_chunked(seqlen_q: int) -> None:
     q, k, v = (torch.randn(1, 2, n, 64, generator=torch.Generator().manual_seed(n)) for n in (seqlen_q, 6000, 6000))

@@ -224,12 +224,14 @@ class Translator:
         return result
 
     def of_compare(self, node: ast.Compare) -> Value:
-        """One comparison, or a chain of them."""
+        """One comparison, or a chain of them; as in Python a NaN is unequal to everything."""
         operands = [self.value(operand) for operand in (node.left, *node.comparators)]
         result = None
         for operation, left, right in zip(node.ops, operands, operands[1:], strict=False):
             left, right = self.alike(left, right)
-            compare = self.b.fcmp_ordered if left.type == F32 else self.b.icmp_signed
+            compare = self.b.icmp_signed
+            if left.type == F32:
+                compare = self.b.fcmp_unordered if isinstance(operation, ast.NotEq) else self.b.fcmp_ordered
             outcome = compare(COMPARISONS[type(operation)], left, right)
             result = outcome if result is None else self.b.and_(result, outcome)
         return result
