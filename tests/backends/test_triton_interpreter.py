@@ -24,6 +24,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 primitives = pytest.importorskip("tilewise.backends.triton.primitives")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
+symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 key_range, query_range = primitives.key_range, primitives.query_range
 sequence_of = primitives.sequence_of
 
@@ -161,9 +162,22 @@ def test_slots_of_many_sequences() -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
-@pytest.mark.parametrize("flags", [{}, {"causal": True}, {"window": (7, 3)}], ids=["full", "causal", "window"])
-def test_joined_loops(flags: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "descriptors"),
+    [({}, True), ({"causal": True}, True), ({"window": (7, 3)}, True), ({"causal": True}, False)],
+    ids=["full", "causal", "window", "causal_by_pointers"],
+)
+def test_joined_loops(flags: dict[str, Any], descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Hopper: masked tiles in the loop of the others, for packed sequences with ragged ends and shared heads."""
+    launching = importlib.import_module("tilewise.backends.gpu.launching")
+    tiles: list[str] = []
+    plain = launching.materialised
+
+    def noted(argument: Any, tensors: Any) -> Any:
+        tiles.extend([argument.address.name] if isinstance(argument, symbols.Tile) else [])
+        return plain(argument, tensors)
+
+    monkeypatch.setattr(launching, "materialised", noted)
     generator = torch.Generator().manual_seed(1)
     lengths = (37, 0, 16, 5)
     q, k, v, dout = (torch.randn(sum(lengths), heads, 16, generator=generator) for heads in (2, 1, 1, 2))
@@ -171,10 +185,12 @@ def test_joined_loops(flags: dict[str, Any]) -> None:
     leaves = tuple(t.requires_grad_() for t in (q, k, v))
     found = []
     for backend in ("triton", "reference"):
-        tile = configs.Config(16, 16, 4, 1, joined=True)
+        tile = configs.Config(16, 16, 4, 1, descriptors=descriptors, joined=True)
         with configs.overridden({"dkdv": tile, "dq": tile}):
             out = tilewise.attention_varlen(q, k, v, bounds, bounds, backend=backend, **flags)
             found.append(torch.autograd.grad(out, leaves, dout))
+    # q and dout for dK and dV, whose statistics lie in the workspace, k and v for dQ
+    assert set(tiles) == ({"q", "dout", "k", "v", "workspace"} if descriptors else set())
     for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
 
