@@ -25,7 +25,7 @@ from tilewise.backends.hopper.decode_fp8 import keys_operand, power_of_two, quer
 from tilewise.backends.hopper.decode_parts import merge_parts, place_rows, store_item, store_part
 from tilewise.backends.hopper.decode_schedule import (
     advance,
-    ask_lengths,
+    ask,
     asks_first,
     guess,
     key_tiles_of,
@@ -156,7 +156,7 @@ def producer(k_desc, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C
     program = gl.program_id(0) * C.LANES + LANE
     asked = ()
     if asks_first(C):
-        asked = ask_lengths(lengths, 0, sizes, 1, C)
+        asked = ask(lengths, sizes, 1, C)
     guessed = ()
     if C.IS_PAGED:
         guessed = guess_pages(paging, program, sizes, C)
@@ -327,7 +327,7 @@ def consumer(
     program = gl.program_id(0) * C.LANES + LANE
     asked = ()
     if asks_first(C):
-        asked = ask_lengths(lengths, 0, sizes, 4, C)
+        asked = ask(lengths, sizes, 4, C)
     total, flat, end, batch_idx, head, tile = locate(lengths, asked, program, sizes, 4, C)
     while flat < end:
         q_start, seqlen_q, _, seqlen_k = spans_of(lengths, batch_idx, sizes, True, C)

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 __all__ = [
     "DecodeSizes",
     "advance",
-    "ask_lengths",
+    "ask",
     "asks_first",
     "guess",
     "key_tiles_of",
@@ -27,8 +27,10 @@ __all__ = [
     "spans_of",
 ]
 
-# Sequences whose lengths are added up at a time.
+# Sequences whose lengths are added up at a time, over the lanes of a warp.
 SCAN = gl.constexpr(128)
+# Up to so many are added up one after another, by every lane: no shuffles.
+FEW = gl.constexpr(4)
 
 
 class DecodeSizes(NamedTuple):
@@ -99,6 +101,19 @@ def ask_lengths(lengths, first, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr)
 
 
 @gluon.jit
+def ask(lengths, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
+    """What the search for a share's sequence begins with, asked for before it is needed: (queries, keys) of the first
+    SCAN sequences, and of each of the first FEW.
+    """
+    first = ask_lengths(lengths, 0, sizes, NUM_WARPS, C)
+    few = ()
+    for i in gl.static_range(FEW):
+        _, seqlen_q, _, seqlen_k = spans_of(lengths, gl.to_tensor(i), sizes, i < sizes.batch, C)
+        few = few + ((gl.where(i < sizes.batch, seqlen_q, 0), seqlen_k),)  # noqa: RUF005  (Triton knows no unpacking)
+    return first, few
+
+
+@gluon.jit
 def _counts(asked, sizes, C: gl.constexpr):
     """Key tiles of sequences, all heads."""
     _, count = key_tiles_of(asked[0], asked[1], sizes, C)
@@ -131,6 +146,23 @@ def _passed(ends, begin):
 
 
 @gluon.jit
+def _find_among_few(few, program, sizes, C: gl.constexpr):
+    """As `_find_sequence`, among at most FEW."""
+    total = gl.to_tensor(0)
+    ends = ()
+    for i in gl.static_range(FEW):
+        total = total + _counts(few[i], sizes, C)
+        ends = ends + (total,)  # noqa: RUF005  (Triton knows no unpacking)
+    begin = share_of(total, program, C)
+    batch_idx = gl.to_tensor(0)
+    before = gl.to_tensor(0)
+    for i in gl.static_range(FEW):
+        batch_idx += gl.where(ends[i] <= begin, 1, 0)
+        before = gl.where(ends[i] <= begin, ends[i], before)
+    return total, begin, batch_idx, before
+
+
+@gluon.jit
 def _find_sequence(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
     """(total, first tile of the share, its sequence, tiles before that sequence)."""
     batch_idx = gl.to_tensor(0)
@@ -150,11 +182,11 @@ def _find_sequence(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: g
             passed += gl.sum(counts, axis=0)
         batch_idx = min(batch_idx, sizes.batch - 1)
     else:
-        counts = _counts(asked, sizes, C)
-        if sizes.batch == 1:
-            total = gl.sum(counts, axis=0)
-            begin = share_of(total, program, C)
+        first_counts, few = asked
+        if sizes.batch <= FEW:
+            total, begin, batch_idx, before = _find_among_few(few, program, sizes, C)
         else:
+            counts = _counts(first_counts, sizes, C)
             ends = gl.associative_scan(counts, 0, _add)
             passed = gl.max(ends, axis=0)
             total = passed
@@ -169,14 +201,14 @@ def _find_sequence(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: g
                 batch_idx += number
                 before = max(before, end)
                 passed = gl.max(ends, axis=0)
-            batch_idx = min(batch_idx, sizes.batch - 1)
+        batch_idx = min(batch_idx, sizes.batch - 1)
     return total, begin, batch_idx, before
 
 
 @gluon.jit
 def locate(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
-    """(total, first tile, last + 1, sequence, head, tile within that item) of this program's share; `asked` are the
-    lengths of the first sequences where they are wanted (see `asks_first`).
+    """(total, first tile, last + 1, sequence, head, tile within that item) of this program's share; `asked` is what
+    `ask` says where that is wanted (see `asks_first`).
     """
     if C.IS_UNIFORM:
         _, count = key_tiles_of(sizes.seqlen_q, gl.to_tensor(sizes.seqlen_k), sizes, C)
