@@ -14,7 +14,6 @@ so nothing is read back from a device. It is followed when `refusal` has nothing
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,12 +38,9 @@ LAUNCH_SECONDS = {"cpu": 3e-4, "cuda": 25e-6}
 CPU_BYTES_PER_SECOND = 60e9
 L2_SPEED = 2.0
 CPU_MERGE_SECONDS = 2e-9
-# Query rows of a K/V head up to which a GPU's decode kernels, which split keys over processors, take a call. A group
-# with more is cut into up to MOST_PARTS parts of PART_ROWS, which read the prefix from L2. Microseconds on an H200, 32
-# heads on 8, for 32 / 64 / 128 / 256 sequences with 4096 keys in common: 20 / 29 / 46 / 87 in parts, 51 to 52 whole;
-# 1024 keys: 13 / 15 / 17 / 29 and 19. In Triton's kernels 24 / 40 / 72 / 137 and 50 for 4096.
-DECODE_ROWS, PART_ROWS, MOST_PARTS = 64, 32, 8
-# Whose kernel merges on a device, and what it takes; the fp64 reference is merged by torch.
+# By device: who attends prefixes and merges them in one pass, and whose kernel merges rows where nobody does. The fp64
+# reference is merged by torch.
+ATTENDERS = {"cuda": "triton"}
 MERGERS = {"cpu": "cpu", "cuda": "triton"}
 MERGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -149,80 +145,39 @@ def attention(shared: SharedPrefix | None, operands: Operands, flags: Flags) -> 
 def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
     """Prefixes once a group, the rest as ever, merged."""
     own = operands._replace(block_table=shared.own_table, seqlens_k=shared.own_seqlens)
-    out, lse = ops.attention("paged", own, flags)
+    out, lse = ops.repeated("paged", own, flags)
     rows = shared.rows
-    q = operands.q[: shared.num_rows] if rows is None else operands.q.index_select(0, rows)
     # A sink counts once, with each sequence's own keys.
     prefix = Operands(
-        q, operands.k, operands.v, cu_seqlens_q=shared.cu_seqlens_q, block_table=shared.block_table,
+        operands.q, operands.k, operands.v, cu_seqlens_q=shared.cu_seqlens_q, block_table=shared.block_table,
         seqlens_k=shared.seqlens_k, k_scale=operands.k_scale, v_scale=operands.v_scale,
     )  # fmt: skip
     longest = max(group.rows for group in shared.groups)
-    if _cuts_groups(q.device):
-        prefix, longest = _in_parts(shared.groups, prefix)
     everything = flags._replace(causal=False, window_left=None, window_right=None, max_seqlen_q=longest)
-    return _merged(out, lse, *ops.attention("paged", prefix, everything), rows)
+    if _attend_directly(shared, prefix, everything, out, lse):
+        return out, lse
+    q = operands.q[: shared.num_rows] if rows is None else operands.q.index_select(0, rows)
+    return _merged(out, lse, *ops.attention("paged", prefix._replace(q=q), everything), rows)
 
 
-def _cuts_groups(device: torch.device) -> bool:
-    """Whether groups with many rows are cut: on a GPU; compiled code keeps nothing between calls."""
-    return device.type == "cuda" and not torch.compiler.is_compiling()
-
-
-class _Parts(NamedTuple):
-    """Groups cut into parts: `groups[i]` is the one that part i belongs to, `longest` the rows of the longest part."""
-
-    cu_seqlens_q: Tensor
-    seqlens_k: Tensor
-    groups: Tensor
-    longest: int
-
-
-def _in_parts(groups: tuple[Group, ...], prefix: Operands) -> tuple[Operands, int]:
-    """The prefixes' operands, groups with many rows cut where that helps, and the rows of the longest one."""
-    longest = max(group.rows for group in groups)
-    group_size = prefix.q.shape[1] // prefix.k.shape[2]
-    most = max(1, PART_ROWS // group_size)
-    if longest * group_size <= DECODE_ROWS or longest > MOST_PARTS * most:
-        return prefix, longest
-    # A graph must not be left with tensors that are forgotten some day.
-    capturing = prefix.q.is_cuda and torch.cuda.is_current_stream_capturing()
-    parts = (_new_parts if capturing else _known_parts)(groups, most, prefix.q.device)
-    assert prefix.block_table is not None
-    if len(groups) == 1:
-        table = prefix.block_table.expand(len(parts.seqlens_k), -1)
-    else:
-        table = prefix.block_table.index_select(0, parts.groups)
-    cut = prefix._replace(cu_seqlens_q=parts.cu_seqlens_q, seqlens_k=parts.seqlens_k, block_table=table)
-    return cut, parts.longest
-
-
-def _new_parts(groups: tuple[Group, ...], most: int, device: torch.device) -> _Parts:
-    """Parts of at most `most` rows, those of a group as long as each other but for the last; made on the device."""
-    counts = [-(-group.rows // most) for group in groups]
-    sizes = [-(-group.rows // count) for group, count in zip(groups, counts, strict=True)]
-    ends = list(itertools.accumulate(group.rows for group in groups))
-    starts = [
-        torch.arange(end - group.rows, end, size, dtype=torch.int32, device=device)
-        for group, end, size in zip(groups, ends, sizes, strict=True)
-    ]
-    starts.append(torch.full((1,), ends[-1], dtype=torch.int32, device=device))
-    counts = [len(part) for part in starts[:-1]]
-    lengths, owners = (
-        torch.cat([torch.full((n,), x, dtype=torch.int32, device=device) for n, x in zip(counts, values, strict=True)])
-        for values in ([group.seqlen_k for group in groups], range(len(groups)))
-    )
-    return _Parts(torch.cat(starts), lengths, owners, max(sizes))
-
-
-_known_parts = functools.lru_cache(maxsize=64)(_new_parts)
+def _attend_directly(shared: SharedPrefix, prefix: Operands, flags: Flags, out: Tensor, lse: Tensor) -> bool:
+    """Whether a backend has one pass for prefixes and their merging, which then is done: see ATTENDERS."""
+    name = ATTENDERS.get(out.device.type)
+    if name is None or flags.backend not in ("auto", name) or not ops.is_plain_eager(prefix):
+        return False
+    backend = _loaded(name)
+    problem, operands = ops.judged("paged", prefix, flags)
+    if backend is None or backend.supports(problem, devices.of(out.device)) is not None:
+        return False
+    backend.attend_prefixes(problem, operands, shared.num_rows, shared.rows, out, lse)
+    return True
 
 
 def _merged(
     out: Tensor, lse: Tensor, prefix_out: Tensor, prefix_lse: Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`out` (rows, heads, dim) and `lse` (heads, rows) with the prefixes' results worked in; both are overwritten."""
-    merge = _merger(out.device.type) if out.dtype in MERGE_DTYPES and not torch.compiler.is_compiling() else None
+    merge = _merger((out, lse, prefix_out))
     if merge is not None:
         merge(out, lse, prefix_out, prefix_lse, rows)
         return out, lse
@@ -242,10 +197,17 @@ def _merged(
     return out, lse
 
 
-@functools.cache
-def _merger(device_type: str) -> Callable[..., None] | None:
-    """The kernel that merges on a device; asked once, as finding a package takes longer than a call."""
-    if device_type not in MERGERS:
+def _merger(tensors: tuple[Tensor, ...]) -> Callable[..., None] | None:
+    """The kernel that merges such results; torch merges those that something else watches, or that none is for."""
+    name = MERGERS.get(tensors[0].device.type)
+    if name is None or tensors[0].dtype not in MERGE_DTYPES or not ops.is_plain_eager(Operands(*tensors[:3])):
         return None
-    backend: Any = dispatch.load(MERGERS[device_type])
-    return backend.merge_rows if backend.unavailable() is None else None
+    backend = _loaded(name)
+    return None if backend is None else backend.merge_rows
+
+
+@functools.cache
+def _loaded(name: str) -> Any:
+    """The backend, None where it cannot run; asked once, as finding a package takes longer than a call."""
+    backend: Any = dispatch.load(name)
+    return backend if backend.unavailable() is None else None

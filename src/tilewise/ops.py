@@ -21,7 +21,7 @@ from tilewise.errors import Unsupported
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 
-__all__ = ["Call", "attention", "backward", "result"]
+__all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "repeated", "result"]
 
 # The operands of each op; a question mark makes one optional.
 OPERANDS: dict[Kind, str] = {
@@ -52,11 +52,25 @@ def attention(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Ten
     return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True))
 
 
+def repeated(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
+    """`attention` without dropout, remembered as the calls of the public functions are."""
+    slot = calls.slot_of(operands, kind, flags.dropout, None, flags)
+    if slot is not None and slot.call is not None:
+        return cast("tuple[Tensor, Tensor]", slot.call(operands))
+    return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True, slot=slot))
+
+
+def judged(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, Operands]:
+    """The problem and its canonical operands, for a pass beside those that every backend has."""
+    problem = validation.problem_of(kind, operands, flags)
+    return problem, canonical(problem, operands)
+
+
 def result(
     kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, slot: calls.Slot | None = None
 ) -> calls.Result:
     """`attention`, of which only `out` may be wanted; `slot` is where later calls that look the same find this one."""
-    if _is_plain_eager(operands):
+    if is_plain_eager(operands):
         lasting = slot is not None and not validation.reads_contents(kind, operands)
         call = Call(kind, operands, flags, return_lse=return_lse, lasting=lasting)
         if slot is not None and lasting:
@@ -69,7 +83,7 @@ def result(
     return (out, lse) if return_lse else out
 
 
-def _is_plain_eager(operands: Operands) -> bool:
+def is_plain_eager(operands: Operands) -> bool:
     """Whether nothing but autograd watches this call: then the dispatcher, 20 us of boxing and unboxing, is left out.
 
     Compilers, fake and functional tensors, vmap and modes see the registered ops instead.

@@ -154,6 +154,22 @@ class TritonBackend:
 
         quantised_rows.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
 
+    def attend_prefixes(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        num_rows: int,
+        rows: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """What rows see of the prefixes of their groups worked into `out` and `lse`: see tilewise.cascade."""
+        from tilewise.backends.triton import launch_prefix
+
+        if problem.fp8 and not _read_in_pairs(operands):
+            problem, operands = dequantised(problem, operands, torch.float32)
+        launch_prefix.attend_prefixes(problem, operands, num_rows, rows, out, lse)
+
     def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
         """Rows of a partial result over other keys worked into `out` and `lse`: see tilewise.cascade."""
         from tilewise.backends.triton import serving

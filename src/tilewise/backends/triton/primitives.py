@@ -249,12 +249,15 @@ def load_keys(
     """The one loader of K and V tiles, for dense and packed rows and for pages; `source` is (rows, base, table,
     descriptor, row, column, scaling), `pages` what key_pages says of the tile.
 
-    A whole tile of rows comes through the descriptor if there is one. Pages smaller than a tile are gathered row by
+    A whole tile of rows comes through the descriptor if there is one; of pages, which then hold whole tiles, `row` is
+    how many rows of the descriptor's matrix one takes. Pages smaller than a tile are gathered row by
     row. A loop looks its pages up one tile ahead: looked up in the iteration that needs them, they take a stage of
     its pipeline, and of three stages one tile in flight is left.
     """
     rows, base, _table, desc, row, col, _scaling = source
     if desc is not None and not CHECK_ROWS:
+        if T.PAGED:
+            return desc.load([pages * row + first % T.PAGE_SIZE, col])
         return desc.load([row + first, col])
     elif not T.PAGED:
         return load_rows(base, rows.stride_row, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM, BLOCK_D)

@@ -1,0 +1,145 @@
+"""Shared prefixes, the host's side: how rows and keys are cut, and the pass with everything but addresses."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewise import device as devices
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
+from tilewise.backends.triton.arguments import Views, packed_rows, scale_arguments, score_arguments, single_address
+from tilewise.backends.triton.configs import Config
+from tilewise.backends.triton.planning import Plan, plan_for
+from tilewise.backends.triton.prefix import merge_prefix_kernel, prefix_kernel
+from tilewise.backends.triton.traits import Rows, of_rows
+from tilewise.device import DeviceSpec
+from tilewise.operands import Operands
+from tilewise.problem import AttentionProblem
+
+__all__ = ["attend_prefixes", "num_splits", "prefix_calls"]
+
+# In which order tensors are handed to the launches.
+TENSORS = (*Operands._fields, "rows", "out", "lse", "workspace")
+# What the prefix kernel has of the arguments of kernels that compute scores.
+SCORED = ("q", "k", "v", "lengths", "sizes", "band", "scalars", "T")
+# Programs that run at a time on a multiprocessor, and the splits that are worth merging: those of the first kernel
+# are all read again by the second.
+PROGRAMS, MAX_SPLITS = 2, 32
+# (row, head) pairs that a program merges, and splits at a time: 32 numbers a thread of one warp for 4 x 2 x 128.
+MERGED_PAIRS, MERGED_SPLITS = 4, 8
+
+
+class PrefixPass(NamedTuple):
+    """A call with everything but addresses."""
+
+    workspace: Allocation
+    launches: Launches
+
+
+def attend_prefixes(
+    problem: AttentionProblem, operands: Operands, num_rows: int, rows: Tensor | None, out: Tensor, lse: Tensor
+) -> None:
+    """Work what the `num_rows` rows of all groups see of their prefixes into `out` and `lse`, which hold what they see
+    of their own keys: see tilewise.cascade. A group takes the place of a sequence in problem and operands.
+    """
+    on_device(operands.q.get_device(), _attend, problem, operands, num_rows, (rows, out, lse))
+
+
+def _attend(
+    problem: AttentionProblem, operands: Operands, num_rows: int, results: tuple[Tensor | None, Tensor, Tensor]
+) -> None:
+    q = operands.q
+    tensors = (*operands, *results)
+    ready = prefix_pass(problem, num_rows, devices.of(q.device), q.get_device(), raw_views(tensors))
+    ready.launches.run((*tensors, ready.workspace.new(q)))
+
+
+@functools.lru_cache(maxsize=MAX_PASSES)
+def prefix_pass(
+    problem: AttentionProblem, num_rows: int, device: DeviceSpec, index: int, raw: tuple[RawView | None, ...]
+) -> PrefixPass:
+    """The pass, prepared by the first call that needs it."""
+    views = {name: View(*view) for name, view in zip(TENSORS, raw, strict=False) if view is not None}
+    splits = num_splits(problem, num_rows, device)
+    words = splits * num_rows * problem.num_heads * (problem.head_dim_v + 1) + 4
+    calls = prefix_calls(problem, num_rows, device, views)
+    return PrefixPass(Allocation.contiguous((words,), torch.float32), Launches(calls, TENSORS, device, index))
+
+
+def _plan(problem: AttentionProblem, device: DeviceSpec) -> tuple[Plan, Config]:
+    plan = plan_for(problem, device, packed_q=True)
+    return plan, plan.config("forward")
+
+
+def num_splits(problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> int:
+    """Into how many parts the keys of every prefix are cut, so that all multiprocessors have something to do."""
+    _, config = _plan(problem, device)
+    tiles = -(-problem.seqlen_k // config.block_n)
+    longest = -(-problem.seqlen_q * problem.group_size // config.block_m)
+    blocks = min(longest * problem.batch, num_rows * problem.group_size // config.block_m + problem.batch)
+    return max(1, min(MAX_SPLITS, tiles, PROGRAMS * device.num_sms // max(1, blocks * problem.num_kv_heads)))
+
+
+def prefix_calls(problem: AttentionProblem, num_rows: int, device: DeviceSpec, views: Views) -> list[KernelCall]:
+    """The kernel of the prefixes, and the one that merges; `views` of the operands, `out`, `lse` and maybe `rows`."""
+    plan, config = _plan(problem, device)
+    splits, heads = num_splits(problem, num_rows, device), problem.num_heads
+    # The lse parts come first; what vectors read begins at a multiple of 16 bytes.
+    shared: dict[str, Any] = {
+        "rows": single_address(views, "rows"),
+        "out_parts": Address("workspace", torch.float32, offset=-(-splits * num_rows * heads // 4) * 16),
+        "lse_parts": Address("workspace", torch.float32),
+        "num_rows": num_rows,
+        "num_splits": splits,
+    }
+    scored = score_arguments(plan, views) | scale_arguments(views)
+    blocks = triton.cdiv(problem.seqlen_q * problem.group_size, config.block_m)
+    attended = shared | {name: scored[name] for name in (*SCORED, "k_scale", "v_scale")}
+    attended |= _descriptors(plan, scored, config)
+    attended |= {"num_blocks": blocks, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    lse = views["lse"]
+    merged = shared | {
+        "out": packed_rows("out", views["out"], heads),
+        "lse": Rows(single_address(views, "lse"), 0, *lse.strides),
+        "num_heads": heads,
+        "T": of_rows(plan.traits),
+        "MAX_SPLITS": MAX_SPLITS,
+        "BLOCK_SPLITS": MERGED_SPLITS,
+        "BLOCK_M": MERGED_PAIRS,
+    }
+    programs = blocks * splits * problem.num_kv_heads * problem.batch
+    return [
+        KernelCall(prefix_kernel, (programs, 1, 1), attended, config.num_warps, config.num_stages),
+        KernelCall(merge_prefix_kernel, (triton.cdiv(num_rows * heads, MERGED_PAIRS), 1, 1), merged, 4, 1),
+    ]
+
+
+def _descriptors(plan: Plan, scored: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Of K and V, and the rows of their matrices that a page takes; or of neither."""
+    problem = plan.problem
+    whole = (
+        plan.device.has_tma and plan.is_unpadded and not problem.fp8 and (problem.page_size or 0) % config.block_n == 0
+    )
+    dims = {"k": problem.head_dim, "v": problem.head_dim_v}
+    found = {name: _page_matrix(problem, scored[name], config.block_n, dim) for name, dim in dims.items() if whole}
+    if not whole or None in found.values():
+        return {"k_desc": None, "v_desc": None, "page_rows": (0, 0)}
+    tiles, page_rows = zip(*found.values(), strict=True)
+    return {"k_desc": tiles[0], "v_desc": tiles[1], "page_rows": page_rows}
+
+
+def _page_matrix(problem: AttentionProblem, rows: Rows, block: int, dim: int) -> tuple[Tile, int] | None:
+    """All pages as one matrix, heads side by side, and how many of its rows a page takes; None if TMA cannot see it."""
+    if not rows.ptr.aligned or problem.page_size is None:
+        return None
+    page, head, row = (stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row))
+    if row <= 0 or page % row or head * (problem.num_kv_heads - 1) + dim > row:
+        return None
+    per_page = page // row
+    height = (problem.total_k // problem.page_size - 1) * per_page + problem.page_size
+    return (Tile(rows.ptr, (height, row), (row, 1), (block, dim)), per_page) if height < 2**31 else None

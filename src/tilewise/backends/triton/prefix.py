@@ -1,0 +1,141 @@
+"""Shared prefixes: the rows of a group of sequences against the pages that all of them start with, split over
+programs, then worked into what each row has of its own keys.
+
+Grid of the first kernel: (tile of rows, split, K/V head, group), tiles fastest, so that programs that run side by side
+read the same keys. A row is a (token, head of a K/V head's group) pair: all query heads of a K/V head share its tiles.
+The second one merges the splits and the row's own result in the order of the keys, split by split.
+"""
+
+# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.forward import attend, empty_accumulator, finish, initial_state
+from tilewise.backends.triton.primitives import (
+    LN2,
+    LOG2E,
+    NEG_INF,
+    key_span,
+    page_base,
+    query_span,
+    score_terms,
+)
+from tilewise.backends.triton.quantised import load_query_columns, scaling
+
+__all__ = ["merge_prefix_kernel", "prefix_kernel"]
+
+
+@triton.jit(do_not_specialize=["page_rows", "sizes", "band", "scalars", "num_rows", "num_blocks", "num_splits"])
+def prefix_kernel(
+    q, k, v, k_scale, v_scale, k_desc, v_desc, page_rows, rows, out_parts, lse_parts, lengths, sizes, band, scalars,
+    num_rows, num_blocks, num_splits,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Partial (out, lse) of a tile of a group's rows over one split of its prefix, as (split, row, head). `rows` names
+    rows of q, group after group; None: they are its first ones. A page takes page_rows (of K, of V) rows of the
+    descriptors' matrices, where there are any.
+    """
+    num_kv_heads = sizes.num_heads // T.GROUP_SIZE
+    block = tl.program_id(0) % num_blocks
+    split = tl.program_id(0) // num_blocks % num_splits
+    kv_head = tl.program_id(0) // num_blocks // num_splits % num_kv_heads
+    group = tl.program_id(0) // num_blocks // num_splits // num_kv_heads
+    start, count = query_span(lengths, sizes, group, T)
+    if block * BLOCK_M >= count * T.GROUP_SIZE:
+        return
+    _, seqlen_k = key_span(lengths, sizes, group, T)
+    place_in_group = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_idx = place_in_group // T.GROUP_SIZE
+    head = kv_head * T.GROUP_SIZE + place_in_group % T.GROUP_SIZE
+    row_ok = m_idx < count
+    token = start + m_idx
+    row = token
+    if rows is not None:
+        row = tl.load(rows + token, mask=row_ok, other=0)
+    q_rows = q.ptr + head.to(tl.int64) * q.stride_head + row.to(tl.int64) * q.stride_row
+    table = lengths.block_table + tl.cast(group, tl.int64) * lengths.table_stride
+    k_col = kv_head * k.stride_head
+    v_col = kv_head * v.stride_head
+    k_source = (k, page_base(k, kv_head), table, k_desc, page_rows[0], k_col, scaling(k_scale, group, kv_head, T))
+    v_source = (v, page_base(v, kv_head), table, v_desc, page_rows[1], v_col, scaling(v_scale, group, kv_head, T))
+    if T.FP8:
+        q_tile = load_query_columns(None, q_rows, group, head, m_idx, row_ok, T)
+    else:
+        d_idx = tl.arange(0, T.BLOCK_D)[None, :]
+        q_tile = tl.load(q_rows[:, None] + d_idx, mask=row_ok[:, None] & (d_idx < T.HEAD_DIM), other=0.0)
+    terms = score_terms(None, None, None, None, group, head[:, None], m_idx[:, None], count, T)
+    row_max, row_sum = initial_state(None, head, False, BLOCK_M, T)
+    tiles = (seqlen_k + BLOCK_N - 1) // BLOCK_N
+    share = (tiles + num_splits - 1) // num_splits * BLOCK_N
+    begin = tl.minimum(split * share, seqlen_k)
+    end = tl.minimum(begin + share, seqlen_k)
+    whole = begin + (end - begin) // BLOCK_N * BLOCK_N
+    acc, row_max, row_sum = attend(
+        empty_accumulator(BLOCK_M, T), row_max, row_sum, q_tile, k_source, v_source, (m_idx, head, group), terms,
+        scalars, band, count, seqlen_k, begin, whole, whole, whole, False, BLOCK_N, T
+    )  # fmt: skip
+    acc, row_max, row_sum = attend(
+        acc, row_max, row_sum, q_tile, k_source, v_source, (m_idx, head, group), terms, scalars, band, count, seqlen_k,
+        whole, whole, whole, end, True, BLOCK_N, T
+    )  # fmt: skip
+    result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
+    dv_idx = tl.arange(0, T.BLOCK_DV)[None, :]
+    part = (split * num_rows + token).to(tl.int64) * sizes.num_heads + head
+    tl.store(out_parts + part[:, None] * T.HEAD_DIM_V + dv_idx, result, mask=row_ok[:, None] & (dv_idx < T.HEAD_DIM_V))
+    tl.store(lse_parts + part, lse_rows, mask=row_ok)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "num_splits"])
+def merge_prefix_kernel(
+    out, lse, out_parts, lse_parts, rows, num_rows, num_heads, num_splits,
+    T: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Work the splits of BLOCK_M (row, head) pairs into their own results. Grid: pairs / BLOCK_M, heads fastest.
+
+    What has no weight does not count: what is in it must not come through as 0 * NaN.
+    """
+    pair = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = pair % num_heads
+    token = pair // num_heads
+    ok = token < num_rows
+    row = token
+    if rows is not None:
+        row = tl.load(rows + token, mask=ok, other=0)
+    every = tl.arange(0, MAX_SPLITS)[:, None]
+    pairs = num_rows * num_heads
+    logs = split_logs(lse_parts, every, num_splits, pair, pairs)
+    lse_rows = lse.ptr + head.to(tl.int64) * lse.stride_head + row * lse.stride_row
+    own_log = tl.load(lse_rows, mask=ok, other=NEG_INF)
+    top = tl.maximum(tl.max(logs, 0), own_log)
+    anchor = tl.where(top == NEG_INF, 0.0, top)
+    own_weight = tl.exp2((own_log - anchor) * LOG2E)
+    total = own_weight + tl.sum(tl.exp2((logs - anchor[None, :]) * LOG2E), 0)
+    d_idx = tl.arange(0, T.BLOCK_DV)
+    column_ok = d_idx < T.HEAD_DIM_V
+    out_rows = out.ptr + head.to(tl.int64) * out.stride_head + row.to(tl.int64) * out.stride_row
+    here = out_rows[:, None] + d_idx[None, :]
+    seen = (ok & (own_weight != 0.0))[:, None] & column_ok[None, :]
+    acc = tl.load(here, mask=seen, other=0.0).to(tl.float32) * own_weight[:, None]
+    for first in tl.range(0, num_splits, BLOCK_SPLITS):
+        split = first + tl.arange(0, BLOCK_SPLITS)[:, None]
+        weights = tl.exp2((split_logs(lse_parts, split, num_splits, pair, pairs) - anchor[None, :]) * LOG2E)
+        part = split.to(tl.int64) * pairs + pair[None, :]
+        places = out_parts + part[:, :, None] * T.HEAD_DIM_V + d_idx[None, None, :]
+        values = tl.load(places, mask=(weights != 0.0)[:, :, None] & column_ok[None, None, :], other=0.0)
+        acc += tl.sum(values * weights[:, :, None], 0)
+    empty = total == 0.0
+    result = acc / tl.where(empty, 1.0, total)[:, None]
+    tl.store(here, result.to(out.ptr.dtype.element_ty), mask=ok[:, None] & column_ok[None, :])
+    tl.store(lse_rows, tl.where(empty, NEG_INF, anchor + tl.log2(tl.where(empty, 1.0, total)) * LN2), mask=ok)
+
+
+@triton.jit
+def split_logs(lse_parts, split, num_splits, pair, pairs):
+    """The lse of (row, head) pairs in splits, -inf where there are none."""
+    part = split.to(tl.int64) * pairs + pair[None, :]
+    return tl.load(lse_parts + part, mask=(split < num_splits) & (pair < pairs)[None, :], other=NEG_INF)

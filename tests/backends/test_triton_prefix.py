@@ -1,0 +1,128 @@
+"""The pass over shared prefixes without a GPU: in the interpreter against fp64, and what is compiled for GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import tilewise as tw
+from interpreting import interpret
+from tilewise import fp8
+from tilewise.operands import Flags, Operands
+from tilewise.validation import problem_of
+
+triton = pytest.importorskip("triton")
+launch_prefix = pytest.importorskip("tilewise.backends.triton.launch_prefix")
+triton_backend = pytest.importorskip("tilewise.backends.triton").BACKEND
+compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
+gpu_offline = pytest.importorskip("tilewise.backends.gpu.offline")
+launching = pytest.importorskip("tilewise.backends.gpu.launching")
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+BF16, FP32 = torch.bfloat16, torch.float32
+only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
+only_compiled = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
+
+
+class Shared(NamedTuple):
+    """A batch of one token a sequence: `groups` are (sequences, shared pages), `own` the keys each has alone."""
+
+    groups: tuple[tuple[int, int], ...] = ((5, 3), (2, 7))
+    own: int = 3
+    page_size: int = 16
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (32, 32)
+    dtype: torch.dtype = BF16
+    softcap: float | None = None
+    in_order: bool = False
+    e4m3: bool = False
+
+
+CASES = {
+    "pages_of_16": Shared(),
+    "pages_of_64": Shared(page_size=64, groups=((3, 2),), in_order=True),
+    "pages_of_3": Shared(page_size=3, groups=((20, 30), (3, 5)), heads=(2, 2)),
+    "fp32": Shared(dtype=FP32, dims=(40, 24)),
+    "softcap": Shared(softcap=2.0),
+    "no_own_keys": Shared(own=0),
+    "a_group_of_none": Shared(groups=((4, 3), (0, 2))),
+    "e4m3": Shared(e4m3=True),
+    "e4m3_odd_head_dim": Shared(e4m3=True, dims=(33, 31)),
+}
+
+
+class Batch:
+    """Tensors of a case: pages in random order, NaN where nobody may look, sequences in random order."""
+
+    def __init__(self, case: Shared) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.case, (heads, kv_heads), (dim, dim_v) = case, case.heads, case.dims
+        size, own_pages = case.page_size, -(-case.own // case.page_size)
+        members = [group for group, (count, _) in enumerate(case.groups) for _ in range(count)]
+        free = iter(torch.randperm(400, generator=generator).int().tolist())
+        prefixes = [[next(free) for _ in range(pages)] for _, pages in case.groups]
+        own = [[next(free) for _ in range(own_pages)] for _ in members]
+        places = torch.arange(len(members))
+        self.rows = places if case.in_order else torch.randperm(len(members), generator=generator)
+        width = max(pages for _, pages in case.groups)
+        self.table = torch.full((len(members), width + own_pages), 399, dtype=torch.int32)
+        self.own_table = torch.full((len(members), max(1, own_pages)), 399, dtype=torch.int32)
+        self.lengths = torch.zeros(len(members), dtype=torch.int32)
+        self.k, self.v = (torch.full((400, size, kv_heads, n), torch.nan) for n in (dim, dim_v))
+        for place, (group, mine) in enumerate(zip(members, own, strict=True)):
+            row, pages = int(self.rows[place]), [*prefixes[group], *mine]
+            self.table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            self.own_table[row, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+            self.lengths[row] = len(prefixes[group]) * size + case.own
+        self.prefix_table = torch.zeros(len(case.groups), width, dtype=torch.int32)
+        for group, pages in enumerate(prefixes):
+            self.prefix_table[group, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        for page in {page for pages in (*prefixes, *own) for page in pages}:
+            for tensor in (self.k, self.v):
+                tensor[page] = torch.randn(tensor.shape[1:], generator=generator)
+        self.q = torch.randn(len(members), heads, dim, generator=generator).to(case.dtype)
+        self.k, self.v = self.k.to(case.dtype), self.v.to(case.dtype)
+
+    def prefix(self) -> Operands:
+        """The operands of the pass: groups in the place of sequences."""
+        counts = [count for count, _ in self.case.groups]
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        keys = torch.tensor([pages * self.case.page_size for _, pages in self.case.groups], dtype=torch.int32)
+        return Operands(
+            self.q, self.k, self.v, cu_seqlens_q=starts, block_table=self.prefix_table, seqlens_k=keys
+        )  # fmt: skip
+
+
+@only_interpreted
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_interpreted_prefixes_complete_what_rows_see_of_their_own_keys(case: Shared) -> None:
+    batch = Batch(case)
+    k, v = batch.k, batch.v
+    operands = batch.prefix()
+    if case.e4m3:
+        codes = [fp8.quantize_pages(t.nan_to_num(0.0)) for t in (k, v)]
+        k, v = codes
+        operands = operands._replace(
+            k=codes[0].data, v=codes[1].data, k_scale=codes[0].scale, v_scale=codes[1].scale
+        )  # fmt: skip
+    own = torch.full((len(batch.q),), case.own, dtype=torch.int32)
+    flags: dict[str, Any] = {"softcap": case.softcap, "return_lse": True, "backend": "reference"}
+    out, lse = tw.attention_paged(batch.q, k, v, batch.own_table, own, **flags)
+    exact_k, exact_v = (t.dequantize().double() if case.e4m3 else t.double() for t in (k, v))
+    want, want_lse = tw.attention_paged(batch.q.double(), exact_k, exact_v, batch.table, batch.lengths, **flags)
+    problem = problem_of("paged", operands, Flags(softcap=case.softcap))
+    triton_backend.attend_prefixes(
+        problem, operands, len(batch.q), None if case.in_order else batch.rows, out, lse
+    )  # fmt: skip
+    # Of rounding twice, and of probabilities in 16 bits.
+    eps = torch.finfo(case.dtype).eps
+    torch.testing.assert_close(out.double(), want, atol=4 * eps, rtol=2 * eps)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
+
+
+@only_compiled
+def test_prefixes_are_attended_in_the_interpreter() -> None:
+    interpret(str(Path(__file__)))
