@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
 from tilewise import InvalidProblem, Unsupported, fp8
@@ -290,3 +291,16 @@ def test_the_gpu_kernel_writes_the_same_bits() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True,
                           env=environment, timeout=300, check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_tables_of_the_rotation_are_made_for_every_call() -> None:
+    """Whoever asks first: made fake or in inference mode, the next call could not compute or record with them."""
+    x = torch.randn(3, 56)
+    with FakeTensorMode(), torch.inference_mode():
+        assert fp8.rotate(torch.empty(3, 56)).shape == x.shape
+    with torch.inference_mode():
+        fp8.rotate(x)
+    x.requires_grad_()
+    fp8.rotate(x).square().sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 2 * x.detach(), atol=1e-5, rtol=1e-5)

@@ -24,6 +24,7 @@ from tilewise import device as devices
 from tilewise import dispatch, ops
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem
+from tilewise.numerics import merge_partials
 from tilewise.operands import Flags, Operands
 
 __all__ = ["Group", "SharedPrefix", "attention", "describe", "price_seconds", "refusal", "saved_seconds"]
@@ -138,7 +139,7 @@ def attention(shared: SharedPrefix | None, operands: Operands, flags: Flags) -> 
         fix = "PagedKVCache.shared_prefix() makes it."
         raise InvalidProblem("shared_prefix", "a tilewise.cascade.SharedPrefix or None", type(shared).__name__, fix)
     if shared is None or refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
-        return ops.attention("paged", operands, flags)
+        return ops.repeated("paged", operands, flags)
     return _apart(shared, operands, flags)
 
 
@@ -163,7 +164,7 @@ def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tens
 def _attend_directly(shared: SharedPrefix, prefix: Operands, flags: Flags, out: Tensor, lse: Tensor) -> bool:
     """Whether a backend has one pass for prefixes and their merging, which then is done: see ATTENDERS."""
     name = ATTENDERS.get(out.device.type)
-    if name is None or flags.backend not in ("auto", name) or not ops.is_plain_eager(prefix):
+    if name is None or flags.backend not in ("auto", name) or not ops.is_plain_eager((*prefix, shared.rows)):
         return False
     backend = _loaded(name)
     problem, operands = ops.judged("paged", prefix, flags)
@@ -177,30 +178,21 @@ def _merged(
     out: Tensor, lse: Tensor, prefix_out: Tensor, prefix_lse: Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`out` (rows, heads, dim) and `lse` (heads, rows) with the prefixes' results worked in; both are overwritten."""
-    merge = _merger((out, lse, prefix_out))
+    merge = _merger(out, lse, prefix_out)
     if merge is not None:
         merge(out, lse, prefix_out, prefix_lse, rows)
         return out, lse
-    count = prefix_out.shape[0]
-    mine, mine_lse = (out[:count], lse[:, :count]) if rows is None else (out[rows], lse[:, rows])
-    # `numerics.merge_partials` in one pass over the rows, which have no gradient here: it takes 12, and 2 ms for
-    # 64 rows of 32 heads. Where neither side has a key the share is no number, and both are 0.
-    share = torch.sigmoid(prefix_lse - mine_lse).nan_to_num_(0.0).mT.unsqueeze(-1)
-    both = torch.lerp(mine.to(lse.dtype), prefix_out.to(lse.dtype), share)
-    both_lse = torch.logaddexp(mine_lse, prefix_lse)
-    if rows is None:
-        mine.copy_(both)
-        mine_lse.copy_(both_lse)
-    else:
-        out.index_copy_(0, rows, both.to(out.dtype))
-        lse.index_copy_(1, rows, both_lse)
+    rows = torch.arange(len(prefix_out), device=out.device) if rows is None else rows
+    both, both_lse = merge_partials(out[rows], lse[:, rows].mT, prefix_out, prefix_lse.mT)
+    out.index_copy_(0, rows, both)
+    lse.index_copy_(1, rows, both_lse.mT)
     return out, lse
 
 
-def _merger(tensors: tuple[Tensor, ...]) -> Callable[..., None] | None:
-    """The kernel that merges such results; torch merges those that something else watches, or that none is for."""
-    name = MERGERS.get(tensors[0].device.type)
-    if name is None or tensors[0].dtype not in MERGE_DTYPES or not ops.is_plain_eager(Operands(*tensors[:3])):
+def _merger(out: Tensor, *others: Tensor) -> Callable[..., None] | None:
+    """The kernel that merges such results; torch merges what something else watches, and what no kernel is for."""
+    name = MERGERS.get(out.device.type)
+    if name is None or out.dtype not in MERGE_DTYPES or not ops.is_plain_eager((out, *others)):
         return None
     backend = _loaded(name)
     return None if backend is None else backend.merge_rows

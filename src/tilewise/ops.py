@@ -83,18 +83,20 @@ def result(
     return (out, lse) if return_lse else out
 
 
-def is_plain_eager(operands: Operands) -> bool:
-    """Whether nothing but autograd watches this call: then the dispatcher, 20 us of boxing and unboxing, is left out.
+def is_plain_eager(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether nothing but autograd watches a call with these: then the dispatcher, 20 us of boxing and unboxing, is
+    left out.
 
     Compilers, fake and functional tensors, vmap and modes see the registered ops instead.
     """
-    if calls.is_watched() or operands.q.is_meta:
+    if calls.is_watched():
         return False
-    for tensor in operands:
+    for tensor in tensors:
         if tensor is None:
             continue
         # A view such as `x.conj().imag` holds the numbers with the other sign; the dispatcher turns it round.
-        if (type(tensor) is not Tensor and type(tensor) is not Parameter) or tensor.is_neg():
+        plain = type(tensor) is Tensor or type(tensor) is Parameter
+        if not plain or tensor.is_meta or tensor.is_neg():
             return False
     return True
 

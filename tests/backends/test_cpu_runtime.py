@@ -155,10 +155,12 @@ def test_partial_rows_are_merged_in_place(dtype: torch.dtype, some: bool) -> Non
     out, part = (torch.randn(rows, 4, 41, generator=make).to(dtype) for rows in (30, 23))
     lse, part_lse = (10.0 * torch.randn(4, rows, generator=make) for rows in (30, 23))
     rows = torch.randperm(30, generator=make)[:23] if some else torch.arange(23)
-    # One side without keys, the other, both, and NaN.
-    lse[1, rows[0]], out[rows[0], 1] = -torch.inf, 0.0
-    part_lse[2, 1], part[1, 2] = -torch.inf, 0.0
-    lse[0, rows[2]], part_lse[0, 2], out[rows[2], 0], part[2, 0] = -torch.inf, -torch.inf, 0.0, 0.0
+    # One side without keys and with rubbish in it, the other, both; of so little weight that it is 0; and NaN.
+    lse[1, rows[0]], out[rows[0], 1] = -torch.inf, torch.nan
+    part_lse[2, 1], part[1, 2] = -torch.inf, torch.nan
+    lse[0, rows[2]], part_lse[0, 2], out[rows[2], 0], part[2, 0] = -torch.inf, -torch.inf, torch.nan, torch.nan
+    lse[2, rows[5]], out[rows[5], 2], part_lse[2, 5] = -200.0, torch.nan, 0.0
+    lse[1, rows[6]], part_lse[1, 6], part[6, 1] = 0.0, -200.0, torch.nan
     part_lse[3, 4], part[4, 3] = torch.nan, torch.nan
     want, want_lse = merge_partials(out[rows], lse[:, rows].mT, part, part_lse.mT)
     rest = [row for row in range(30) if row not in rows]

@@ -100,7 +100,8 @@ class Batch:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_interpreted_prefixes_complete_what_rows_see_of_their_own_keys(case: Shared) -> None:
     batch = Batch(case)
-    k, v = batch.k, batch.v
+    k: Any = batch.k
+    v: Any = batch.v
     operands = batch.prefix()
     if case.e4m3:
         codes = [fp8.quantize_pages(t.nan_to_num(0.0)) for t in (k, v)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import cascade, ops
+from tilewise import cascade
 from tilewise.kv.tables import HostTables, StagedTables, Tables, round_columns
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS = 4, 2, 16, 24, 2
@@ -167,29 +167,6 @@ def test_shared_prefixes_are_attended_once(dtype: torch.dtype, flags: dict[str, 
     # One alone shares nothing and is exact.
     shadow.check(requests[:1], shadow.step(requests[:1], {requests[0]: 3}))
     assert shadow.cache.shared_prefix() is None
-
-
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("rows", [2, 4], ids=["parts of one row", "parts of two"])
-@pytest.mark.parametrize("count", [5, 3], ids=["two groups", "one"])
-def test_groups_are_cut_for_decode_kernels(rows: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: every part attends to its group's prefix."""
-    monkeypatch.setattr(cascade, "_cuts_groups", lambda _: True)
-    monkeypatch.setattr(cascade, "DECODE_ROWS", 0)
-    monkeypatch.setattr(cascade, "PART_ROWS", rows)
-    seen, plainly = list[int](), ops.attention
-
-    def noted(kind: Any, operands: Any, flags: Any) -> Rows:
-        seen.append(len(operands.seqlens_k))
-        return plainly(kind, operands, flags)
-
-    monkeypatch.setattr(ops, "attention", noted)
-    shadow, requests = shared_batch()
-    batch = requests if count == 5 else [requests[0], *requests[3:]]
-    shadow.check(batch, shadow.step(batch, dict.fromkeys(batch, 8)), exact=False)
-    parts = {2: 3, 4: 2}[rows] + ({2: 2, 4: 1}[rows] if count == 5 else 0)
-    # Of a layer the sequences' own keys come first, then the prefixes.
-    assert seen == [count, parts] * LAYERS
 
 
 @pytest.mark.usefixtures("eager")

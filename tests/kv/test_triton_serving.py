@@ -136,10 +136,12 @@ def test_partial_rows_are_merged_in_place(dtype: torch.dtype, some: bool) -> Non
     )
     part = part.to(dtype)
     rows = torch.tensor([4, 0, 2]) if some else torch.arange(3)
-    # One side without keys and with rubbish in it, the other, and both.
+    # One side without keys and with rubbish in it, the other, and both; of so little weight that it is 0.
     lse[1, rows[0]], out[rows[0], 1] = -torch.inf, torch.nan
     part_lse[2, 1], part[1, 2] = -torch.inf, torch.nan
     lse[0, rows[2]], part_lse[0, 2] = -torch.inf, -torch.inf
+    lse[3, rows[0]], out[rows[0], 3], part_lse[3, 0] = -200.0, torch.nan, 0.0
+    lse[3, rows[1]], part_lse[3, 1], part[1, 3] = 0.0, -200.0, torch.nan
     want, want_lse = merge_partials(out[rows], lse[:, rows].mT, part, part_lse.mT)
     rest = [row for row in range(6) if row not in rows]
     before = out[rest].clone(), lse[:, rest].clone()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -26,6 +27,24 @@ __all__ = ["directions", "norms", "part_sizes", "parts", "rotate", "signs"]
 SIGN_KEY = (0x7469_6C65, 0x7769_7365)
 
 
+def _kept(make: Callable[[int, torch.device], Tensor]) -> Callable[[int, torch.device], Tensor]:
+    """The same tensor for every call, made as an ordinary one: a fake one, made while a mode watches, and one that
+    autograd may not save, made in inference mode, would be served to calls that can do nothing with them.
+    """
+
+    @functools.lru_cache(maxsize=256)
+    def ordinary(head_dim: int, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):
+            return make(head_dim, device)
+
+    @functools.wraps(make)
+    def kept(head_dim: int, device: torch.device) -> Tensor:
+        watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()  # noqa: SLF001
+        return make(head_dim, device) if watched else ordinary(head_dim, device)
+
+    return kept
+
+
 def parts(head_dim: int) -> tuple[int, ...]:
     """The powers of two that a head dim is the sum of, largest first.
 
@@ -35,7 +54,7 @@ def parts(head_dim: int) -> tuple[int, ...]:
     return tuple(1 << bit for bit in reversed(range(head_dim.bit_length())) if head_dim >> bit & 1)
 
 
-@functools.lru_cache(maxsize=256)
+@_kept
 def signs(head_dim: int, device: torch.device) -> Tensor:
     """+1 or -1 for every channel, the same in every process."""
     zero = np.zeros(1, np.int64)
@@ -43,20 +62,20 @@ def signs(head_dim: int, device: torch.device) -> Tensor:
     return torch.from_numpy(1.0 - 2.0 * (words & 1).astype(np.float32)).to(device)
 
 
-@functools.lru_cache(maxsize=256)
+@_kept
 def part_sizes(head_dim: int, device: torch.device) -> Tensor:
     """The size of the part that each channel belongs to."""
     return torch.tensor([size for size in parts(head_dim) for _ in range(size)], dtype=torch.int32, device=device)
 
 
-@functools.lru_cache(maxsize=256)
+@_kept
 def norms(head_dim: int, device: torch.device) -> Tensor:
     """1 / sqrt(size) of each channel's part, in fp32."""
     values = [1.0 / math.sqrt(size) for size in parts(head_dim) for _ in range(size)]
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-@functools.lru_cache(maxsize=256)
+@_kept
 def directions(head_dim: int, device: torch.device) -> Tensor:
     """bf16 (head_dim, head_dim): where each channel goes, as +1 or -1 up to its own sign, and 0 outside its part."""
     blocks = [_hadamard(torch.eye(size, dtype=torch.float32, device="cpu")) for size in parts(head_dim)]

@@ -17,16 +17,21 @@ LOG2E_F32, LN2 = float(LOG2E), float(1.0 / LOG2E)
 
 @kernel("iiiiff")
 def mix_row(e: Emitter, out: Value, part: Value, dim: Value, dtype: Value, keep: Value, share: Value) -> None:
-    """out[dim] = keep * out + share * part, in fp32."""
+    """out[dim] = keep * out + share * part, in fp32; what has no weight does not count, whatever is in it."""
     b = e.b
+
+    def weighted(values: Value, weight: Value, lanes: int) -> Value:
+        weights = e.splat(weight, lanes)
+        none = b.fcmp_ordered("==", weights, e.f32s(0.0, lanes))
+        return b.fmul(b.select(none, e.f32s(0.0, lanes), values), weights)
 
     def convert(code: int) -> None:
         def mix(i: Value, lanes: int) -> None:
             at = b.mul(i, e.i64(ITEM_BYTES[code]))
             place = b.add(out, at)
-            kept = b.fmul(e.load_as_f32(place, code, lanes), e.splat(keep, lanes))
-            other = e.load_as_f32(b.add(part, at), code, lanes)
-            e.store_from_f32(place, e.fma(other, e.splat(share, lanes), kept), code)
+            kept = weighted(e.load_as_f32(place, code, lanes), keep, lanes)
+            other = weighted(e.load_as_f32(b.add(part, at), code, lanes), share, lanes)
+            e.store_from_f32(place, b.fadd(kept, other), code)
 
         elements(e, dim, mix)
 
@@ -35,14 +40,16 @@ def mix_row(e: Emitter, out: Value, part: Value, dim: Value, dtype: Value, keep:
 
 @driver
 def merge_row(p: int, row: int, target: int) -> None:
-    """All heads of one row. A side without keys has lse -inf and out 0."""
+    """All heads of one row. A side without keys has lse -inf; whatever is in its row, it counts as 0."""
     for head in range(field(p, f.NUM_HEADS)):
         lse_at = field(p, f.LSE) + head * field(p, f.LSE_HEAD) + 4 * target
         mine, other = load_f32(lse_at), load_f32(field(p, f.PART_LSE) + head * field(p, f.PART_LSE_HEAD) + 4 * row)
-        if other == MINUS_INF:
-            continue
         out = field(p, f.OUT) + target * field(p, f.OUT_ROW) + head * field(p, f.OUT_HEAD)
         part = field(p, f.PART) + row * field(p, f.PART_ROW) + head * field(p, f.PART_HEAD)
+        if other == MINUS_INF:
+            if mine == MINUS_INF:
+                mix_row(out, part, field(p, f.DIM), field(p, f.DTYPE), 0.0, 0.0)
+            continue
         top = max(mine, other)
         keep, share = exp2((mine - top) * LOG2E_F32), exp2((other - top) * LOG2E_F32)
         total = keep + share
