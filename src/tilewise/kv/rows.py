@@ -6,7 +6,7 @@ and stay where they are, so that others may keep views of them; without it they 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,13 @@ from tilewise.errors import InvalidProblem
 __all__ = ["Changes", "Ints", "Rows", "consecutive"]
 
 Ints = NDArray[np.int64]
+Number = TypeVar("Number", bound=np.generic)
 
-FIRST_ROWS, FIRST_COLUMNS = 16, 16
+# A table as wide as most requests will ever be does not grow while they decode; what nobody touches takes no memory.
+FIRST_ROWS, FIRST_COLUMNS = 16, 1024
+# Ids that are noted for a request before they are moved to its others: not for all at the same time, but over so many
+# steps.
+NOTED, SPREAD = 64, 32
 
 
 def consecutive(first: Ints, counts: Ints) -> Ints:
@@ -43,17 +48,21 @@ class Changes(NamedTuple):
 class Rows:
     """The arrays: `table[row]` names pages, `lengths` counts tokens in the cache, `prompts` those of the prompt,
     `known` the first ones whose ids are known; `tail_shared` says that others may hold the last, partly filled page.
+    The latest ids of requests are noted here for a whole batch at a time, and moved to each request's when somebody
+    looks: appending to 256 arrays took 15 us a step, and 0.2 to 0.4 ms when all of them, equally long, had to grow.
     """
 
     def __init__(self, max_requests: int | None, max_pages: int) -> None:
         self.max_requests = max_requests
         rows = FIRST_ROWS if max_requests is None else max_requests
-        columns = FIRST_COLUMNS if max_requests is None else max_pages
+        columns = min(FIRST_COLUMNS, max_pages) if max_requests is None else max_pages
         self.table: NDArray[np.int32] = np.zeros((rows, columns), np.int32)
         self.lengths: Ints = np.zeros(rows, np.int64)
         self.prompts: Ints = np.zeros(rows, np.int64)
         self.known: Ints = np.zeros(rows, np.int64)
         self.tail_shared: NDArray[np.bool_] = np.zeros(rows, np.bool_)
+        self._noted: Ints = np.zeros((rows, NOTED), np.int64)
+        self._num_noted: Ints = np.zeros(rows, np.int64)
         self._free = list(range(rows - 1, -1, -1))
         self._changed: list[Changes] = []
 
@@ -70,6 +79,7 @@ class Rows:
             self._double()
         row = self._free.pop()
         self.lengths[row], self.prompts[row], self.known[row], self.tail_shared[row] = 0, prompt, known, False
+        self._num_noted[row] = 0
         return row
 
     def release(self, row: int) -> None:
@@ -86,9 +96,23 @@ class Rows:
         """Name a page in each of some places."""
         needed, width = int(columns.max(initial=-1)) + 1, self.table.shape[1]
         if needed > width:
-            self.table = np.pad(self.table, ((0, 0), (0, max(needed, 2 * width) - width)))
+            self.table = _grown(self.table, (len(self.table), max(needed, 2 * width)))
         self.table[rows, columns] = pages
         self._changed.append(Changes(rows, columns))
+
+    def note(self, rows: Ints, ids: Ints) -> Ints:
+        """One more id for each of some rows; returns the places of those whose ids must be taken now."""
+        places = self._num_noted[rows]
+        self._noted[rows, places] = ids
+        self._num_noted[rows] = places + 1
+        self.known[rows] += 1
+        return np.nonzero(places + rows % SPREAD >= NOTED - 1)[0]
+
+    def taken_ids(self, row: int) -> bytes:
+        """The ids noted for a row since this was asked the last time."""
+        count = int(self._num_noted[row])
+        self._num_noted[row] = 0
+        return self._noted[row, :count].tobytes()
 
     def taken_changes(self) -> Changes:
         """What was written since this was asked the last time."""
@@ -97,9 +121,17 @@ class Rows:
 
     def _double(self) -> None:
         rows = len(self.lengths)
-        self.table = np.pad(self.table, ((0, rows), (0, 0)))
-        self.lengths, self.prompts, self.known = (
-            np.pad(array, (0, rows)) for array in (self.lengths, self.prompts, self.known)
+        self.table = _grown(self.table, (2 * rows, self.table.shape[1]))
+        self._noted = _grown(self._noted, (2 * rows, NOTED))
+        self.lengths, self.prompts, self.known, self._num_noted = (
+            _grown(array, (2 * rows,)) for array in (self.lengths, self.prompts, self.known, self._num_noted)
         )
-        self.tail_shared = np.pad(self.tail_shared, (0, rows))
+        self.tail_shared = _grown(self.tail_shared, (2 * rows,))
         self._free = list(range(2 * rows - 1, rows - 1, -1))
+
+
+def _grown(array: NDArray[Number], shape: tuple[int, ...]) -> NDArray[Number]:
+    """A larger array with the same entries, 0 elsewhere."""
+    larger = np.zeros(shape, array.dtype)
+    larger[tuple(map(slice, array.shape))] = array
+    return larger
