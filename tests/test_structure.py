@@ -37,7 +37,7 @@ ARROWS: dict[str, set[str]] = {
     "batching": {"operands"},
     "calls": {"device"},
     "ops": {"batching", "calls", "dispatch", "validation", "canonical", "problem", "operands", "device", "backends"},
-    "cascade": {"ops", "dispatch", "operands", "numerics", "device"},
+    "cascade": {"ops", "dispatch", "operands", "problem", "numerics", "device"},
     "api": {"fp8", "calls", "cascade", "ops", "validation", "dispatch", "operands", "numerics"},
     "kv": {"fp8", "api", "canonical", "cascade", "dispatch", "plan"},
     "backends": SPINE | {"fp8"},

@@ -280,7 +280,11 @@ def attention_paged(
     about: tuple[Any, ...] = ()
     if v_pages.__class__ is Fp8Tensor:
         given, about = validation.taken_apart(given)
-    if shared_prefix is None:
+    count, hinted = len(given), isinstance(shared_prefix, cascade.SharedPrefix)
+    if hinted:
+        groups, *hint = shared_prefix  # type: ignore[misc]
+        given, about = (*given, *hint), (*about, groups)  # type: ignore[assignment]
+    if hinted or shared_prefix is None:
         slot = calls.slot_of(
             given, "paged", 0.0, None, causal, window, softcap, scale, deterministic, backend, return_lse,
             max_seqlen_q, *about,
@@ -306,6 +310,8 @@ def attention_paged(
     if shared_prefix is None:
         return ops.result("paged", operands, flags, return_lse=return_lse, slot=slot)
     out, lse = cascade.attention(shared_prefix, operands, flags)
+    if slot is not None:
+        slot.call = cascade.bound(shared_prefix, operands, flags, (out, lse), count, return_lse=return_lse)
     return (out, lse) if return_lse else out
 
 

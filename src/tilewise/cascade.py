@@ -14,7 +14,7 @@ so nothing is read back from a device. It is followed when `refusal` has nothing
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,9 @@ from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem
 from tilewise.numerics import merge_partials
 from tilewise.operands import Flags, Operands
+from tilewise.problem import AttentionProblem
 
-__all__ = ["Group", "SharedPrefix", "attention", "describe", "price_seconds", "refusal", "saved_seconds"]
+__all__ = ["Group", "SharedPrefix", "attention", "bound", "describe", "price_seconds", "refusal", "saved_seconds"]
 
 # The rule's rates. A GPU pays for three more launches and saves reads, most of which L2 would have answered: an H200
 # takes 115 us for 64 sequences with 4096 keys in common and 128 of their own (8 heads on 8 or 32), 9.6 TB/s.
@@ -143,35 +144,81 @@ def attention(shared: SharedPrefix | None, operands: Operands, flags: Flags) -> 
     return _apart(shared, operands, flags)
 
 
+def bound(
+    shared: SharedPrefix, operands: Operands, flags: Flags, result: tuple[Tensor, Tensor], count: int, *,
+    return_lse: bool,
+) -> Callable[[Sequence[Tensor | None]], Any] | None:  # fmt: skip
+    """What serves later calls that look like this one, which had such a result (see calls), on a GPU; None if each is
+    to be judged.
+
+    Called with the first `count` operands and the tensors of the hint, all in their order.
+    """
+    if operands.q.device.type not in ATTENDERS or operands.k_scale is not None or ops.reads_contents(operands):
+        return None
+    if refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
+        plain = ops.Call("paged", operands, flags, return_lse=return_lse, lasting=True)
+        return lambda tensors: plain(tensors[:count])
+    prefix = _direct(shared, operands, flags)
+    if prefix is None:
+        return None
+    own = ops.Call("paged", _own(shared, operands), flags, return_lse=True, lasting=True)
+    attend = prefix.backend.bind_prefixes(prefix.problem, prefix.operands, shared.num_rows, shared.rows, *result)
+
+    def call(tensors: Sequence[Tensor | None]) -> Any:
+        q, k, v, cu_seqlens_q, _, _, _, *rest = tensors[:count]
+        table, keys, starts, rows, own_table, own_keys = tensors[count:]
+        out, lse = own.forward((q, k, v, cu_seqlens_q, None, own_table, own_keys, *rest))
+        attend((q, k, v, starts, table, keys, rows, out, lse))
+        return (out, lse) if return_lse else out
+
+    return call
+
+
 def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
     """Prefixes once a group, the rest as ever, merged."""
-    own = operands._replace(block_table=shared.own_table, seqlens_k=shared.own_seqlens)
-    out, lse = ops.repeated("paged", own, flags)
+    out, lse = ops.repeated("paged", _own(shared, operands), flags)
+    direct = _direct(shared, operands, flags)
+    if direct is not None:
+        direct.backend.attend_prefixes(direct.problem, direct.operands, shared.num_rows, shared.rows, out, lse)
+        return out, lse
     rows = shared.rows
-    # A sink counts once, with each sequence's own keys.
+    q = operands.q[: shared.num_rows] if rows is None else operands.q.index_select(0, rows)
+    prefix, everything = _prefix(shared, operands, flags)
+    return _merged(out, lse, *ops.attention("paged", prefix._replace(q=q), everything), rows)
+
+
+def _own(shared: SharedPrefix, operands: Operands) -> Operands:
+    """Every sequence's keys behind its prefix."""
+    return operands._replace(block_table=shared.own_table, seqlens_k=shared.own_seqlens)
+
+
+def _prefix(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Operands, Flags]:
+    """The groups as sequences, with all of q; a sink counts once, with each sequence's own keys."""
     prefix = Operands(
         operands.q, operands.k, operands.v, cu_seqlens_q=shared.cu_seqlens_q, block_table=shared.block_table,
         seqlens_k=shared.seqlens_k, k_scale=operands.k_scale, v_scale=operands.v_scale,
     )  # fmt: skip
     longest = max(group.rows for group in shared.groups)
-    everything = flags._replace(causal=False, window_left=None, window_right=None, max_seqlen_q=longest)
-    if _attend_directly(shared, prefix, everything, out, lse):
-        return out, lse
-    q = operands.q[: shared.num_rows] if rows is None else operands.q.index_select(0, rows)
-    return _merged(out, lse, *ops.attention("paged", prefix._replace(q=q), everything), rows)
+    return prefix, flags._replace(causal=False, window_left=None, window_right=None, max_seqlen_q=longest)
 
 
-def _attend_directly(shared: SharedPrefix, prefix: Operands, flags: Flags, out: Tensor, lse: Tensor) -> bool:
-    """Whether a backend has one pass for prefixes and their merging, which then is done: see ATTENDERS."""
-    name = ATTENDERS.get(out.device.type)
-    if name is None or flags.backend not in ("auto", name) or not ops.is_plain_eager((*prefix, shared.rows)):
-        return False
+class _Direct(NamedTuple):
+    """Who attends prefixes and merges them in one pass, and what it is given."""
+
+    backend: Any
+    problem: AttentionProblem
+    operands: Operands
+
+
+def _direct(shared: SharedPrefix, operands: Operands, flags: Flags) -> _Direct | None:
+    """See ATTENDERS; None where nobody does, or another backend was asked for."""
+    name = ATTENDERS.get(operands.q.device.type)
+    if name is None or flags.backend not in ("auto", name) or not ops.is_plain_eager((*operands, *shared[1:])):
+        return None
     backend = _loaded(name)
-    problem, operands = ops.judged("paged", prefix, flags)
-    if backend is None or backend.supports(problem, devices.of(out.device)) is not None:
-        return False
-    backend.attend_prefixes(problem, operands, shared.num_rows, shared.rows, out, lse)
-    return True
+    problem, prefix = ops.judged("paged", *_prefix(shared, operands, flags))
+    fits = backend is not None and backend.splits_prefixes(problem, shared.num_rows, devices.of(operands.q.device))
+    return _Direct(backend, problem, prefix) if fits else None
 
 
 def _merged(

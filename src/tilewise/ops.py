@@ -21,7 +21,7 @@ from tilewise.errors import Unsupported
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 
-__all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "repeated", "result"]
+__all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "reads_contents", "repeated", "result"]
 
 # The operands of each op; a question mark makes one optional.
 OPERANDS: dict[Kind, str] = {
@@ -64,6 +64,11 @@ def judged(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProbl
     """The problem and its canonical operands, for a pass beside those that every backend has."""
     problem = validation.problem_of(kind, operands, flags)
     return problem, canonical(problem, operands)
+
+
+def reads_contents(operands: Operands) -> bool:
+    """Whether a paged call is judged by what is in its tables, so that none serves for another."""
+    return validation.reads_contents("paged", operands)
 
 
 def result(

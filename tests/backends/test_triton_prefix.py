@@ -44,7 +44,7 @@ class Shared(NamedTuple):
 CASES = {
     "pages_of_16": Shared(),
     "pages_of_64": Shared(page_size=64, groups=((3, 2),), in_order=True),
-    "pages_of_3": Shared(page_size=3, groups=((20, 30), (3, 5)), heads=(2, 2)),
+    "pages_of_3": Shared(page_size=3, groups=((9, 30), (3, 5)), heads=(2, 2)),
     "fp32": Shared(dtype=FP32, dims=(40, 24)),
     "softcap": Shared(softcap=2.0),
     "no_own_keys": Shared(own=0),

@@ -154,6 +154,11 @@ class TritonBackend:
 
         quantised_rows.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
 
+    def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
+        """Whether `attend_prefixes` is for such groups: where rows alone fill the device, ordinary kernels are."""
+        launch = importlib.import_module("tilewise.backends.triton.launch_prefix")
+        return self.supports(problem, device) is None and bool(launch.num_splits(problem, num_rows, device) > 1)
+
     def attend_prefixes(
         self,
         problem: AttentionProblem,
@@ -169,6 +174,17 @@ class TritonBackend:
         if problem.fp8 and not _read_in_pairs(operands):
             problem, operands = dequantised(problem, operands, torch.float32)
         launch_prefix.attend_prefixes(problem, operands, num_rows, rows, out, lse)
+
+    def bind_prefixes(
+        self, problem: AttentionProblem, operands: Operands, num_rows: int, *results: Tensor | None
+    ) -> Bound:
+        """`attend_prefixes` for tensors that lie like these: q, k, v, cu_seqlens_q, block_table, seqlens_k, rows, out
+        and lse. Not for e4m3.
+        """
+        bound: Bound = importlib.import_module("tilewise.backends.triton.launch_prefix").bind_prefixes(
+            problem, operands, num_rows, *results
+        )
+        return bound
 
     def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
         """Rows of a partial result over other keys worked into `out` and `lse`: see tilewise.cascade."""

@@ -93,49 +93,40 @@ def prefix_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_heads", "num_splits"])
 def merge_prefix_kernel(
     out, lse, out_parts, lse_parts, rows, num_rows, num_heads, num_splits,
-    T: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    T: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Work the splits of BLOCK_M (row, head) pairs into their own results. Grid: pairs / BLOCK_M, heads fastest.
+    """Work the splits of a (row, head) pair into what it has of its own keys. Grid: row * num_heads.
 
     What has no weight does not count: what is in it must not come through as 0 * NaN.
     """
-    pair = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    pair = tl.program_id(0).to(tl.int64)
     head = pair % num_heads
-    token = pair // num_heads
-    ok = token < num_rows
-    row = token
+    row = pair // num_heads
     if rows is not None:
-        row = tl.load(rows + token, mask=ok, other=0)
-    every = tl.arange(0, MAX_SPLITS)[:, None]
-    pairs = num_rows * num_heads
-    logs = split_logs(lse_parts, every, num_splits, pair, pairs)
-    lse_rows = lse.ptr + head.to(tl.int64) * lse.stride_head + row * lse.stride_row
-    own_log = tl.load(lse_rows, mask=ok, other=NEG_INF)
+        row = tl.load(rows + row)
+    pairs = tl.cast(num_rows, tl.int64) * num_heads
+    every = tl.arange(0, MAX_SPLITS)
+    logs = tl.load(lse_parts + every * pairs + pair, mask=every < num_splits, other=NEG_INF)
+    lse_row = lse.ptr + head * lse.stride_head + row * lse.stride_row
+    own_log = tl.load(lse_row)
     top = tl.maximum(tl.max(logs, 0), own_log)
     anchor = tl.where(top == NEG_INF, 0.0, top)
     own_weight = tl.exp2((own_log - anchor) * LOG2E)
-    total = own_weight + tl.sum(tl.exp2((logs - anchor[None, :]) * LOG2E), 0)
+    total = own_weight + tl.sum(tl.exp2((logs - anchor) * LOG2E), 0)
     d_idx = tl.arange(0, T.BLOCK_DV)
     column_ok = d_idx < T.HEAD_DIM_V
-    out_rows = out.ptr + head.to(tl.int64) * out.stride_head + row.to(tl.int64) * out.stride_row
-    here = out_rows[:, None] + d_idx[None, :]
-    seen = (ok & (own_weight != 0.0))[:, None] & column_ok[None, :]
-    acc = tl.load(here, mask=seen, other=0.0).to(tl.float32) * own_weight[:, None]
+    here = out.ptr + head * out.stride_head + row * out.stride_row + d_idx
+    own = tl.load(here, mask=column_ok, other=0.0).to(tl.float32)
+    acc = tl.where(own_weight != 0.0, own, 0.0) * own_weight
     for first in tl.range(0, num_splits, BLOCK_SPLITS):
-        split = first + tl.arange(0, BLOCK_SPLITS)[:, None]
-        weights = tl.exp2((split_logs(lse_parts, split, num_splits, pair, pairs) - anchor[None, :]) * LOG2E)
-        part = split.to(tl.int64) * pairs + pair[None, :]
-        places = out_parts + part[:, :, None] * T.HEAD_DIM_V + d_idx[None, None, :]
-        values = tl.load(places, mask=(weights != 0.0)[:, :, None] & column_ok[None, None, :], other=0.0)
-        acc += tl.sum(values * weights[:, :, None], 0)
+        split = first + tl.arange(0, BLOCK_SPLITS)
+        part = split * pairs + pair
+        logs_here = tl.load(lse_parts + part, mask=split < num_splits, other=NEG_INF)
+        weights = tl.exp2((logs_here - anchor) * LOG2E)
+        places = out_parts + part[:, None] * T.HEAD_DIM_V + d_idx[None, :]
+        values = tl.load(places, mask=(weights != 0.0)[:, None] & column_ok[None, :], other=0.0)
+        acc += tl.sum(values * weights[:, None], 0)
     empty = total == 0.0
-    result = acc / tl.where(empty, 1.0, total)[:, None]
-    tl.store(here, result.to(out.ptr.dtype.element_ty), mask=ok[:, None] & column_ok[None, :])
-    tl.store(lse_rows, tl.where(empty, NEG_INF, anchor + tl.log2(tl.where(empty, 1.0, total)) * LN2), mask=ok)
-
-
-@triton.jit
-def split_logs(lse_parts, split, num_splits, pair, pairs):
-    """The lse of (row, head) pairs in splits, -inf where there are none."""
-    part = split.to(tl.int64) * pairs + pair[None, :]
-    return tl.load(lse_parts + part, mask=(split < num_splits) & (pair < pairs)[None, :], other=NEG_INF)
+    result = acc / tl.where(empty, 1.0, total)
+    tl.store(here, result.to(out.ptr.dtype.element_ty), mask=column_ok)
+    tl.store(lse_row, tl.where(empty, NEG_INF, anchor + tl.log2(tl.where(empty, 1.0, total)) * LN2))
