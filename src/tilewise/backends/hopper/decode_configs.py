@@ -40,6 +40,8 @@ SMEM_BYTES, MIN_STAGES, MAX_STAGES = 223 << 10, 3, 8
 MERGED_PARTS, MERGED_NUMBERS = 16, 64 * 128
 # Programs that share an item at most: one of them merges what all of them leave.
 MAX_PARTS = 32
+# Numbers of sequences that kernels are compiled for, because so few are searched in less code.
+FEW_SEQUENCES = (1, 4)
 # Fewer CTAs than SMs, up to this share, if items then are not cut, or all alike: 128 instead of 132 read 4354 instead
 # of 4177 GB/s at 16 x 8192, 4256 instead of 4130 at 1 x 131072. Memory keeps all of them waiting either way.
 EVEN = 0.85
@@ -52,7 +54,7 @@ class DecodeConfig(DecodeTile):
     ROWS: query tokens times heads of a group, padded, the columns of S^T; D, DV: padded head dims; IS_UNIFORM: all
     sequences have the bounds' lengths; PACKED_Q: cu_seqlens_q is given; PACKED_ROWS: queries and results are
     (token, head, column) rows; CHUNK: rows of a page that TMA fetches at a time; MERGED_PARTS: partial results of
-    MERGED_ROWS rows that are merged at a time.
+    MERGED_ROWS rows that are merged at a time; FEW: sequences there are at most, 0 for any number.
     """
 
     ROWS: int
@@ -77,6 +79,7 @@ class DecodeConfig(DecodeTile):
     PAGE_SIZE: int
     CHUNK: int
     ITEMSIZE: int
+    FEW: int = 0
     PRODUCER_REGS: int = 64
     CONSUMER_REGS: int = 168
 
@@ -85,7 +88,7 @@ def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: Deco
     """The configuration of a problem; `tile` to try another one."""
     d, dv = _padded(problem.head_dim), _padded(problem.head_dim_v)
     rows = 1 << (problem.group_size * tokens_of(problem, packed_queries=packed_queries) - 1).bit_length()
-    itemsize = 1 if problem.fp8 else 2
+    itemsize, uniform = 1 if problem.fp8 else 2, problem.kind == "dense"
     chosen = tile or next(t for t in _tiles(problem) if _fits(t, max(8, rows), d, dv, itemsize))
     return DecodeConfig(
         BLOCK_N=chosen.BLOCK_N,
@@ -103,7 +106,7 @@ def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: Deco
         HAS_LEFT=has_left(problem),
         HAS_SOFTCAP=problem.softcap is not None,
         HAS_SINKS=problem.has_sinks,
-        IS_UNIFORM=problem.kind == "dense",
+        IS_UNIFORM=uniform,
         IS_VARLEN=problem.kind == "varlen",
         IS_PAGED=problem.page_size is not None,
         IS_FP8=bool(problem.fp8),
@@ -112,6 +115,7 @@ def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: Deco
         PAGE_SIZE=problem.page_size or 0,
         CHUNK=math.gcd(problem.page_size or 0, chosen.BLOCK_N),
         ITEMSIZE=itemsize,
+        FEW=0 if uniform or problem.fp8 else next((few for few in FEW_SEQUENCES if problem.batch <= few), 0),
     )
 
 

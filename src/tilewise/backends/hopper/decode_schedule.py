@@ -6,7 +6,7 @@ host.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc,assignment"
 # ruff: noqa: N803, N806, RET505
 
 from typing import NamedTuple
@@ -27,10 +27,8 @@ __all__ = [
     "spans_of",
 ]
 
-# Sequences whose lengths are added up at a time, over the lanes of a warp.
+# Sequences whose lengths are added up at a time, over the lanes of a warp; up to C.FEW one by one, by every lane.
 SCAN = gl.constexpr(128)
-# Up to so many are added up one after another, by every lane: no shuffles.
-FEW = gl.constexpr(4)
 
 
 class DecodeSizes(NamedTuple):
@@ -103,14 +101,17 @@ def ask_lengths(lengths, first, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr)
 @gluon.jit
 def ask(lengths, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
     """What the search for a share's sequence begins with, asked for before it is needed: (queries, keys) of the first
-    SCAN sequences, and of each of the first FEW.
+    SCAN sequences, or of each of C.FEW.
     """
-    first = ask_lengths(lengths, 0, sizes, NUM_WARPS, C)
-    few = ()
-    for i in gl.static_range(FEW):
-        _, seqlen_q, _, seqlen_k = spans_of(lengths, gl.to_tensor(i), sizes, i < sizes.batch, C)
-        few = few + ((gl.where(i < sizes.batch, seqlen_q, 0), seqlen_k),)  # noqa: RUF005  (Triton knows no unpacking)
-    return first, few
+    if C.FEW == 0:
+        return ask_lengths(lengths, 0, sizes, NUM_WARPS, C)
+    else:
+        FEW: gl.constexpr = C.FEW
+        few = ()
+        for i in gl.static_range(FEW):
+            _, seqlen_q, _, seqlen_k = spans_of(lengths, gl.to_tensor(i), sizes, i < sizes.batch, C)
+            few = few + ((gl.where(i < sizes.batch, seqlen_q, 0), seqlen_k),)  # noqa: RUF005  (Triton knows no unpacking)
+        return few
 
 
 @gluon.jit
@@ -147,7 +148,8 @@ def _passed(ends, begin):
 
 @gluon.jit
 def _find_among_few(few, program, sizes, C: gl.constexpr):
-    """As `_find_sequence`, among at most FEW."""
+    """As `_find_sequence`, among at most C.FEW."""
+    FEW: gl.constexpr = C.FEW
     total = gl.to_tensor(0)
     ends = ()
     for i in gl.static_range(FEW):
@@ -156,7 +158,7 @@ def _find_among_few(few, program, sizes, C: gl.constexpr):
     begin = share_of(total, program, C)
     batch_idx = gl.to_tensor(0)
     before = gl.to_tensor(0)
-    for i in gl.static_range(FEW):
+    for i in gl.static_range(FEW - 1):
         batch_idx += gl.where(ends[i] <= begin, 1, 0)
         before = gl.where(ends[i] <= begin, ends[i], before)
     return total, begin, batch_idx, before
@@ -180,27 +182,25 @@ def _find_sequence(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: g
             batch_idx += number
             before = max(before, end)
             passed += gl.sum(counts, axis=0)
-        batch_idx = min(batch_idx, sizes.batch - 1)
+    elif C.FEW:
+        total, begin, batch_idx, before = _find_among_few(asked, program, sizes, C)
     else:
-        first_counts, few = asked
-        if sizes.batch <= FEW:
-            total, begin, batch_idx, before = _find_among_few(few, program, sizes, C)
-        else:
-            counts = _counts(first_counts, sizes, C)
-            ends = gl.associative_scan(counts, 0, _add)
-            passed = gl.max(ends, axis=0)
-            total = passed
-            for first in range(SCAN, sizes.batch, SCAN):
-                total = total + gl.sum(_counts(ask_lengths(lengths, first, sizes, NUM_WARPS, C), sizes, C), axis=0)
-            begin = share_of(total, program, C)
-            batch_idx, before = _passed(ends, begin)
-            for first in range(SCAN, sizes.batch, SCAN):
-                counts = _counts(ask_lengths(lengths, first, sizes, NUM_WARPS, C), sizes, C)
-                ends = passed + gl.associative_scan(counts, 0, _add)
-                number, end = _passed(ends, begin)
-                batch_idx += number
-                before = max(before, end)
-                passed = gl.max(ends, axis=0)
+        counts = _counts(asked, sizes, C)
+        ends = gl.associative_scan(counts, 0, _add)
+        # Beside the scan, not after it.
+        passed = gl.sum(counts, axis=0)
+        total = passed
+        for first in range(SCAN, sizes.batch, SCAN):
+            total = total + gl.sum(_counts(ask_lengths(lengths, first, sizes, NUM_WARPS, C), sizes, C), axis=0)
+        begin = share_of(total, program, C)
+        batch_idx, before = _passed(ends, begin)
+        for first in range(SCAN, sizes.batch, SCAN):
+            counts = _counts(ask_lengths(lengths, first, sizes, NUM_WARPS, C), sizes, C)
+            number, end = _passed(passed + gl.associative_scan(counts, 0, _add), begin)
+            batch_idx += number
+            before = max(before, end)
+            passed += gl.sum(counts, axis=0)
+    if C.FEW != 1:
         batch_idx = min(batch_idx, sizes.batch - 1)
     return total, begin, batch_idx, before
 
