@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 import tilewise as tw
 from interpreting import interpret
-from tilewise import fp8
+from tilewise import cascade, fp8, ops
+from tilewise import device as devices
 from tilewise.operands import Flags, Operands
+from tilewise.problem import AttentionProblem
 from tilewise.validation import problem_of
 
 triton = pytest.importorskip("triton")
@@ -124,6 +128,97 @@ def test_interpreted_prefixes_complete_what_rows_see_of_their_own_keys(case: Sha
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
 
 
+@only_interpreted
+@pytest.mark.parametrize("splits", [1, 3], ids=["one split", "three"])
+def test_interpreted_calls_are_bound_after_the_first(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the pass is found where keys are split, later calls run what the first one prepared."""
+    for name, value in (("price_seconds", lambda *_: 0.0), ("ATTENDERS", {"cpu": "triton"})):
+        monkeypatch.setattr(cascade, name, value)
+    monkeypatch.setattr(ops, "reads_contents", lambda _: False)
+    monkeypatch.setattr(launch_prefix, "num_splits", lambda *_: splits)
+    launch_prefix.prefix_pass.cache_clear()
+    attended, directly = list[int](), triton_backend.attend_prefixes
+
+    def noted(_: Any, *arguments: Any) -> None:
+        attended.append(1)
+        directly(*arguments)
+
+    monkeypatch.setattr(type(triton_backend), "attend_prefixes", noted)
+    batch = Batch(Shared(groups=((3, 3),), heads=(2, 1)))
+    operands = batch.prefix()
+    groups = tuple(cascade.Group(count, count, pages * 16) for count, pages in batch.case.groups)
+    own = torch.full((len(batch.q),), batch.case.own, dtype=torch.int32)
+    assert operands.block_table is not None
+    assert operands.seqlens_k is not None
+    assert operands.cu_seqlens_q is not None
+    hint = cascade.SharedPrefix(
+        groups, operands.block_table, operands.seqlens_k, operands.cu_seqlens_q, batch.rows, batch.own_table, own
+    )
+
+    def attend(number: int) -> list[Tensor]:
+        torch.manual_seed(number)
+        q = torch.randn_like(batch.q)
+        given = (q, batch.k, batch.v, batch.table, batch.lengths)
+        return [q, *tw.attention_paged(*given, shared_prefix=hint, return_lse=True)]
+
+    for number in range(3):
+        q, out, lse = attend(number)
+        want, want_lse = tw.attention_paged(
+            q.double(), batch.k.double(), batch.v.double(), batch.table, batch.lengths, return_lse=True
+        )
+        torch.testing.assert_close(out.double(), want, atol=4 * 2**-7, rtol=2 * 2**-7)
+        torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
+    # Judged once; where nothing is split, ordinary kernels attend to the prefixes.
+    assert len(attended) == (1 if splits > 1 else 0)
+    assert all(torch.equal(a, b) for a, b in zip(attend(1), attend(1), strict=True))
+
+
+@pytest.mark.slow
 @only_compiled
 def test_prefixes_are_attended_in_the_interpreter() -> None:
     interpret(str(Path(__file__)))
+
+
+@pytest.mark.slow
+@only_compiled
+@pytest.mark.parametrize("device", ["h200", "a100"])
+@pytest.mark.parametrize(
+    ("dim", "page_size", "e4m3"), [(64, 16, False), (128, 64, False), (128, 64, True), (256, 64, False)]
+)
+def test_kernels_fit_the_device(device: str, dim: int, page_size: int, e4m3: bool) -> None:
+    problem = AttentionProblem(
+        kind="paged", dtype=BF16, batch=2, seqlen_q=64, seqlen_k=4096, total_q=80, total_k=8192, num_heads=32,
+        num_kv_heads=8, head_dim=dim, head_dim_v=dim, scale=0.1, page_size=page_size, fp8=("k", "v") if e4m3 else (),
+    )  # fmt: skip
+    views = gpu_offline.operand_views(problem, packed_queries=True)
+    for name, shape, dtype in (("out", (80, 32, dim), BF16), ("lse", (32, 80), FP32), ("rows", (80,), torch.int64)):
+        views[name] = launching.Allocation.contiguous(shape, dtype).view
+    spec = devices.named(device)
+    calls = launch_prefix.prefix_calls(problem, 80, spec, views)
+    for call in calls:
+        compiled = compilation.compile_call(call, spec, -1)
+        assert compiled.metadata.shared <= spec.smem_bytes
+    attended = calls[0].arguments
+    # Whole tiles of a page come by TMA where there is any.
+    assert (attended["k_desc"] is not None) == (device == "h200" and page_size == 64 and not e4m3)
+    assert calls[0].grid[0] == attended["num_blocks"] * attended["num_splits"] * 8 * 2
+
+
+@only_compiled
+def test_keys_are_split_until_the_device_is_full() -> None:
+    spec = devices.named("h200")
+    problem = AttentionProblem(
+        kind="paged", dtype=BF16, batch=1, seqlen_q=64, seqlen_k=4096, total_q=64, total_k=8192, num_heads=32,
+        num_kv_heads=8, head_dim=128, head_dim_v=128, scale=0.1, page_size=64,
+    )  # fmt: skip
+
+    def splits(rows: int, **changes: Any) -> int:
+        return int(launch_prefix.num_splits(dataclasses.replace(problem, seqlen_q=rows, **changes), rows, spec))
+
+    assert splits(64) > 1
+    assert splits(4096) == 1
+    assert splits(1, seqlen_k=64) == 1
+    assert splits(0) >= 1
+    assert splits(1) <= launch_prefix.MAX_SPLITS
+    found = [splits(rows) for rows in (1, 16, 64, 128, 512)]
+    assert found == sorted(found, reverse=True)
