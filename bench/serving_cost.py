@@ -9,8 +9,7 @@
     fixed     the same for a step with seats; on a GPU also the time a captured step of 4 layers takes when it is
               replayed, and when the same calls are made one by one
     cascade   decoding with a shared prefix attended by every sequence and once for all, whatever the rule says; `rule`
-              is what it says, `saved` the time that the keys not read again took, per byte of them; `in parts` with
-              the group cut so that a decode kernel takes each part
+              is what it says, `saved` the time that the keys not read again took, per byte of them
 
 On a GPU, kernels are timed in a CUDA graph of many calls. On a CPU the fastest of several calls counts: wall time, or
 with one thread its own CPU time, which other processes disturb less.
@@ -44,7 +43,6 @@ Row = dict[str, Any]
 
 KV_HEADS, DIM, PAGE_SIZE, OWN = 8, 128, 64, 128
 GRAPH_CALLS, SAMPLES = 20, 15
-DECODE_ROWS = 64
 WARM_STEPS = 4
 
 
@@ -210,35 +208,29 @@ def _cascade_row(device: str, dtype: torch.dtype, heads: int, batch: int, prefix
     k, v = (torch.randn(pages, PAGE_SIZE, KV_HEADS, DIM, device=device).to(dtype) for _ in range(2))
     q = torch.randn(batch, heads, DIM, device=device).to(dtype)
     lengths = torch.full((batch,), prefix + OWN, dtype=torch.int32, device=device)
-    shared = _hint(table, lengths, prefix, batch)
-    # Few enough rows for the GPU's decode kernel, which splits keys over processors.
-    parts = _hint(table, lengths, prefix, min(batch, max(1, DECODE_ROWS * KV_HEADS // heads)))
+    shared = _hint(table, lengths, prefix)
     operands, flags = Operands(q, k, v, block_table=table, seqlens_k=lengths), Flags()
     spec = devices.of(q.device)
     apart = cascade._apart  # noqa: SLF001  (the rule left out)
     plain = tw.attention_paged(q, k, v, table, lengths)
-    for hint in (shared, parts):
-        torch.testing.assert_close(apart(hint, operands, flags)[0], plain, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(apart(shared, operands, flags)[0], plain, atol=2e-2, rtol=2e-2)
     without = seconds(lambda: tw.attention_paged(q, k, v, table, lengths), device)
     with_it = seconds(lambda: apart(shared, operands, flags), device)
-    in_parts = seconds(lambda: apart(parts, operands, flags), device)
     saved = shared.keys_saved * KV_HEADS * 2 * DIM * k.element_size()
     return {
         "heads": heads, "batch": batch, "prefix": prefix, "without us": without * 1e6, "cascade us": with_it * 1e6,
-        "in parts us": in_parts * 1e6, "ratio": without / with_it, "saved MB": saved / 1e6,
+        "ratio": without / with_it, "saved MB": saved / 1e6,
         "saved GB/s": saved / (without - with_it) / 1e9 if without > with_it else None,
         "rule": cascade.refusal(shared, operands, flags, spec) is None,
     }  # fmt: skip
 
 
-def _hint(table: Tensor, lengths: Tensor, prefix: int, size: int) -> cascade.SharedPrefix:
-    """One group of all sequences, or several of `size` with the same prefix."""
+def _hint(table: Tensor, lengths: Tensor, prefix: int) -> cascade.SharedPrefix:
+    """One group of all sequences."""
     batch, pages, device = len(table), prefix // PAGE_SIZE, table.device
-    count = batch // size
-    starts = torch.arange(0, batch + 1, size, dtype=torch.int32, device=device)
-    keys = torch.full((count,), prefix, dtype=torch.int32, device=device)
-    groups = (cascade.Group(size, size, prefix),) * count
-    prefixes = table[:count, :pages].contiguous()
+    starts = torch.tensor([0, batch], dtype=torch.int32, device=device)
+    keys = torch.full((1,), prefix, dtype=torch.int32, device=device)
+    groups, prefixes = (cascade.Group(batch, batch, prefix),), table[:1, :pages].contiguous()
     return cascade.SharedPrefix(groups, prefixes, keys, starts, None, table[:, pages:].contiguous(), lengths - prefix)
 
 

@@ -11,7 +11,7 @@ from tilewise.errors import OutOfPages
 from tilewise.kv import PageBook
 from tilewise.kv.groups import PrefixGroups, find_groups
 from tilewise.kv.pages import PageAllocator
-from tilewise.kv.prefix import PrefixIndex, known_ids
+from tilewise.kv.prefix import PrefixIndex, known_ids, page_of
 
 
 def test_pages_are_taken_and_given_back_in_constant_time_and_counted() -> None:
@@ -41,7 +41,7 @@ def test_a_hash_hit_is_checked_by_tokens_and_predecessor() -> None:
     one_two, three_four = known_ids([1, 2]).tobytes(), known_ids([3, 4]).tobytes()
     entry = index.insert(None, one_two, 5)
     assert entry is not None
-    assert [found.page for found in index.follow(known_ids([1, 2, 9]))] == [5]
+    assert [page_of(found) for found in index.follow(known_ids([1, 2, 9]))] == [5]
     assert list(index.follow(known_ids([1, 3]))) == []
     assert index.insert(None, three_four, 6) is None
     assert index.insert(entry, one_two, 7) is None
