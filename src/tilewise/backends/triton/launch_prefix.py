@@ -38,8 +38,8 @@ TENSORS = (*Operands._fields, "rows", "out", "lse", "workspace")
 BOUND = ("q", "k", "v", "cu_seqlens_q", "block_table", "seqlens_k", "rows", "out", "lse")
 # What the prefix kernel has of the arguments of kernels that compute scores.
 SCORED = ("q", "k", "v", "lengths", "sizes", "band", "scalars", "T")
-# Programs a multiprocessor is given, and the splits that are worth merging: those of the first kernel are all read again
-# by the second. 64 rows of 32 heads on 8 over 4096 keys take an H200 16.9 us in tiles of 64 x 64 with one program (4
+# Programs a multiprocessor is given, and the splits that are worth merging: those of the first kernel are all read by
+# the second. 64 rows of 32 heads on 8 over 4096 keys take an H200 16.9 us in tiles of 64 x 64 with one program (4
 # splits), 20.4 with two, 16.5 in tiles of 128 x 64 (8 splits); with the merge 21.0, 24.8 and 20.9, and the forward
 # kernel, without splits, 51.
 PROGRAMS, MAX_SPLITS = 1, 32
