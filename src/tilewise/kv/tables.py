@@ -12,6 +12,7 @@ written in place, on the current stream, so a CUDA graph that was captured over 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -292,31 +293,35 @@ class Stage:
     """
 
     def __init__(self, longs: tuple[int, ...], ints: tuple[int, ...]) -> None:
-        self._longs: list[tuple[int, int]] = []
-        self._ints: list[tuple[int, int]] = []
-        self.size = 0
-        for count in longs:
-            self._longs.append((self.size, self.size + count))
-            self.size += -(-count // 2) * 2
-        for count in ints:
-            self._ints.append((2 * self.size, 2 * self.size + count))
-            self.size += -(-count // 4) * 2
+        # Each array and the gap behind it, and where each begins and ends.
+        self._longs = [size for count in longs for size in (count, -count % 2)]
+        self._ints = [size for count in ints for size in (count, -count % 4)]
+        self._halves = [sum(self._longs), sum(self._ints) // 2]
+        self.size = sum(self._halves)
+        self._long_places, self._int_places = _places(self._longs, 0), _places(self._ints, 2 * self._halves[0])
 
     def filled(self, longs: tuple[Ints, ...], ints: tuple[NDArray[np.integer], ...], pinned: bool) -> Tensor:
         """A buffer on the host with the arrays in it; where it is pinned, torch keeps it until its copy is done."""
         stage = torch.empty(self.size, dtype=torch.int64, device="cpu", pin_memory=pinned)
         memory = stage.numpy()
         narrow = memory.view(np.int32)
-        for (start, end), values in zip(self._longs, longs, strict=True):
-            memory[start:end] = values
-        for (start, end), numbers in zip(self._ints, ints, strict=True):
-            narrow[start:end] = numbers
+        for place, values in zip(self._long_places, longs, strict=True):
+            memory[place] = values
+        for place, numbers in zip(self._int_places, ints, strict=True):
+            narrow[place] = numbers
         return stage
 
     def views(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The arrays in such a buffer."""
-        narrow = buffer.view(torch.int32)
-        return [buffer[a:b] for a, b in self._longs], [narrow[a:b] for a, b in self._ints]
+        """The arrays in such a buffer; all at once, because a slice takes 3 us."""
+        longs, ints = buffer.split_with_sizes(self._halves)
+        narrow = ints.view(torch.int32).split_with_sizes(self._ints)
+        return list(longs.split_with_sizes(self._longs)[::2]), list(narrow[::2])
+
+
+def _places(sizes: list[int], first: int) -> list[slice]:
+    """Of every other run of these sizes, one after another from `first` on."""
+    ends = [first + end for end in itertools.accumulate(sizes)]
+    return [slice(end - size, end) for size, end in zip(sizes[::2], ends[::2], strict=True)]
 
 
 # Steps of a decoding batch send arrays of the same sizes, but for those in which pages are taken.
