@@ -283,7 +283,7 @@ def attention_paged(
     count, hinted = len(given), isinstance(shared_prefix, cascade.SharedPrefix)
     if hinted:
         groups, *hint = shared_prefix  # type: ignore[misc]
-        given, about = (*given, *hint), (*about, groups)  # type: ignore[assignment]
+        given, about = (*given, *hint), (*about, groups)
     if hinted or shared_prefix is None:
         slot = calls.slot_of(
             given, "paged", 0.0, None, causal, window, softcap, scale, deterministic, backend, return_lse,
