@@ -159,16 +159,19 @@ def bound(
         plain = ops.Call("paged", operands, flags, return_lse=return_lse, lasting=True)
         return lambda tensors: plain(tensors[:count])
     prefix = _direct(shared, operands, flags)
-    if prefix is None:
+    # What had to be copied first is copied in every call.
+    if prefix is None or any(a is not b for a, b in zip(prefix.operands[:3], operands[:3], strict=True)):
         return None
-    own = ops.Call("paged", _own(shared, operands), flags, return_lse=True, lasting=True)
-    attend = prefix.backend.bind_prefixes(prefix.problem, prefix.operands, shared.num_rows, shared.rows, *result)
+    own, num_rows = ops.Call("paged", _own(shared, operands), flags, return_lse=True, lasting=True), shared.num_rows
+    attend = prefix.backend.bind_prefixes(prefix.problem, prefix.operands, num_rows, shared.rows, *result)
 
     def call(tensors: Sequence[Tensor | None]) -> Any:
         q, k, v, cu_seqlens_q, _, _, _, *rest = tensors[:count]
         table, keys, starts, rows, own_table, own_keys = tensors[count:]
         out, lse = own.forward((q, k, v, cu_seqlens_q, None, own_table, own_keys, *rest))
-        attend((q, k, v, starts, table, keys, rows, out, lse))
+        if attend((q, k, v, starts, table, keys, rows, out, lse)) is None:
+            given = Operands(q, k, v, starts, block_table=table, seqlens_k=keys)  # type: ignore[arg-type]
+            prefix.backend.attend_prefixes(prefix.problem, given, num_rows, rows, out, lse)
         return (out, lse) if return_lse else out
 
     return call
