@@ -87,3 +87,37 @@ def test_rotation_cures_outliers_as_published() -> None:
 
     assert rmse(rotation=False) == pytest.approx(2.4e-2, rel=0.2)
     assert rmse(rotation=True) <= 9.4e-3
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("served_by", "layout", "granularity"),
+    [("hopper", "bhsd", "head"), ("hopper", "bshd", "block"), ("triton", "bhsd", "head")],
+)
+def test_operands_of_more_than_two_to_the_31_elements(served_by: str, layout: Any, granularity: Any) -> None:
+    """The last heads have the bits that they have without the others, and the attention of their own rows."""
+    heads, length, dim, window, tail = 132, 131072, 128, 63, 512
+    shape = (1, heads, length, dim) if layout == "bhsd" else (1, length, heads, dim)
+    at = (slice(None), slice(-2, None)) if layout == "bhsd" else (slice(None), slice(None), slice(-2, None))
+    flags: dict[str, Any] = {"causal": True, "window": (window, 0), "layout": layout, "backend": served_by}
+    whole, last = [], []
+    for _ in range(3):
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        assert x.numel() > 2**31
+        made = fp8.quantize(x, granularity=granularity, layout=layout)
+        own = fp8.quantize(x[at].contiguous(), granularity=granularity, layout=layout)
+        assert torch.equal(made.data[at].view(torch.uint8), own.data.view(torch.uint8))
+        assert torch.equal(made.scale[:, -2:], own.scale)
+        whole.append(made)
+        last.append(own)
+    out, alone = tw.attention(*whole, **flags)[at], tw.attention(*last, **flags)
+    assert torch.equal(out, alone)
+    rows = [t.dequantize() if layout == "bhsd" else t.dequantize().transpose(1, 2) for t in last]
+    q, k, v = (t[:, :, -tail:].double() for t in rows)
+    i = torch.arange(tail, device="cuda")
+    keep = (i[None, :] <= i[:, None]) & (i[None, :] >= i[:, None] - window)
+    truth = torch.softmax((q @ k.mT * dim**-0.5).masked_fill(~keep, -torch.inf), -1) @ v
+    found = (out if layout == "bhsd" else out.transpose(1, 2))[:, :, -tail:].double()
+    # The first rows of the slice see keys before it.
+    error, size = ((t[:, :, window:].square().mean().sqrt()) for t in (found - truth, truth))
+    assert error <= 0.03 * size

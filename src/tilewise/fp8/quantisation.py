@@ -70,10 +70,9 @@ def quantize(
         fix = 'Find where it came from, or let it become NaN with nonfinite="nan".'
         raise InvalidProblem("x", "finite numbers", "NaN or infinity", fix)
     given = None if scale is None else torch.as_tensor(scale, dtype=torch.float32, device=x.device)
-    with torch.no_grad():
-        data, found = _compute(
-            x, granularity, rows, kind, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen
-        )
+    data, found = _compute(
+        x, granularity, rows, kind, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen
+    )
     dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
     return Fp8Tensor(data, found, cast("Granularity", granularity), kind, rows, rotation, dtype)
 
@@ -133,12 +132,13 @@ def _compute(
         return _kernel()(
             x, granularity, block, layout, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen
         )
-    if layout == "packed":
-        assert cu_seqlens is not None
-        return _packed(x, granularity, block, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen)
-    heads_first = x.transpose(1, 2) if layout == "bshd" else x
-    data, scale = _dense(_prepared(heads_first, rotation), granularity, block, given)
-    return (data.transpose(1, 2) if layout == "bshd" else data).contiguous(), scale
+    with torch.no_grad():
+        if layout == "packed":
+            assert cu_seqlens is not None
+            return _packed(x, granularity, block, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen)
+        heads_first = x.transpose(1, 2) if layout == "bshd" else x
+        data, scale = _dense(_prepared(heads_first, rotation), granularity, block, given)
+        return (data.transpose(1, 2) if layout == "bshd" else data).contiguous(), scale
 
 
 class _Rows(NamedTuple):

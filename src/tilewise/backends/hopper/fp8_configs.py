@@ -17,14 +17,15 @@ FP8_BLOCK_N = 128
 class Fp8Tile:
     """One row of the table.
 
-    NUM_WARPGROUPS of 64 query rows; NUM_STAGES slots in the K and V rings and Q_STAGES in Q's; OVERLAP: Q K^T of a tile
-    is issued together with P V of the last one; PING_PONG: warpgroups take turns in issuing products, so that one's
-    softmax runs under the other's products; PIN_EXP as in ForwardTile.
+    NUM_WARPGROUPS of 64 query rows; NUM_STAGES slots in the K and V rings and Q_STAGES in Q's; CARRY: P V of a tile is
+    left to the step of the next one. There, OVERLAP: it is issued together with Q K^T; PING_PONG: warpgroups take turns
+    in issuing products, so that one's softmax runs under the other's products; PIN_EXP as in ForwardTile.
     """
 
     NUM_WARPGROUPS: int = 2
     NUM_STAGES: int = 3
     Q_STAGES: int = 2
+    CARRY: bool = True
     OVERLAP: bool = True
     PING_PONG: bool = True
     PIN_EXP: bool = False
@@ -34,8 +35,8 @@ class Fp8Tile:
 D64 = Fp8Tile(NUM_WARPGROUPS=3, NUM_STAGES=4, OVERLAP=False)
 # A third loop and a left edge do not fit into 160 registers (671 spills).
 D64_WINDOW = Fp8Tile(NUM_STAGES=4)
-# 952 and 909. Two warpgroups 891, overlapped (13 values spilled and fetched each tile) 802.
-D128 = Fp8Tile(NUM_WARPGROUPS=3, OVERLAP=False, PING_PONG=False)
+# 1009 and 925; with P carried 979. Two warpgroups 868 (carried 891, overlapped 802), in turns 669 (carried 928).
+D128 = Fp8Tile(NUM_WARPGROUPS=3, CARRY=False, OVERLAP=False, PING_PONG=False)
 # For a left edge and for values with scales of blocks: more registers than 160.
 D128_OTHER = Fp8Tile(OVERLAP=False, PING_PONG=False)
 # O takes 128 registers of a thread, so the parts of P V (64 more) wait until S is free: without overlap, in turns.

@@ -200,7 +200,12 @@ def add_values(acc, product, alpha, v_scale, C: gl.constexpr):
 def add_tile(acc, acc_rest, p, alpha, v_scale, at, pipe, C: gl.constexpr):
     """O of one more tile, whose V is in slot `at`: part after part, each waited for."""
     pipe.v_ring.wait(at)
-    operand = left_operand(p, C)
+    return add_product(acc, acc_rest, left_operand(p, C), alpha, v_scale, at, pipe, C)
+
+
+@gluon.jit
+def add_product(acc, acc_rest, operand, alpha, v_scale, at, pipe, C: gl.constexpr):
+    """O * alpha + P V, where V has arrived."""
     product = warpgroup_mma_wait(0, deps=[issue_values(operand, at.slot, pipe, 0, C)])
     acc = add_values(acc, product, alpha, v_scale, C)
     if C.D > C.PART:
@@ -211,13 +216,26 @@ def add_tile(acc, acc_rest, p, alpha, v_scale, at, pipe, C: gl.constexpr):
 
 
 @gluon.jit
+def max_rows(scores, C: gl.constexpr):
+    """Row maxima. Where P V follows, a thread finds them in 8 chains a row: one of 32 waits 5 cycles for each element,
+    and only there do the chains of one row run under the exponentials of the other.
+    """
+    if C.CARRY:
+        return gl.max(scores, axis=1)
+    else:
+        parts = gl.max(gl.reshape(scores, [64, C.BLOCK_N // 32, 4, 4, 2]), axis=2)
+        row_max = gl.max(gl.max(gl.max(parts, axis=1), axis=2), axis=1)
+        return gl.convert_layout(row_max, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
+
+
+@gluon.jit
 def soften(scores, row_max, row_sum, score_scale, row, n_block, seqlen_q, seqlen_k, sizes,
            MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """(P, alpha, row_max, row_sum) after one more tile of scores."""
     scores = gl.convert_layout(scores, accumulator_layout(C.BLOCK_N))
     if MASKED:
         scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
-    new_max = gl.maximum(row_max, gl.max(scores, axis=1) * score_scale)
+    new_max = gl.maximum(row_max, max_rows(scores, C) * score_scale)
     # Only a masked tile can leave a row without any key so far.
     shift = gl.where(new_max == NEG_INF, 0.0, new_max) if MASKED else new_max
     alpha = exp2(row_max - shift)
@@ -282,6 +300,28 @@ def attend(
 
 
 @gluon.jit
+def attend_at_once(
+    n_block, row, q_slot, at, acc, acc_rest, row_max, row_sum, row_scale, k_scales, v_scales, strides,
+    seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """One key tile from S = Q K^T to O += P V: in one piece of code, so that P is rounded under its exponentials."""
+    pipe.k_ring.wait(at)
+    issued = issue_scores(q_slot, at.slot, pipe, C)
+    score_scale = row_scale * gl.load(k_scales + n_block * strides[0])
+    v_scale = 1.0
+    if C.HAS_V_BLOCKS:
+        v_scale = gl.load(v_scales + n_block * strides[1])
+    scores = warpgroup_mma_wait(0, deps=[issued])
+    pipe.k_ring.release(at)
+    p, alpha, row_max, row_sum = soften(
+        scores, row_max, row_sum, score_scale, row, n_block, seqlen_q, seqlen_k, sizes, MASKED, C)  # fmt: skip
+    operand = left_operand(p, C)
+    pipe.v_ring.wait(at)
+    acc, acc_rest = add_product(acc, acc_rest, operand, alpha, v_scale, at, pipe, C)
+    return acc, acc_rest, row_max, row_sum, at.next()
+
+
+@gluon.jit
 def store_rows(acc, acc_rest, lse, out_desc, lse_ptr, item, head, span, row, sizes, pipe,
                WARPGROUP: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Write one warpgroup's lse and, through shared memory, its rows of O; TMA drops rows past the end."""
@@ -338,31 +378,43 @@ def consumer(
 
         # The rightmost tile, always masked; the rest of the right edge, whole tiles, the left edge.
         pipe.q_ring.wait(q_lane)
-        pipe.k_ring.wait(at)
-        scores = warpgroup_mma_wait(0, deps=[issue_scores(q_lane.slot, at.slot, pipe, C)])
-        pipe.k_ring.release(at)
+        if C.CARRY:
+            pipe.k_ring.wait(at)
+            scores = warpgroup_mma_wait(0, deps=[issue_scores(q_lane.slot, at.slot, pipe, C)])
+            pipe.k_ring.release(at)
         acc = gl.zeros([64, PART], gl.float32, fp8_accumulator_layout(PART))
         acc_rest = acc
         row_max = gl.full([64], NEG_INF, gl.float32, ROW_LAYOUT)
         row_sum = sum_rows(gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N)), C)
-        p, alpha, row_max, row_sum = soften(
-            scores, row_max, row_sum, row_scale * gl.load(k_scales + last * strides[0]), row, last, seqlen_q, seqlen_k,
-            sizes, True, C)  # fmt: skip
+        if C.CARRY:
+            p, alpha, row_max, row_sum = soften(
+                scores, row_max, row_sum, row_scale * gl.load(k_scales + last * strides[0]), row, last, seqlen_q,
+                seqlen_k, sizes, True, C)  # fmt: skip
         begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
-        if C.HAS_RIGHT:
-            for i in range(1, begin):
+        if C.CARRY:
+            if C.HAS_RIGHT:
+                for i in range(1, begin):
+                    acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
+                        last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales,
+                        v_scales, strides, seqlen_q, seqlen_k, sizes, pipe, True, WARPGROUP, C)  # fmt: skip
+            for i in range(begin, end):
                 acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
                     last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales,
-                    v_scales, strides, seqlen_q, seqlen_k, sizes, pipe, True, WARPGROUP, C)  # fmt: skip
-        for i in range(begin, end):
-            acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
-                last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales,
-                v_scales, strides, seqlen_q, seqlen_k, sizes, pipe, False, WARPGROUP, C)  # fmt: skip
-        if C.HAS_LEFT:
-            for i in range(end, count):
-                acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
-                    last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales,
-                    v_scales, strides, seqlen_q, seqlen_k, sizes, pipe, True, WARPGROUP, C)  # fmt: skip
+                    v_scales, strides, seqlen_q, seqlen_k, sizes, pipe, False, WARPGROUP, C)  # fmt: skip
+            if C.HAS_LEFT:
+                for i in range(end, count):
+                    acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
+                        last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales,
+                        v_scales, strides, seqlen_q, seqlen_k, sizes, pipe, True, WARPGROUP, C)  # fmt: skip
+        else:
+            for i in range(begin):
+                acc, acc_rest, row_max, row_sum, at = attend_at_once(
+                    last - i, row, q_lane.slot, at, acc, acc_rest, row_max, row_sum, row_scale, k_scales, v_scales,
+                    strides, seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+            for i in range(begin, end):
+                acc, acc_rest, row_max, row_sum, at = attend_at_once(
+                    last - i, row, q_lane.slot, at, acc, acc_rest, row_max, row_sum, row_scale, k_scales, v_scales,
+                    strides, seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip
 
         # The last P V, and the end of the rows. Packed words go with the next tile; dense ones would take registers.
         if C.IS_VARLEN:
@@ -371,8 +423,9 @@ def consumer(
         pipe.q_ring.release(q_lane)
         q_at = q_at.next()
         tile_v_scale = gl.load(v_scales + (last + 1 - count) * strides[1])
-        acc, acc_rest = add_tile(acc, acc_rest, p, alpha, tile_v_scale, at, pipe, C)
-        at = at.next()
+        if C.CARRY:
+            acc, acc_rest = add_tile(acc, acc_rest, p, alpha, tile_v_scale, at, pipe, C)
+            at = at.next()
         row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROW_LAYOUT)
         factor, lse = finish_rows(row_max - P_SHIFT, row_sum, sinks_ptr, item, 1.0, sizes, C)
         if not C.HAS_V_BLOCKS:

@@ -41,6 +41,8 @@ from tilewise.problem import AttentionProblem
 __all__ = ["bind_fp8_forward", "fp8_allocations", "fp8_calls", "fp8_pass", "run_fp8_forward"]
 
 E4M3 = torch.float8_e4m3fn
+# Bytes that V's transposition moves at a time.
+WORD = 4
 
 
 def run_fp8_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -128,10 +130,10 @@ def _transposition(
 ) -> KernelCall:
     # A dimension of size 1 may have any stride, which is never used.
     sides = zip(shapes_of(problem)["v"][:-1], views["v"].strides, strict=False)
-    strides = tuple(Multiple(TMA_BYTES if size == 1 else stride, TMA_BYTES) for size, stride in sides)
+    strides = tuple(Multiple((TMA_BYTES if size == 1 else stride) // WORD, TMA_BYTES // WORD) for size, stride in sides)
     arguments = {
-        "v_ptr": Address("v", torch.uint8),
-        "out_ptr": Address("values", torch.uint8),
+        "v_ptr": Address("v", torch.int32),
+        "out_ptr": Address("values", torch.int32),
         "cu_seqlens": index_address(views, "cu_seqlens_k"),
         "seqlen": problem.seqlen_k,
         "num_heads": problem.num_kv_heads,

@@ -116,7 +116,9 @@ class TritonBackend:
 
     def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
         """See Binding."""
-        bound: Bound | None = None if problem.fp8 else _launch().bind_forward(problem, operands, want_lse=want_lse)
+        if problem.fp8 and not _read_in_pairs(operands):
+            return None
+        bound: Bound | None = _launch().bind_forward(problem, operands, want_lse=want_lse)
         return bound
 
     def bind_backward(

@@ -124,7 +124,7 @@ def place_of(batch_idx, head, cu_seqlens, seqlen, strides):
         start = tl.load(cu_seqlens + batch_idx)
         length = tl.load(cu_seqlens + batch_idx + 1) - start
         first = start.to(tl.int64) * strides[2]
-    return first + head * strides[1], length
+    return first + head.to(tl.int64) * strides[1], length
 
 
 @triton.jit
@@ -188,16 +188,17 @@ def block_amax(
 
 @triton.jit(do_not_specialize=["seqlen", "num_heads"])
 def amax_kernel(
-    x_ptr, amax_ptr, cu_seqlens, basis, seqlen, num_heads, x_strides, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr, PER_TENSOR: tl.constexpr, ROTATE: tl.constexpr,
+    x_ptr, amax_ptr, cu_seqlens, basis, seqlen, num_heads, x_strides, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, PER_TENSOR: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the largest magnitude of each head (or of all, PER_TENSOR), by one program for ROWS rows."""
-    tile, head, batch_idx = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows, cols = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    """The bits of the largest magnitude of each head (or of all, PER_TENSOR), by one program for BLOCK rows."""
+    block, head, batch_idx = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, length = place_of(batch_idx, head, cu_seqlens, seqlen, x_strides)
-    if tile * ROWS < length:
-        x = turned_rows(x_ptr + first, rows, length, cols, x_strides[2], basis, HEAD_DIM, ROWS, COLUMNS, ROTATE)
-        tl.atomic_max(amax_ptr + (0 if PER_TENSOR else batch_idx * num_heads + head), finite_amax(x))
+    if block * BLOCK < length:
+        rows, cols = block * BLOCK + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        largest = block_amax(
+            x_ptr + first, rows, length, cols, x_strides[2], basis, BLOCK, HEAD_DIM, ROWS, COLUMNS, ROTATE)  # fmt: skip
+        tl.atomic_max(amax_ptr + (0 if PER_TENSOR else batch_idx * num_heads + head), largest)
 
 
 @triton.jit(do_not_specialize=["seqlen", "num_heads", "num_blocks"])
