@@ -43,6 +43,11 @@ def prompts() -> tuple[Tensor, Attend]:
     return randn(2, 4, 333, 128), lambda q: tw.attention(q, k, v, causal=True)
 
 
+def e4m3_prompts() -> tuple[Tensor, Attend]:
+    k, v = (fp8.quantize(randn(2, 4, 333, 128), granularity="block") for _ in range(2))
+    return randn(2, 4, 333, 128), lambda q: tw.attention(fp8.quantize(q, granularity="block"), k, v, causal=True)
+
+
 def packed_prompts() -> tuple[Tensor, Attend]:
     k, v, cu = randn(500, 4, 128), randn(500, 4, 128), int32(0, 130, 500)
 
@@ -91,7 +96,7 @@ def shared_pages() -> tuple[Tensor, Attend]:
     return q, lambda q: tw.attention_paged(q, k, v, table, lengths, shared_prefix=prefix)
 
 
-KINDS = [prompts, packed_prompts, rows, pages, e4m3_pages, shared_pages]
+KINDS = [prompts, e4m3_prompts, packed_prompts, rows, pages, e4m3_pages, shared_pages]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 
@@ -162,7 +167,8 @@ def test_streams_and_threads(kind: Any) -> None:
 
 # Importing inductor is enough for torch 2.11 to warn about its own use of TorchScript.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-@every_kind
+# Not of e4m3 prompts: compiled code quantises q by other kernels, with other roundings.
+@pytest.mark.parametrize("kind", [k for k in KINDS if k is not e4m3_prompts], ids=lambda kind: kind.__name__)
 def test_compiled_whole(kind: Any) -> None:
     q, attend = kind()
     compiled = torch.compile(lambda q: attend(q * 2), fullgraph=True)
