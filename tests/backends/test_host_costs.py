@@ -20,7 +20,7 @@ from torch import Tensor
 import tilewise
 from fake_cuda import FakeCuda, fake_cuda
 from test_gpu_launch import h200
-from tilewise import calls, dispatch, settings, validation
+from tilewise import calls, dispatch, fp8, settings, validation
 
 __all__ = ["fake_cuda", "h200"]
 
@@ -163,6 +163,22 @@ def test_decode_calls(gpu: str, allocations: int, kernels: int, gpus: FakeCuda) 
         cost = cost_of(run, gpus)
         assert cost[:3] == ({}, allocations, kernels)
         assert cost.frames <= FRAMES[gpu]
+
+
+@pytest.mark.parametrize(("gpu", "made", "kernels"), [("hopper", 2, 2), ("triton", 1, 1)])
+def test_fp8_calls(gpu: str, made: int, kernels: int, gpus: FakeCuda) -> None:
+    """Containers are taken apart, then it is a call like any other; on Hopper V is transposed into scratch first."""
+    q, k, v = (fp8.quantize(x, granularity="block") for x in rows(1, 8, 1024, 128))
+    dense = cost_of(lambda: tilewise.attention(q, k, v, causal=True, backend=gpu), gpus)
+    assert dense[:3] == ({}, made, kernels)
+    assert dense.frames <= FRAMES[gpu] + 1
+    cu = torch.tensor([0, 100, 256], dtype=torch.int32)
+    packed = [fp8.quantize(x, cu_seqlens=cu) for x in rows(256, 4, 64)]
+    lengths = {"max_seqlen_q": 156, "max_seqlen_k": 156}
+    varlen = cost_of(lambda: tilewise.attention_varlen(*packed, cu, cu, backend=gpu, **lengths), gpus)
+    assert varlen.operators == {}
+    assert varlen.launches == kernels + 1
+    assert varlen.frames <= FRAMES[gpu] + 1
 
 
 @pytest.mark.parametrize("rows_q", [0, 3])
