@@ -129,9 +129,15 @@ def test_interpreted_prefixes_complete_what_rows_see_of_their_own_keys(case: Sha
 
 
 @only_interpreted
-@pytest.mark.parametrize("splits", [1, 3], ids=["one split", "three"])
-def test_interpreted_calls_are_bound_after_the_first(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the pass is found where keys are split, later calls run what the first one prepared."""
+@pytest.mark.parametrize(
+    ("splits", "stride", "judged"), [(1, 1, 0), (3, 1, 1), (3, 2, 3)], ids=["one split", "three", "strided queries"]
+)
+def test_interpreted_calls_are_bound_after_the_first(
+    splits: int, stride: int, judged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the pass is found where keys are split, later calls run what the first one prepared. Queries that
+    must be copied first are judged every time.
+    """
     for name, value in (("price_seconds", lambda *_: 0.0), ("ATTENDERS", {"cpu": "triton"})):
         monkeypatch.setattr(cascade, name, value)
     monkeypatch.setattr(ops, "reads_contents", lambda _: False)
@@ -157,7 +163,7 @@ def test_interpreted_calls_are_bound_after_the_first(splits: int, monkeypatch: p
 
     def attend(number: int) -> list[Tensor]:
         torch.manual_seed(number)
-        q = torch.randn_like(batch.q)
+        q = torch.randn(*batch.q.shape[:2], stride * batch.q.shape[2]).to(BF16)[..., ::stride]
         given = (q, batch.k, batch.v, batch.table, batch.lengths)
         return [q, *tw.attention_paged(*given, shared_prefix=hint, return_lse=True)]
 
@@ -168,8 +174,8 @@ def test_interpreted_calls_are_bound_after_the_first(splits: int, monkeypatch: p
         )
         torch.testing.assert_close(out.double(), want, atol=4 * 2**-7, rtol=2 * 2**-7)
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
-    # Judged once; where nothing is split, ordinary kernels attend to the prefixes.
-    assert len(attended) == (1 if splits > 1 else 0)
+    # Where nothing is split, ordinary kernels attend to the prefixes.
+    assert len(attended) == judged
     assert all(torch.equal(a, b) for a, b in zip(attend(1), attend(1), strict=True))
 
 
