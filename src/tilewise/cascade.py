@@ -168,7 +168,7 @@ def bound(
     def call(tensors: Sequence[Tensor | None]) -> Any:
         q, k, v, cu_seqlens_q, _, _, _, *rest = tensors[:count]
         table, keys, starts, rows, own_table, own_keys = tensors[count:]
-        out, lse = own.forward((q, k, v, cu_seqlens_q, None, own_table, own_keys, *rest))
+        out, lse = own((q, k, v, cu_seqlens_q, None, own_table, own_keys, *rest))
         if attend((q, k, v, starts, table, keys, rows, out, lse)) is None:
             given = Operands(q, k, v, starts, block_table=table, seqlens_k=keys)  # type: ignore[arg-type]
             prefix.backend.attend_prefixes(prefix.problem, given, num_rows, rows, out, lse)
