@@ -68,11 +68,9 @@ class TritonBackend:
 
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
         """The forward tile."""
-        from tilewise.backends.triton import configs, traits
+        from tilewise.backends.triton.choosing import config_of
 
-        width = max(traits.tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8)))
-        rich = traits.is_rich(problem, "forward")
-        config = configs.choose("forward", device, traits.element_size(problem), width, rich)
+        config = config_of(problem, device, "forward")
         return TileShape(config.block_m, config.block_n)
 
     def fp8_path(self, problem: AttentionProblem) -> str:

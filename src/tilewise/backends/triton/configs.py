@@ -94,8 +94,9 @@ _HOPPER: dict[Pass, Table] = {
 SHORT_KEYS = 512
 _HOPPER_SHORT: dict[Pass, Table] = {
     "forward": {
-        # 87 116 180, 91 107 144 (without `boxes` and `hold_queries` 102 133 201, 108 123 163)
-        64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128),
+        # 86 115 182, 90 106 139 (64 heads side by side: 86 114 182, 91 106 144; without `boxes` and `hold_queries`
+        # 102 133 201, 108 123 163)
+        64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128, heads_per_wave=1),
         # 83 112 176, 78 91 123 (64x64: 92 120 179, 93 114 139; as it was: 93 124 195, 95 123 152)
         128: Config(64, 32, 4, 3, boxes=True, hold_queries=True, max_registers=168),
     },
@@ -243,7 +244,8 @@ _overrides: contextvars.ContextVar[Mapping[Pass, Config] | None] = contextvars.C
 def choose(direction: Pass, device: DeviceSpec, itemsize: int, block_d: int, rich: bool, short: bool = False) -> Config:
     """The tile of one pass for a device, element width and padded head_dim (the larger of q's and v's).
 
-    `rich` problems hold more than K, V and scores in a tile, see traits.is_rich; of `short` ones see Plan.is_short.
+    `rich` problems hold more than K, V and scores in a tile, see traits.is_rich; of `short` ones see
+    choosing.py.
     """
     override = (overrides() or {}).get(direction)
     if override is not None:

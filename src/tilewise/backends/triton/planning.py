@@ -9,8 +9,9 @@ import triton
 
 from tilewise.backends.gpu.launching import interpreted
 from tilewise.backends.triton import configs
+from tilewise.backends.triton.choosing import config_of
 from tilewise.backends.triton.configs import Config, Pass
-from tilewise.backends.triton.traits import Band, ScoreScalars, Sizes, Traits, element_size, is_rich, traits_of
+from tilewise.backends.triton.traits import Band, ScoreScalars, Sizes, Traits, element_size, traits_of
 from tilewise.device import DeviceSpec
 from tilewise.numerics import dropout_threshold
 from tilewise.problem import AttentionProblem
@@ -37,9 +38,7 @@ class Plan(NamedTuple):
 
     def config(self, direction: Pass) -> Config:
         """The tile of one pass."""
-        width = max(self.traits.BLOCK_D, self.traits.BLOCK_DV)
-        rich = is_rich(self.problem, direction)
-        config = configs.choose(direction, self.device, element_size(self.problem), width, rich, self.is_short)
+        config = config_of(self.problem, self.device, direction)
         if direction == "decode" and self.traits.HALF and self.traits.PAGED:
             return configs.within_pages(config, self.traits.PAGE_SIZE)
         return config
@@ -49,14 +48,6 @@ class Plan(NamedTuple):
         """Whether tiles are as wide as the heads."""
         problem = self.problem
         return (problem.head_dim, problem.head_dim_v) == (self.traits.BLOCK_D, self.traits.BLOCK_DV)
-
-    @property
-    def is_short(self) -> bool:
-        """Whether the tiles for few keys are meant for it: what they were measured with, plain scores and heads that
-        need no padding.
-        """
-        plain = self.problem.kind != "paged" and not self.traits.TRANSFORMED and self.is_unpadded
-        return plain and self.problem.seqlen_k <= configs.SHORT_KEYS
 
     def sizes_streaming(self, config: Config, bytes_per_head: int, group_size: int) -> Sizes:
         """Sizes with the number of heads that run side by side."""

@@ -27,6 +27,7 @@ __all__ = [
     "Tail",
     "Traits",
     "element_size",
+    "is_plain",
     "is_rich",
     "of_rows",
     "padded",
@@ -185,7 +186,6 @@ def traits_of(
 ) -> Traits:
     """The compile-time facts of `problem` on a device."""
     left, right = problem.band
-    terms = (problem.softcap, problem.bias_shape, problem.mask_shape)
     width, width_v = tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8))
     q_rows, k_rows, v_rows = (block or 0 for block in problem.scale_blocks)
     return Traits(
@@ -198,7 +198,7 @@ def traits_of(
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=width,
         BLOCK_DV=width_v,
-        TRANSFORMED=problem.has_alibi or problem.scale <= 0.0 or any(term is not None for term in terms),
+        TRANSFORMED=is_transformed(problem),
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,
         HAS_BIAS=problem.bias_shape is not None,
@@ -218,6 +218,18 @@ def traits_of(
         V_SHARED_ROWS=v_rows,
         E4M3_INSTRUCTION=bool(problem.fp8) and device.has_fp8,
     )
+
+
+def is_transformed(problem: AttentionProblem) -> bool:
+    """Whether scores are more than q.k times a scale above 0."""
+    terms = (problem.softcap, problem.bias_shape, problem.mask_shape)
+    return problem.has_alibi or problem.scale <= 0.0 or any(term is not None for term in terms)
+
+
+def is_plain(problem: AttentionProblem) -> bool:
+    """Whether rows lie in tensors of 16 or 32 bits, heads need no padding, and scores are not transformed."""
+    dims = (problem.head_dim, problem.head_dim_v)
+    return problem.kind != "paged" and not problem.fp8 and not is_transformed(problem) and tile_widths(*dims) == dims
 
 
 def of_rows(traits: Traits) -> Traits:
