@@ -43,6 +43,7 @@ CANDIDATES: dict[int, dict[str, Fp8Tile]] = {
         "3 wg overlap": Fp8Tile(NUM_WARPGROUPS=3, NUM_STAGES=4),
     },
     128: {
+        "3 wg at once": Fp8Tile(NUM_WARPGROUPS=3, CARRY=False, OVERLAP=False, PING_PONG=False),
         "3 wg": Fp8Tile(NUM_WARPGROUPS=3, OVERLAP=False, PING_PONG=False),
         "3 wg turns": Fp8Tile(NUM_WARPGROUPS=3, OVERLAP=False),
         "2 wg": Fp8Tile(OVERLAP=False, PING_PONG=False),

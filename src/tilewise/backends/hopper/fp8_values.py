@@ -44,7 +44,7 @@ def transpose_values_kernel(
     """V (strides of batch, head, row), or packed rows with cu_seqlens, into tiles (slot, D, BLOCK_N).
 
     Memory is read and written as words of four bytes, and strides count those: four channels of a key there, four keys
-    of a channel here. Bytes moved one by one took twice the time (23 us for 33.5 million at D = 256).
+    of a channel here. Moved one by one, 33.5 million bytes took 23 us at D = 256, now 19.
 
     One program per (tile, head, sequence). Keys past the sequence's end and channels past HEAD_DIM are 0. Where a tile
     of a sequence goes is what `value_slot` in fp8_forward.py says.
