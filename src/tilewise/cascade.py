@@ -30,8 +30,10 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["Group", "SharedPrefix", "attention", "bound", "describe", "price_seconds", "refusal", "saved_seconds"]
 
-# The rule's rates. A GPU pays for three more launches and saves reads, most of which L2 would have answered: an H200
-# takes 115 us for 64 sequences with 4096 keys in common and 128 of their own (8 heads on 8 or 32), 9.6 TB/s.
+# The rule's rates. A GPU pays for two more launches and the prefix's products, and saves reads, most of which L2 would
+# have answered: an H200 takes 115 us for 64 sequences with 4096 keys in common and 128 of their own (8 heads on 8 or
+# 32), 9.6 TB/s. So counted it pays 14 us for 64 sequences with 512 keys in common, 33 with 4096; what is left out (8
+# sequences with 2048 keys) would gain 1.4x as a graph, but the host takes 20 us longer for a call.
 # A CPU thread (AVX-512, fp32 and bf16, 8 and 32 heads on 8, dim 128; bench/serving_cost.py) gains a second for every
 # 20 to 34 GB it need not read again, where 8 or 64 sequences share 512 keys or more; taken as 60, since short prefixes
 # stay in its caches. It pays 0.3 ms, and 2 ns for every element of the rows, of which merging is 0.4 to 0.5 (64
