@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emulated_asm import computed
 from emulated_memory import Descriptor, Memory, Pointer, pointed
 from emulated_order import Clock, Written, later
 
@@ -271,10 +272,7 @@ def assembly(
     if found := re.match(r"bar\.(sync|arrive) (\d+|\$1), (\d+);", text):
         index = int(args[0]) if found.group(2) == "$1" else int(found.group(2))
         HERE.named.join(index, int(found.group(3)), waits=found.group(1) == "sync")
-    if text.startswith("cvt.rni.s32.f32"):
-        return torch.round(args[0]).nan_to_num(0.0).double().clamp(-(2.0**31), 2.0**31 - 1).to(torch.int32)
-    known = {"ex2": torch.exp2, "lg2": torch.log2, "rcp": torch.reciprocal}
-    return known.get(text[:3], lambda x: x)(args[0])
+    return computed(text, args)
 
 
 def atomic(change: Callable[[Any, Any], Any]) -> Callable[[Pointer, Any], Tensor]:

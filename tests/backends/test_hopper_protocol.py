@@ -71,6 +71,7 @@ class Case:
     padding: int = 0
     deterministic: bool = False
     tile: str | None = None  # a row of the table of tiles, whatever the problem's own is
+    rising: bool = False  # scores grow towards the first key, which is visited last
 
     @property
     def problem(self) -> AttentionProblem:
@@ -101,9 +102,13 @@ class Case:
         cu = [None, None]
         if self.lengths is not None:
             cu = [torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in self.lengths]  # type: ignore[misc]
+        q = rows(problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim)
+        k = rows(problem.num_kv_heads, problem.seqlen_k, problem.total_k, problem.head_dim)
+        if self.rising:
+            k = k * torch.linspace(40, 0.1, problem.seqlen_k)[:, None].bfloat16()
         return Operands(
-            rows(problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim),
-            rows(problem.num_kv_heads, problem.seqlen_k, problem.total_k, problem.head_dim),
+            q,
+            k,
             rows(problem.num_kv_heads, problem.seqlen_k, problem.total_k, problem.head_dim_v),
             cu_seqlens_q=cu[0],
             cu_seqlens_k=cu[1],
@@ -143,6 +148,9 @@ FORWARD = {
     "d64 fewer rows": Case(seqlens=(333, 457), causal=True, batch=2),
     "d64 causal": Case(seqlens=(400, 400), heads=(3, 1), batch=2, causal=True),
     "d64 fewer keys": Case(seqlens=(500, 100), causal=True),
+    "d64 rising": Case(seqlens=(130, 600), causal=True, rising=True),
+    "d64 rising, three warpgroups": Case(seqlens=(200, 600), rising=True, tile="D64_FULL"),
+    "d192 rising": Case(192, seqlens=(65, 300), causal=True, rising=True),
     "d128": Case(128, seqlens=(300, 600)),
     "d128 whole tiles": Case(128, seqlens=(300, 512)),
     "d128 causal": Case(128, seqlens=(600, 600), causal=True),
@@ -190,10 +198,27 @@ def test_tile_ranges_agree_with_masks(band: tuple[int | None, int | None], emula
                     common = shown.keys_common(row, row + 64)
                     first = (last - i) * 64
                     assert row >= seqlen_q or (common.start <= first and first + 64 <= common.stop)
+                check_started_rows(shown, row, last, count, sizes, forward, schedule)
         for block_n in (64, 128):
             even = seqlen_k % block_n == 0
             backward = configs.BackwardConfig(BLOCK_M=64, BLOCK_N=block_n, EVEN_K=even, **flags)
             check_query_tiles(shown, sizes, backward, schedule)
+
+
+def check_started_rows(
+    shown: masks.Band, row: int, last: int, count: int, sizes: Any, config: Any, schedule: Any
+) -> None:
+    """Before a tile without a mask, every row has seen a key, and so has a reference for its softmax."""
+    lengths = shown.seqlen_q, shown.seqlen_k
+    plain = schedule.whole_tiles(row, last, count, *lengths, sizes, config)
+    started = schedule.whole_tiles(row, last, count, *lengths, sizes, config, True)
+    hidden, begin, end = schedule.seen_tiles(row, last, count, *lengths, sizes, config)
+    assert plain[0] <= started[0] <= plain[0] + 1
+    assert hidden <= begin or begin == count
+    for first, stop in (started, (begin, end)):
+        rows = range(row, min(row + 64, shown.seqlen_q)) if first < stop else ()
+        edge = (last + 1 - int(first)) * config.BLOCK_N
+        assert all(shown.keys_seen(i, i + 1).stop > edge for i in rows)
 
 
 def check_query_tiles(shown: masks.Band, sizes: Any, config: Any, schedule: Any) -> None:

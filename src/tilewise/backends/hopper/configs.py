@@ -39,8 +39,6 @@ class ForwardTile:
     Q_STAGES: int = 2
     MERGE_KV: bool = False
     PIN_EXP: bool = True
-    RESCALE_EARLY: bool = True
-    SPLIT_SUM: bool = True
     OUT_IN_Q: bool = False
     CTAS_PER_SM: int = 1
 
@@ -51,20 +49,16 @@ D64_QUAD = ForwardTile(BLOCK_N=64, NUM_STAGES=4, CTAS_PER_SM=2)
 # With a left edge, which four warpgroups an SM have not been timed with.
 D64_LEFT = ForwardTile(NUM_STAGES=4)
 # Three warpgroups, 4 stages: 412/506/541 full, 428/520 causal at 4k/16k. Merged barriers pay with three consumers.
-D64_FULL = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False, SPLIT_SUM=False)
-D64_BANDED = ForwardTile(
-    NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False, RESCALE_EARLY=False, SPLIT_SUM=False
-)
+D64_FULL = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False)
+D64_BANDED = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False)
 # 587/658/672 full. Separate K and V barriers: 419/576/623 -> 454/597/656 causal.
 D128_FULL = ForwardTile()
 # Rescaling early pays for full only: 467/599/651 causal without it.
-D128_BANDED = ForwardTile(RESCALE_EARLY=False)
+D128_BANDED = ForwardTile()
 # As two column parts 128 + 64 instead of padding to 256: 0.91-1.04 of cuDNN.
-D192 = ForwardTile(
-    BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, RESCALE_EARLY=False, OUT_IN_Q=True
-)
+D192 = ForwardTile(BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True)
 # 629/685/722 full, 444/606/677 causal. O takes 128 registers of a thread, so the key tile is halved.
-D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, RESCALE_EARLY=False, OUT_IN_Q=True)
+D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True)
 
 # Keys up to which four warpgroups an SM beat three that overlap more (D=64), with a band and without: causal 611 us
 # instead of 619 at 4096, 2373 instead of 2123 at 16384; full 308 instead of 338 at 1024, 588 instead of 578 at 2048.

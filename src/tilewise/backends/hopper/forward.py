@@ -26,7 +26,7 @@ from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import NEG_INF, exp2, opaque, pin
+from tilewise.backends.hopper.primitives import pin
 from tilewise.backends.hopper.schedule import (
     announce,
     first_tile,
@@ -39,7 +39,7 @@ from tilewise.backends.hopper.schedule import (
     take_tile,
     whole_tiles,
 )
-from tilewise.backends.hopper.scores import capped, finish_rows, mask_scores, sum_rows
+from tilewise.backends.hopper.scores import capped, finish_rows, mask_scores, no_rows, rescale, soften, whole_rows
 
 __all__ = ["forward_kernel"]
 
@@ -241,6 +241,15 @@ def scale_output(acc, acc_rest, factor, C: gl.constexpr):
 
 
 @gluon.jit
+def rescale_output(acc, acc_rest, factor, C: gl.constexpr):
+    """Multiply the rows of O by what a tile of scores left of them."""
+    acc = rescale(acc, factor, C.DV)
+    if C.DV_REST:
+        acc_rest = rescale(acc_rest, factor, C.DV_REST)
+    return acc, acc_rest
+
+
+@gluon.jit
 def attend_first(
     n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C: gl.constexpr,
 ):  # fmt: skip
@@ -251,25 +260,23 @@ def attend_first(
     scores = warpgroup_mma_wait(0, deps=[issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)])
     pipe.k_ring.release(at)
     scores = mask_scores(capped(scores, cap_scale, C), row, n_block, seqlen_q, seqlen_k, sizes, C)
-    row_max = gl.max(scores, axis=1)
-    p = exp2(scores * scale_log2 - (gl.where(row_max == NEG_INF, 0.0, row_max) * scale_log2)[:, None])
-    row_sum = sum_rows(p, C)
+    row_ref, row_sum = no_rows(C)
+    p, _, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, True, C)
     acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
     acc_rest = 0
     if DV_REST:
         acc_rest = gl.zeros([64, DV_REST], gl.float32, accumulator_layout(DV_REST))
-    alpha = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
-    return acc, acc_rest, p, alpha, row_max, row_sum
+    return acc, acc_rest, p, row_ref, row_sum
 
 
 @gluon.jit
 def attend(
-    n_block, row, q_slot, at, acc, acc_rest, p, alpha, row_max, row_sum, scale_log2, cap_scale,
+    n_block, row, q_slot, at, acc, acc_rest, p, row_ref, row_sum, scale_log2, cap_scale,
     seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key tile: S = Q K_i^T and O += P_{i-1} V_{i-1} issued together, the softmax of tile i under the second one.
 
-    `p` and `alpha` are the last tile's probabilities and rescaling, `at` the slot of its V.
+    `p` are the last tile's probabilities, `at` the slot of its V.
     """
     IN_FLIGHT: gl.constexpr = 2 if C.DV_REST else 1
     P_LAYOUT: gl.constexpr = left_operand_layout(accumulator_layout(C.DV))
@@ -282,8 +289,6 @@ def attend(
         v_at = at
     else:
         pipe.v_ring.wait(v_at)
-    if C.RESCALE_EARLY:
-        acc, acc_rest = scale_output(acc, acc_rest, opaque(alpha), C)
     acc, acc_rest = issue_output(p_operand, pipe.v_smem, v_at.slot, acc, acc_rest, C)
     if MASKED:  # few tiles: without overlap they need fewer registers
         scores = warpgroup_mma_wait(0, deps=[issued_scores])
@@ -295,15 +300,7 @@ def attend(
     scores = capped(scores, cap_scale, C)
     if MASKED:
         scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
-    new_max = gl.maximum(row_max, gl.max(scores, axis=1))
-    # Only a masked tile can leave a row without any key so far.
-    shift = (gl.where(new_max == NEG_INF, 0.0, new_max) if MASKED else new_max) * scale_log2
-    alpha = exp2(row_max * scale_log2 - shift)
-    p = exp2(scores * scale_log2 - shift[:, None])
-    if C.SPLIT_SUM:
-        row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None] + sum_rows(p, C)
-    else:
-        row_sum = row_sum * alpha + sum_rows(p, C)
+    p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
     if not MASKED:
         if C.PIN_EXP:
             row_sum = pin(row_sum)
@@ -312,9 +309,8 @@ def attend(
         pipe.k_ring.release(at)
     else:
         pipe.v_ring.release(v_at)
-    if not C.RESCALE_EARLY:
-        acc, acc_rest = scale_output(acc, acc_rest, alpha, C)
-    return acc, acc_rest, p, alpha, new_max, row_sum, at
+    acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
+    return acc, acc_rest, p, row_ref, row_sum, at
 
 
 @gluon.jit
@@ -351,7 +347,6 @@ def consumer(
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
     # Packed words go with the next tile; of wide dense heads, dividing before the last wait costs D=256 two spills.
     DIVIDES_LATE: gl.constexpr = C.OUT_IN_Q and not C.IS_VARLEN
     at = start(C.NUM_STAGES)
@@ -369,22 +364,22 @@ def consumer(
 
         # The rightmost tile; the rest of the right edge, whole tiles, the left edge.
         pipe.q_ring.wait(q_lane)
-        acc, acc_rest, p, alpha, row_max, row_sum = attend_first(
+        acc, acc_rest, p, row_ref, row_sum = attend_first(
             last, row, q_lane.slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C)  # fmt: skip
-        begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
+        begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C, True)
         if C.HAS_RIGHT:
             for i in range(1, begin):
-                acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
-                    last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, scale_log2, cap_scale,
+                acc, acc_rest, p, row_ref, row_sum, at = attend(
+                    last - i, row, q_lane.slot, at, acc, acc_rest, p, row_ref, row_sum, scale_log2, cap_scale,
                     seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
         for i in range(begin, end):
-            acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
-                last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, scale_log2, cap_scale,
+            acc, acc_rest, p, row_ref, row_sum, at = attend(
+                last - i, row, q_lane.slot, at, acc, acc_rest, p, row_ref, row_sum, scale_log2, cap_scale,
                 seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip
         if C.HAS_LEFT:
             for i in range(end, count):
-                acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
-                    last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, scale_log2, cap_scale,
+                acc, acc_rest, p, row_ref, row_sum, at = attend(
+                    last - i, row, q_lane.slot, at, acc, acc_rest, p, row_ref, row_sum, scale_log2, cap_scale,
                     seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
 
         # The last P V; what does not depend on it runs under it.
@@ -400,12 +395,9 @@ def consumer(
             pipe.k_ring.wait(at)
         else:
             pipe.v_ring.wait(at)
-        if C.RESCALE_EARLY:
-            acc, acc_rest = scale_output(acc, acc_rest, alpha, C)
         acc, acc_rest = issue_output(p_operand, pipe.v_smem, at.slot, acc, acc_rest, C)
-        if C.SPLIT_SUM:
-            row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROW_LAYOUT)
-        factor, lse = finish_rows(row_max, row_sum, sinks_ptr, item, scale_log2, sizes, C)
+        row_ref, row_sum = whole_rows(row_ref, row_sum, C)
+        factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
         if DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)

@@ -28,12 +28,12 @@ from tilewise.backends.hopper.forward import (
     load_tile,
     load_values,
     make_parts,
+    rescale_output,
     scale_output,
     store_lse,
     store_output,
 )
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout
-from tilewise.backends.hopper.primitives import NEG_INF, exp2
 from tilewise.backends.hopper.schedule import (
     LIST_SLOTS,
     LIST_WORDS,
@@ -45,7 +45,7 @@ from tilewise.backends.hopper.schedule import (
     spans_at,
     take_tile,
 )
-from tilewise.backends.hopper.scores import capped, finish_rows, mask_scores, sum_rows
+from tilewise.backends.hopper.scores import capped, finish_rows, mask_scores, no_rows, soften, whole_rows
 
 __all__ = ["forward_quad_kernel"]
 
@@ -101,7 +101,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
 
 @gluon.jit
 def attend(
-    n_block, row, q_slot, at, acc, row_max, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
+    n_block, row, q_slot, at, acc, row_ref, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
     MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key tile, from its scores to its part of O."""
@@ -111,21 +111,13 @@ def attend(
     scores = capped(scores, cap_scale, C)
     if MASKED:
         scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
-    new_max = gl.maximum(row_max, gl.max(scores, axis=1))
-    # Only a masked tile can leave a row without any key so far.
-    shift = (gl.where(new_max == NEG_INF, 0.0, new_max) if MASKED else new_max) * scale_log2
-    alpha = exp2(row_max * scale_log2 - shift)
-    p = exp2(scores * scale_log2 - shift[:, None])
-    if C.SPLIT_SUM:
-        row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None] + sum_rows(p, C)
-    else:
-        row_sum = row_sum * alpha + sum_rows(p, C)
-    acc, _ = scale_output(acc, 0, alpha, C)
+    p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
+    acc, _ = rescale_output(acc, 0, factor, C)
     p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), P_LAYOUT)
     acc, _ = issue_output(p_operand, pipe.v_smem, at.slot, acc, 0, C)
     acc, p_operand = warpgroup_mma_wait(0, deps=[acc, p_operand])
     pipe.k_ring.release(at)
-    return acc, new_max, row_sum, at.next()
+    return acc, row_ref, row_sum, at.next()
 
 
 @gluon.jit
@@ -135,9 +127,7 @@ def consumer(
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
-    BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
     at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
     turn = start(LIST_SLOTS)
@@ -155,8 +145,7 @@ def consumer(
         hidden, begin, end = seen_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
         acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
-        row_max = gl.full([64], NEG_INF, gl.float32, ROW_LAYOUT)
-        row_sum = sum_rows(gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N)), C)
+        row_ref, row_sum = no_rows(C)
         if C.HAS_RIGHT:  # right of all that these rows see: other rows of the CTA need it
             for _ in range(hidden):
                 pipe.k_ring.wait(at)
@@ -164,17 +153,17 @@ def consumer(
                 at = at.next()
         pipe.q_ring.wait(q_lane)
         for i in range(hidden, begin):
-            acc, row_max, row_sum, at = attend(
-                last - i, row, q_lane.slot, at, acc, row_max, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k,
+            acc, row_ref, row_sum, at = attend(
+                last - i, row, q_lane.slot, at, acc, row_ref, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k,
                 sizes, pipe, True, C)  # fmt: skip
         for i in range(begin, end):
-            acc, row_max, row_sum, at = attend(
-                last - i, row, q_lane.slot, at, acc, row_max, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k,
+            acc, row_ref, row_sum, at = attend(
+                last - i, row, q_lane.slot, at, acc, row_ref, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k,
                 sizes, pipe, False, C)  # fmt: skip
         if C.HAS_LEFT:
             for i in range(end, count):
-                acc, row_max, row_sum, at = attend(
-                    last - i, row, q_lane.slot, at, acc, row_max, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k,
+                acc, row_ref, row_sum, at = attend(
+                    last - i, row, q_lane.slot, at, acc, row_ref, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k,
                     sizes, pipe, True, C)  # fmt: skip
 
         head, q_span, kv_span = spans_at(item, pipe.tiles, turn, sizes, 4, C)
@@ -182,9 +171,8 @@ def consumer(
         tile = pipe.tiles.word(turn, 0, 4)
         pipe.q_ring.release(q_lane)
         q_at = q_at.next()
-        if C.SPLIT_SUM:
-            row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROW_LAYOUT)
-        factor, lse = finish_rows(row_max, row_sum, sinks_ptr, item, scale_log2, sizes, C)
+        row_ref, row_sum = whole_rows(row_ref, row_sum, C)
+        factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
         store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         acc, _ = scale_output(acc, 0, factor, C)
         store_output(acc, 0, out_desc, WARPGROUP, q_span, head, row, pipe, C)

@@ -53,7 +53,6 @@ class Fp8Config(Fp8Tile):
     PART: int = 128
     BLOCK_N: int = FP8_BLOCK_N
     CONSUMER_REGS: int = 240
-    SPLIT_SUM: bool = True
     HAS_RIGHT: bool = False
     IS_CAUSAL: bool = False
     HAS_LEFT: bool = False

@@ -427,7 +427,7 @@ def consumer(
             acc, acc_rest = add_tile(acc, acc_rest, p, alpha, tile_v_scale, at, pipe, C)
             at = at.next()
         row_sum = gl.convert_layout(gl.sum(row_sum, axis=1), ROW_LAYOUT)
-        factor, lse = finish_rows(row_max - P_SHIFT, row_sum, sinks_ptr, item, 1.0, sizes, C)
+        factor, lse = finish_rows(row_max - P_SHIFT, row_sum, sinks_ptr, item, sizes, C)
         if not C.HAS_V_BLOCKS:
             factor = factor * tile_v_scale
         factor = gl.convert_layout(factor, OUT_ROWS)[:, None]

@@ -15,12 +15,14 @@ __all__ = [
     "barrier_at",
     "barrier_sync",
     "exp2",
+    "growth_of",
     "log2",
     "opaque",
     "pin",
     "round_to_int",
     "tanh",
     "uniform",
+    "unless_neutral",
 ]
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -116,3 +118,60 @@ def barrier_arrive(INDEX: gl.constexpr, THREADS: gl.constexpr):
     """This warpgroup's part of a named barrier, without waiting: what it has stored is seen by those who sync."""
     ASM: gl.constexpr = _barrier_asm("arrive", INDEX, THREADS)
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _unless_asm(operation, neutral, count):
+    first, second = 2 * count, 2 * count + 2
+    steps = " ".join(f"{operation}.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    return (
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${first}, {neutral}; setp.neu.or.f32 q, ${second}, {neutral}, p; "
+        f"vote.sync.any.pred q, q, 0xffffffff; @!q bra.uni DONE; {steps} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _unless_constraints(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def unless_neutral(x, y, OPERATION: gl.constexpr, NEUTRAL: gl.constexpr, COUNT: gl.constexpr):
+    """Compute x OPERATION y, but not in a warp all of whose y, one for each row, are NEUTRAL (as PTX writes it).
+
+    A thread has COUNT registers of x, of two rows in an accumulator's order: those of the second begin with the third.
+    """
+    ASM: gl.constexpr = _unless_asm(OPERATION, NEUTRAL, COUNT)
+    CONSTRAINTS: gl.constexpr = _unless_constraints(COUNT)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, y], dtype=gl.float32, is_pure=True, pack=COUNT)
+
+
+@gluon.constexpr_function
+def _growth_asm():
+    steps = ""
+    for top, growth, factor in (("$4", "$0", "$2"), ("$5", "$1", "$3")):
+        steps += (
+            f"shfl.sync.bfly.b32 a, {top}, 1, 0x1f, 0xffffffff; max.s32 a, a, {top}; "
+            "shfl.sync.bfly.b32 b, a, 2, 0x1f, 0xffffffff; max.s32 a, a, b; "
+            f"setp.gt.s32 p, a, 0x41000000; selp.b32 {growth}, a, 0, p; neg.f32 x, {growth}; "
+            f"ex2.approx.ftz.f32 {factor}, x; "
+        )
+    return (
+        "{ .reg .pred p, q; .reg .s32 m, a, b; .reg .f32 x; "
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0f3F800000; mov.b32 $3, 0f3F800000; "
+        "max.s32 m, $4, $5; setp.gt.s32 p, m, 0x41000000; vote.sync.any.pred q, p, 0xffffffff; "
+        f"@!q bra.uni DONE; {steps} DONE: }}"
+    )
+
+
+@gluon.jit
+def growth_of(top):
+    """(growth, 2^-growth) of rows: the largest of the four threads' `top`, or 0 where that is at most 8.
+
+    `top` [64, 4] holds the bits of floats. They are compared as integers, in whose order positive floats lie; how
+    negative ones compare does not matter. A warp that finds nothing over 8 exchanges nothing.
+    """
+    ASM: gl.constexpr = _growth_asm()
+    return gl.inline_asm_elementwise(
+        ASM, "=&f,=&f,=&f,=&f,r,r", [top], dtype=(gl.float32, gl.float32), is_pure=True, pack=2
+    )

@@ -239,13 +239,18 @@ def key_tiles(block, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
 
 
 @gluon.jit
-def whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
-    """(begin, end) of the steps, counted from the rightmost tile, that need no mask for 64 rows from `row` on."""
+def whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr, SEEN: gl.constexpr = False):
+    """(begin, end) of the steps, counted from the rightmost tile, that need no mask for 64 rows from `row` on.
+
+    SEEN: and all of these rows have seen a key in the steps before.
+    """
     begin = 1
     end = count
     if C.HAS_RIGHT:
-        # Tile j is whole on the right iff (j + 1) * BLOCK_N <= min(row + 1 + diagonal + window_right, seqlen_k).
-        whole = max(min(row + 1 + seqlen_k - seqlen_q + right_of(sizes, C), seqlen_k), 0) // C.BLOCK_N
+        # Tile j is whole on the right iff (j + 1) * BLOCK_N <= min(row + 1 + diagonal + window_right, seqlen_k); the
+        # first row sees a key right of it iff it is less than the first of these.
+        FURTHER: gl.constexpr = 0 if SEEN else 1
+        whole = max(min(row + FURTHER + seqlen_k - seqlen_q + right_of(sizes, C), seqlen_k), 0) // C.BLOCK_N
         begin = min(max(last + 1 - whole, 1), count)
     if C.HAS_LEFT:
         # Tile j is whole on the left iff j * BLOCK_N >= row + 63 + diagonal - window_left.
@@ -258,17 +263,18 @@ def whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
 def seen_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
     """(hidden, begin, end) of tiles counted from the rightmost one, for 64 rows from `row` on.
 
-    The first `hidden` lie right of all that these rows see; begin .. end-1 need no mask.
+    The first `hidden` lie right of all that these rows see; begin .. end-1 need no mask, and all rows have seen a key
+    before them.
     """
     hidden = 0
     end = count
     whole = seqlen_k // C.BLOCK_N
     if C.HAS_RIGHT:
         edge = row + 1 + seqlen_k - seqlen_q + right_of(sizes, C)  # keys that the first row sees, the last one 63 more
-        whole = max(min(edge, seqlen_k), 0) // C.BLOCK_N
+        whole = max(min(edge - 1, seqlen_k), 0) // C.BLOCK_N
         seen = gl.cdiv(max(min(edge + 63, seqlen_k), 0), C.BLOCK_N)
         hidden = min(max(last + 1 - seen, 0), count)
-    begin = min(max(last + 1 - whole, hidden), count)
+    begin = min(max(last + 1 - whole, hidden + 1), count)
     if C.HAS_LEFT:
         first = gl.cdiv(max(row + 63 + seqlen_k - seqlen_q - sizes.window_left, 0), C.BLOCK_N)
         end = min(max(last + 1 - first, begin), count)

@@ -1,4 +1,12 @@
-"""Between the two products: softcap, mask, row sums, and the end of a row."""
+"""Between the two products: softcap, mask, softmax, and the end of a row.
+
+The softmax of a row is kept relative to `row_ref`, a power of two that need not be the row's largest score: a tile
+whose scores are at most 2^8 above it leaves it alone, and with it O, the row sum and everything that an update costs
+(lse = row_ref + log2(row_sum) is right for any). So a tile without a mask subtracts row_ref first, looks for anything
+over 8 in the differences, as integers, three at a time, each thread for itself, and goes on to exp2. Only a warp that
+finds something exchanges maxima, raises row_ref and rescales. row_ref and row_sum are [64, 4]: a row has four threads,
+each with a quarter of its keys, and as many sums.
+"""
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
@@ -8,10 +16,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends.hopper.layouts import accumulator_layout
-from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, tanh
+from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, growth_of, tanh, unless_neutral
 from tilewise.backends.hopper.schedule import right_of
 
-__all__ = ["capped", "finish_rows", "mask_scores", "sum_rows", "through_cap"]
+__all__ = [
+    "capped",
+    "finish_rows",
+    "mask_scores",
+    "no_rows",
+    "rescale",
+    "soften",
+    "sum_rows",
+    "through_cap",
+    "whole_rows",
+]
 
 
 @gluon.jit
@@ -51,25 +69,83 @@ def mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C: gl.constexpr
 
 
 @gluon.jit
-def sum_rows(p, C: gl.constexpr):
-    """Row sums; SPLIT_SUM leaves the four threads that share a row apart ([64, 4]) and so needs no shuffle."""
-    if C.SPLIT_SUM:
-        return gl.sum(gl.sum(gl.reshape(p, [64, C.BLOCK_N // 8, 4, 2]), axis=3), axis=1)
-    else:
-        return gl.sum(p, axis=1)
+def quads(x, COLUMNS: gl.constexpr):
+    """A tile [64, COLUMNS] as [64, groups of 8 columns, threads of a row, pairs], in the same registers."""
+    return gl.reshape(x, [64, COLUMNS // 8, 4, 2])
 
 
 @gluon.jit
-def finish_rows(row_max, row_sum, sinks_ptr, item, scale_log2, sizes, C: gl.constexpr):
+def over(x, like):
+    """A value [64, 4] for each thread of a row, to go with the elements of `like`, which are in quads."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, like.type.layout))
+    return gl.convert_layout(x, LAYOUT)[:, None, :][:, :, :, None]
+
+
+@gluon.jit
+def sum_rows(p, C: gl.constexpr):
+    """Row sums [64, 4], the four threads that share a row apart, so that none of them needs a shuffle."""
+    return gl.sum(gl.sum(quads(p, C.BLOCK_N), axis=3), axis=1)
+
+
+@gluon.jit
+def no_rows(C: gl.constexpr):
+    """(row_ref, row_sum) before the first key."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    row_sum = sum_rows(gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N)), C)
+    return row_sum + NEG_INF, row_sum
+
+
+@gluon.jit
+def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.constexpr):
+    """(P, factor by which all before shrinks, row_ref, row_sum) after one more tile of scores.
+
+    A tile without a mask wants rows that have seen a key.
+    """
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    LAYOUT: gl.constexpr = row_sum.type.layout
+    x = quads(scores, BLOCK_N)
+    if MASKED:
+        top = gl.convert_layout(gl.max(scores, axis=1) * scale_log2, gl.SliceLayout(1, LAYOUT))[:, None]
+        new_ref = gl.maximum(row_ref, top)
+        shift = gl.where(new_ref == NEG_INF, 0.0, new_ref)  # no key so far
+        factor = exp2(row_ref - shift)
+        x = x * scale_log2 - over(shift, x)
+    else:
+        x = x * scale_log2 - over(row_ref, x)
+        growth, factor = growth_of(gl.max(gl.max(gl.cast(x, gl.int32, bitcast=True), axis=3), axis=1))
+        growth, factor = gl.convert_layout(growth, LAYOUT), gl.convert_layout(factor, LAYOUT)
+        x = unless_neutral(x, over(growth, x), "sub", "0f00000000", BLOCK_N // 2)
+        new_ref = row_ref + growth
+    p = gl.convert_layout(gl.reshape(exp2(x), [64, BLOCK_N]), accumulator_layout(BLOCK_N))
+    return p, factor, new_ref, row_sum * factor + sum_rows(p, C)
+
+
+@gluon.jit
+def rescale(acc, factor, COLUMNS: gl.constexpr):
+    """The rows of O times what `soften` says, which is 1 for most tiles and then costs nothing."""
+    x = quads(acc, COLUMNS)
+    x = unless_neutral(x, over(factor, x), "mul", "0f3F800000", COLUMNS // 2)
+    return gl.convert_layout(gl.reshape(x, [64, COLUMNS]), accumulator_layout(COLUMNS))
+
+
+@gluon.jit
+def whole_rows(row_ref, row_sum, C: gl.constexpr):
+    """(row_ref, row_sum) of whole rows, [64]."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
+    return gl.convert_layout(gl.max(row_ref, axis=1), LAYOUT), gl.convert_layout(gl.sum(row_sum, axis=1), LAYOUT)
+
+
+@gluon.jit
+def finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C: gl.constexpr):
     """(factor that normalises O, lse) of finished rows; a row that saw nothing gets 0 and -inf."""
     if C.HAS_SINKS:
         sink = gl.load(sinks_ptr + item % sizes.num_heads).to(gl.float32) * LOG2E
-        top = gl.maximum(row_max * scale_log2, sink)
+        top = gl.maximum(row_ref, sink)
         shift = gl.where(top == NEG_INF, 0.0, top)
-        weight = exp2(row_max * scale_log2 - shift)
+        weight = exp2(row_ref - shift)
         total = row_sum * weight + exp2(sink - shift)
     else:
-        shift = row_max * scale_log2
+        shift = row_ref
         weight = 1.0
         total = row_sum
     empty = total == 0.0

@@ -1,0 +1,38 @@
+"""What the kernels' inline PTX computes, for the stand-in for Gluon."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EIGHT = 0x41000000  # the bits of 8.0
+
+
+def computed(text: str, args: list[Any]) -> Any:
+    """The results of a piece of assembly; one that computes nothing gives its first argument back."""
+    if text.startswith("cvt.rni.s32.f32"):
+        return torch.round(args[0]).nan_to_num(0.0).double().clamp(-(2.0**31), 2.0**31 - 1).to(torch.int32)
+    if "shfl" in text:
+        return growth(args[0])
+    if found := re.search(r"DONE; (mul|sub)\.f32", text):
+        return applied(found.group(1), *args)
+    known = {"ex2": torch.exp2, "lg2": torch.log2, "rcp": torch.reciprocal}
+    return known.get(text[:3], lambda x: x)(args[0])
+
+
+def growth(top: Tensor) -> tuple[Tensor, Tensor]:
+    """(growth, 2^-growth) of the rows of [64, 4]; the registers of a thread are those of rows 8 apart."""
+    most = top.amax(1, keepdim=True).expand(top.shape)
+    grown = torch.where(most > EIGHT, most, 0).contiguous().view(torch.float32)
+    return grown, torch.exp2(-grown)
+
+
+def applied(operation: str, x: Tensor, y: Tensor) -> Tensor:
+    """Rows of x (in quads) with those of y; a warp of 16 rows whose y are neutral keeps its x."""
+    neutral = 1.0 if operation == "mul" else 0.0
+    warps = (y != neutral).reshape(4, 16, -1).any(2).any(1)
+    changes = warps.repeat_interleave(16).reshape(-1, *[1] * (x.dim() - 1))
+    return torch.where(changes, x * y if operation == "mul" else x - y, x)
