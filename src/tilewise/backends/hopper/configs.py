@@ -39,6 +39,8 @@ class ForwardTile:
     Q_STAGES: int = 2
     MERGE_KV: bool = False
     PIN_EXP: bool = True
+    RESCALE_EARLY: bool = False
+    VOTE_MAX: bool = False
     OUT_IN_Q: bool = False
     CTAS_PER_SM: int = 1
 

@@ -261,22 +261,22 @@ def attend_first(
     pipe.k_ring.release(at)
     scores = mask_scores(capped(scores, cap_scale, C), row, n_block, seqlen_q, seqlen_k, sizes, C)
     row_ref, row_sum = no_rows(C)
-    p, _, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, True, C)
+    p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, True, C)
     acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
     acc_rest = 0
     if DV_REST:
         acc_rest = gl.zeros([64, DV_REST], gl.float32, accumulator_layout(DV_REST))
-    return acc, acc_rest, p, row_ref, row_sum
+    return acc, acc_rest, p, factor, row_ref, row_sum
 
 
 @gluon.jit
 def attend(
-    n_block, row, q_slot, at, acc, acc_rest, p, row_ref, row_sum, scale_log2, cap_scale,
+    n_block, row, q_slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
     seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key tile: S = Q K_i^T and O += P_{i-1} V_{i-1} issued together, the softmax of tile i under the second one.
 
-    `p` are the last tile's probabilities, `at` the slot of its V.
+    `p` and `factor` are the last tile's probabilities and rescaling, `at` the slot of its V.
     """
     IN_FLIGHT: gl.constexpr = 2 if C.DV_REST else 1
     P_LAYOUT: gl.constexpr = left_operand_layout(accumulator_layout(C.DV))
@@ -289,6 +289,8 @@ def attend(
         v_at = at
     else:
         pipe.v_ring.wait(v_at)
+    if C.RESCALE_EARLY:
+        acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
     acc, acc_rest = issue_output(p_operand, pipe.v_smem, v_at.slot, acc, acc_rest, C)
     if MASKED:  # few tiles: without overlap they need fewer registers
         scores = warpgroup_mma_wait(0, deps=[issued_scores])
@@ -309,8 +311,9 @@ def attend(
         pipe.k_ring.release(at)
     else:
         pipe.v_ring.release(v_at)
-    acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
-    return acc, acc_rest, p, row_ref, row_sum, at
+    if not C.RESCALE_EARLY:
+        acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
+    return acc, acc_rest, p, factor, row_ref, row_sum, at
 
 
 @gluon.jit
@@ -364,22 +367,22 @@ def consumer(
 
         # The rightmost tile; the rest of the right edge, whole tiles, the left edge.
         pipe.q_ring.wait(q_lane)
-        acc, acc_rest, p, row_ref, row_sum = attend_first(
+        acc, acc_rest, p, factor, row_ref, row_sum = attend_first(
             last, row, q_lane.slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C)  # fmt: skip
         begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C, True)
         if C.HAS_RIGHT:
             for i in range(1, begin):
-                acc, acc_rest, p, row_ref, row_sum, at = attend(
-                    last - i, row, q_lane.slot, at, acc, acc_rest, p, row_ref, row_sum, scale_log2, cap_scale,
+                acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
+                    last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
                     seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
         for i in range(begin, end):
-            acc, acc_rest, p, row_ref, row_sum, at = attend(
-                last - i, row, q_lane.slot, at, acc, acc_rest, p, row_ref, row_sum, scale_log2, cap_scale,
+            acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
+                last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
                 seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip
         if C.HAS_LEFT:
             for i in range(end, count):
-                acc, acc_rest, p, row_ref, row_sum, at = attend(
-                    last - i, row, q_lane.slot, at, acc, acc_rest, p, row_ref, row_sum, scale_log2, cap_scale,
+                acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
+                    last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
                     seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
 
         # The last P V; what does not depend on it runs under it.
@@ -395,6 +398,8 @@ def consumer(
             pipe.k_ring.wait(at)
         else:
             pipe.v_ring.wait(at)
+        if C.RESCALE_EARLY:
+            acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
         acc, acc_rest = issue_output(p_operand, pipe.v_smem, at.slot, acc, acc_rest, C)
         row_ref, row_sum = whole_rows(row_ref, row_sum, C)
         factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)

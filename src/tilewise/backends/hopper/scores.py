@@ -104,18 +104,24 @@ def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.con
     BLOCK_N: gl.constexpr = C.BLOCK_N
     LAYOUT: gl.constexpr = row_sum.type.layout
     x = quads(scores, BLOCK_N)
-    if MASKED:
-        top = gl.convert_layout(gl.max(scores, axis=1) * scale_log2, gl.SliceLayout(1, LAYOUT))[:, None]
-        new_ref = gl.maximum(row_ref, top)
-        shift = gl.where(new_ref == NEG_INF, 0.0, new_ref)  # no key so far
-        factor = exp2(row_ref - shift)
-        x = x * scale_log2 - over(shift, x)
-    else:
+    if C.VOTE_MAX and not MASKED:
         x = x * scale_log2 - over(row_ref, x)
         growth, factor = growth_of(gl.max(gl.max(gl.cast(x, gl.int32, bitcast=True), axis=3), axis=1))
         growth, factor = gl.convert_layout(growth, LAYOUT), gl.convert_layout(factor, LAYOUT)
         x = unless_neutral(x, over(growth, x), "sub", "0f00000000", BLOCK_N // 2)
         new_ref = row_ref + growth
+    else:
+        top = gl.convert_layout(gl.max(scores, axis=1), gl.SliceLayout(1, LAYOUT))[:, None] * scale_log2
+        if MASKED:
+            new_ref = gl.maximum(row_ref, top)
+            shift = gl.where(new_ref == NEG_INF, 0.0, new_ref)  # no key so far
+            factor = exp2(row_ref - shift)
+        else:
+            grows = top > row_ref + 8.0
+            new_ref = gl.where(grows, top, row_ref)
+            shift = new_ref
+            factor = gl.where(grows, exp2(row_ref - new_ref), 1.0)
+        x = x * scale_log2 - over(shift, x)
     p = gl.convert_layout(gl.reshape(exp2(x), [64, BLOCK_N]), accumulator_layout(BLOCK_N))
     return p, factor, new_ref, row_sum * factor + sum_rows(p, C)
 
