@@ -41,6 +41,7 @@ class ForwardTile:
     PIN_EXP: bool = True
     RESCALE_EARLY: bool = False
     VOTE_MAX: bool = False
+    TURNS: bool = False
     OUT_IN_Q: bool = False
     CTAS_PER_SM: int = 1
 
