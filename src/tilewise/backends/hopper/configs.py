@@ -6,7 +6,7 @@ TFLOP/s in the comments: bf16, 16384 tokens, 2048 = heads x head_dim, at N = 102
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewise.problem import AttentionProblem
 
@@ -29,8 +29,9 @@ class ForwardTile:
 
     NUM_WARPGROUPS of 64 query rows; BLOCK_N keys in a tile; NUM_STAGES slots in the K and V rings and Q_STAGES in Q's;
     MERGE_KV: K_i and V_{i-1} share a slot, one barrier less per tile; PIN_EXP: keep the exponentials ahead of the wait
-    for P V; RESCALE_EARLY: rescale O between Q K^T and P V; SPLIT_SUM: no shuffles in the row sums; OUT_IN_Q: O leaves
-    through Q's buffer; CTAS_PER_SM: more than one run the kernel of forward_quad.py.
+    for P V; IS_LAZY: the reference of a row's softmax and O move only when scores outgrow it (see scores.py), VOTES:
+    which a thread sees by its own scores; RESCALE_EARLY: rescale O between Q K^T and P V; SPLIT_SUM: no shuffles in the
+    row sums; OUT_IN_Q: O leaves through Q's buffer; CTAS_PER_SM: more than one run the kernel of forward_quad.py.
     """
 
     NUM_WARPGROUPS: int = 2
@@ -39,9 +40,10 @@ class ForwardTile:
     Q_STAGES: int = 2
     MERGE_KV: bool = False
     PIN_EXP: bool = True
+    IS_LAZY: bool = False
+    VOTES: bool = False
     RESCALE_EARLY: bool = False
-    VOTE_MAX: bool = False
-    TURNS: bool = False
+    SPLIT_SUM: bool = True
     OUT_IN_Q: bool = False
     CTAS_PER_SM: int = 1
 
@@ -49,19 +51,24 @@ class ForwardTile:
 # Two CTAs an SM. N = 128/256/512/1024/2048/4096: full 68/92/162/289/585/1164 us, with two warpgroups that overlap more
 # 68/101/177/306/628/1231; causal 70/79/112/175/315/592, 74/101/135/202/347/663.
 D64_QUAD = ForwardTile(BLOCK_N=64, NUM_STAGES=4, CTAS_PER_SM=2)
-# With a left edge, which four warpgroups an SM have not been timed with.
-D64_LEFT = ForwardTile(NUM_STAGES=4)
+# Voting: causal N = 256/4096 87/654 -> 82/633 us, packed mix 353 -> 338, a window of 1024 at 16384 403 -> 373 (with two
+# warpgroups 417). Not without a mask, where the first tile would get one for it: full N = 256/1024 91/304 -> 94/306.
+D64_QUAD_BANDED = replace(D64_QUAD, IS_LAZY=True, VOTES=True)
 # Three warpgroups, 4 stages: 412/506/541 full, 428/520 causal at 4k/16k. Merged barriers pay with three consumers.
-D64_FULL = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False)
-D64_BANDED = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False)
-# 587/658/672 full. Separate K and V barriers: 419/576/623 -> 454/597/656 causal.
-D128_FULL = ForwardTile()
-# Rescaling early pays for full only: 467/599/651 causal without it.
+D64_BANDED = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False, SPLIT_SUM=False)
+# Lazy: full at 4k/16k 499/511 -> 505/539, causal at 16k 541 -> 514. With split sums 489/525.
+D64_FULL = replace(D64_BANDED, IS_LAZY=True)
+# Separate K and V barriers: 419/576/623 -> 454/597/656 causal.
 D128_BANDED = ForwardTile()
-# As two column parts 128 + 64 instead of padding to 256: 0.91-1.04 of cuDNN.
-D192 = ForwardTile(BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True)
-# 629/685/722 full, 444/606/677 causal. O takes 128 registers of a thread, so the key tile is halved.
-D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True)
+# Lazy and early: full at 4k/16k 724/666 -> 745/698, causal 643/667 -> 660/644.
+D128_FULL = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
+# As two column parts 128 + 64 instead of padding to 256. Voting: 4k 672 -> 757 full (cuDNN 670), 579 -> 648 causal.
+D192 = ForwardTile(
+    BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True, IS_LAZY=True, VOTES=True
+)
+# O takes 128 registers of a thread, so the key tile is halved. Lazy: 4k/16k 748/708 -> 778/746 full, 1k/16k 473/662 ->
+# 485/668 causal.
+D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True, IS_LAZY=True)
 
 # Keys up to which four warpgroups an SM beat three that overlap more (D=64), with a band and without: causal 611 us
 # instead of 619 at 4096, 2373 instead of 2123 at 16384; full 308 instead of 338 at 1024, 588 instead of 578 at 2048.
@@ -248,14 +255,13 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
     width = max(sum(column_parts(problem.head_dim)), sum(column_parts(problem.head_dim_v)))
     banded = has_right(problem) or has_left(problem)
     if width == 64:
-        if has_left(problem):
-            return D64_LEFT
         packed = problem.kind != "dense"
         rows = problem.total_q // problem.batch if packed else problem.seqlen_q
         few_keys = not packed and problem.seqlen_k <= (QUAD_BANDED_SEQLEN_K if banded else QUAD_SEQLEN_K)
-        # Softcap does not fit into the 160 registers of three warpgroups (64 spills in the hot loops).
-        if problem.softcap is not None or few_keys or rows <= (QUAD_BANDED_ROWS if banded else QUAD_ROWS):
-            return D64_QUAD
+        # Softcap and left edges do not fit into the 160 registers of three warpgroups (64 spills in the hot loops).
+        crowded = problem.softcap is not None or has_left(problem)
+        if crowded or few_keys or rows <= (QUAD_BANDED_ROWS if banded else QUAD_ROWS):
+            return D64_QUAD_BANDED if banded else D64_QUAD
         return D64_BANDED if banded else D64_FULL
     if width == 128:
         return D128_BANDED if banded else D128_FULL

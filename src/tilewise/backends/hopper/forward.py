@@ -26,7 +26,7 @@ from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import barrier_arrive, barrier_sync, pin
+from tilewise.backends.hopper.primitives import pin
 from tilewise.backends.hopper.schedule import (
     announce,
     first_tile,
@@ -42,9 +42,6 @@ from tilewise.backends.hopper.schedule import (
 from tilewise.backends.hopper.scores import capped, finish_rows, mask_scores, no_rows, rescale, soften, whole_rows
 
 __all__ = ["forward_kernel"]
-
-# The first of the named barriers by which warpgroups take turns.
-TURN = gl.constexpr(8)
 
 
 @aggregate
@@ -246,9 +243,9 @@ def scale_output(acc, acc_rest, factor, C: gl.constexpr):
 @gluon.jit
 def rescale_output(acc, acc_rest, factor, C: gl.constexpr):
     """Multiply the rows of O by what a tile of scores left of them."""
-    acc = rescale(acc, factor, C.DV)
+    acc = rescale(acc, factor, C.DV, C)
     if C.DV_REST:
-        acc_rest = rescale(acc_rest, factor, C.DV_REST)
+        acc_rest = rescale(acc_rest, factor, C.DV_REST, C)
     return acc, acc_rest
 
 
@@ -275,7 +272,7 @@ def attend_first(
 @gluon.jit
 def attend(
     n_block, row, q_slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-    seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, C: gl.constexpr,
+    seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key tile: S = Q K_i^T and O += P_{i-1} V_{i-1} issued together, the softmax of tile i under the second one.
 
@@ -287,8 +284,6 @@ def attend(
     v_at = at
     at = at.next()
     pipe.k_ring.wait(at)
-    if C.TURNS:
-        barrier_sync(TURN + WARPGROUP, 256)
     issued_scores = issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)
     if C.MERGE_KV:
         v_at = at
@@ -302,8 +297,6 @@ def attend(
         acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
     else:
         scores = warpgroup_mma_wait(IN_FLIGHT, deps=[issued_scores])
-    if C.TURNS:
-        barrier_arrive(TURN + (WARPGROUP + 1) % C.NUM_WARPGROUPS, 256)
     if not C.MERGE_KV:
         pipe.k_ring.release(at)
     scores = capped(scores, cap_scale, C)
@@ -363,8 +356,6 @@ def consumer(
     q_at = start(C.Q_STAGES)
     tile_turn = first_turn(C)
     tile = first_tile(pipe.tiles, tile_turn, C)
-    if C.TURNS and WARPGROUP == NUM_WARPGROUPS - 1:  # the first turn
-        barrier_arrive(TURN, 256)
     while tile < sizes.num_tiles:
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 4, C)
         row = block * BLOCK_M + WARPGROUP * 64
@@ -378,21 +369,21 @@ def consumer(
         pipe.q_ring.wait(q_lane)
         acc, acc_rest, p, factor, row_ref, row_sum = attend_first(
             last, row, q_lane.slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C)  # fmt: skip
-        begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C, True)
+        begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C, C.IS_LAZY)
         if C.HAS_RIGHT:
             for i in range(1, begin):
                 acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                     last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                    seqlen_q, seqlen_k, sizes, pipe, True, WARPGROUP, C)  # fmt: skip
+                    seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
         for i in range(begin, end):
             acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                 last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                seqlen_q, seqlen_k, sizes, pipe, False, WARPGROUP, C)  # fmt: skip
+                seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip
         if C.HAS_LEFT:
             for i in range(end, count):
                 acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                     last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                    seqlen_q, seqlen_k, sizes, pipe, True, WARPGROUP, C)  # fmt: skip
+                    seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
 
         # The last P V; what does not depend on it runs under it.
         if not DIVIDES_LATE:
@@ -427,8 +418,6 @@ def consumer(
             tma.store_wait(0)  # Q's slot is free once TMA has read O out of it
             pipe.q_ring.release(q_lane)
     tma.store_wait(0)
-    if C.TURNS and WARPGROUP == 0:  # the turn that nobody takes
-        barrier_sync(TURN, 256)
 
 
 # ---- kernel

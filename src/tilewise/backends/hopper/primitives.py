@@ -17,7 +17,6 @@ __all__ = [
     "exp2",
     "growth_of",
     "log2",
-    "opaque",
     "pin",
     "round_to_int",
     "tanh",
@@ -67,12 +66,6 @@ def pin(x):
         is_pure=False,
         pack=1,
     )
-
-
-@gluon.jit
-def opaque(x):
-    """x, in a way LLVM neither sees through nor moves: it would fold a rescaling back over the loop edge."""
-    return gl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -263,18 +263,19 @@ def whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr, SE
 def seen_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
     """(hidden, begin, end) of tiles counted from the rightmost one, for 64 rows from `row` on.
 
-    The first `hidden` lie right of all that these rows see; begin .. end-1 need no mask, and all rows have seen a key
-    before them.
+    The first `hidden` lie right of all that these rows see; begin .. end-1 need no mask. IS_LAZY: and all of these rows
+    have seen a key before them.
     """
+    FIRST_MASKED: gl.constexpr = 1 if C.IS_LAZY else 0
     hidden = 0
     end = count
     whole = seqlen_k // C.BLOCK_N
     if C.HAS_RIGHT:
         edge = row + 1 + seqlen_k - seqlen_q + right_of(sizes, C)  # keys that the first row sees, the last one 63 more
-        whole = max(min(edge - 1, seqlen_k), 0) // C.BLOCK_N
+        whole = max(min(edge - FIRST_MASKED, seqlen_k), 0) // C.BLOCK_N
         seen = gl.cdiv(max(min(edge + 63, seqlen_k), 0), C.BLOCK_N)
         hidden = min(max(last + 1 - seen, 0), count)
-    begin = min(max(last + 1 - whole, hidden + 1), count)
+    begin = min(max(last + 1 - whole, hidden + FIRST_MASKED), count)
     if C.HAS_LEFT:
         first = gl.cdiv(max(row + 63 + seqlen_k - seqlen_q - sizes.window_left, 0), C.BLOCK_N)
         end = min(max(last + 1 - first, begin), count)
