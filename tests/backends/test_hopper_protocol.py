@@ -150,6 +150,7 @@ FORWARD = {
     "d64 fewer keys": Case(seqlens=(500, 100), causal=True),
     "d64 rising": Case(seqlens=(130, 600), causal=True, rising=True),
     "d64 rising, three warpgroups": Case(seqlens=(200, 600), rising=True, tile="D64_FULL"),
+    "d128 rising": Case(128, seqlens=(100, 500), rising=True),
     "d192 rising": Case(192, seqlens=(65, 300), causal=True, rising=True),
     "d128": Case(128, seqlens=(300, 600)),
     "d128 whole tiles": Case(128, seqlens=(300, 512)),
@@ -186,7 +187,7 @@ def test_tile_ranges_agree_with_masks(band: tuple[int | None, int | None], emula
         shown = masks.Band(seqlen_q, seqlen_k, left, right)
         sizes = schedule.Sizes(*[0] * 10, window_left=left or 0, window_right=right or 0)
         flags = {"HAS_LEFT": left is not None, "HAS_RIGHT": right is not None, "IS_CAUSAL": right == 0}
-        forward = configs.ForwardConfig(NUM_WARPGROUPS=2, BLOCK_N=64, **flags)
+        forward = configs.ForwardConfig(NUM_WARPGROUPS=2, BLOCK_N=64, IS_LAZY=True, **flags)
         for block in range(-(-seqlen_q // 128)):
             last, count = (int(x) for x in schedule.key_tiles(block, seqlen_q, seqlen_k, sizes, forward))
             seen = {t.n_block for t in shown.key_tiles(block, masks.TileGrid(128, 64))}
