@@ -195,11 +195,24 @@ def _grid_sizes(problem: AttentionProblem, config: ForwardConfig | Fp8Config, it
         total_q=problem.total_q,
         num_blocks=num_blocks,
         num_tiles=num_blocks * num_items,
-        items_per_wave=max(1, min(num_items, MAX_WAVE_ITEMS, L2_BYTES // max(head_bytes, 1))) if banded else 1,
+        items_per_wave=_wave_items(head_bytes, num_items) if banded else 1,
         row_tiles=0,
         window_left=(left or 0) if config.HAS_LEFT else 0,
         window_right=(right or 0) if config.HAS_RIGHT else 0,
     )
+
+
+def _wave_items(head_bytes: int, num_items: int) -> int:
+    """Heads walked together: a power of two, which mostly makes all waves equal.
+
+    Causal, 16k, D=256 (8 heads): 3, 3 and 2 heads 1580 us, 2 at a time 1529; D=128 4 instead of 6 1720 -> 1710; 4k,
+    D=128 16 instead of 24 417 -> 411.
+
+    >>> _wave_items(16 << 20, 8), _wave_items(2 << 20, 64), _wave_items(1 << 30, 8)
+    (2, 16, 1)
+    """
+    most = max(1, min(num_items, MAX_WAVE_ITEMS, L2_BYTES // max(head_bytes, 1)))
+    return 1 << (most.bit_length() - 1)
 
 
 def _descriptors(problem: AttentionProblem, config: ForwardConfig, views: dict[str, View]) -> dict[str, Any]:
