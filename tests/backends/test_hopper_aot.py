@@ -54,8 +54,8 @@ PAGED: dict[str, Any] = {"kind": "paged", "page_size": 64}
 CAPPED: dict[str, Any] = {"softcap": 30.0}
 FIXED: dict[str, Any] = {"deterministic": True}
 # The forward's loops keep everything in registers but one address at D=256 with a mask (for a softmax that took causal
-# 1k/16k from 473/662 to 485/668 TFLOP/s), and so do those of the wide backward's dK and dV. Up to 128 columns dK, dV, S^T
-# and dP^T take 192 of 240, and those of dQ at D=256 with S and dP as many; what spills are addresses.
+# 1k/16k from 473/662 to 485/668 TFLOP/s), and so do those of the wide backward's dK and dV. Up to 128 columns dK, dV,
+# S^T and dP^T take 192 of 240, and those of dQ at D=256 with S and dP as many; what spills are addresses.
 RECORDS: tuple[Recorded, ...] = (
     Recorded(FORWARD, {"d": 64}, 128, 72, fast=True),
     Recorded(FORWARD, {"d": 64, "seqlen_k": 8192, **CAUSAL}, 128, 108),
