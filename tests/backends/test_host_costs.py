@@ -173,10 +173,10 @@ def test_fp8_calls(gpu: str, made: int, kernels: int, gpus: FakeCuda) -> None:
     assert dense[:3] == ({}, made, kernels)
     assert dense.frames <= FRAMES[gpu] + 1
     cu = torch.tensor([0, 100, 256], dtype=torch.int32)
-    packed: list[Any] = [fp8.quantize(x, cu_seqlens=cu) for x in rows(256, 4, 64)]
+    q8, k8, v8 = (fp8.quantize(x, cu_seqlens=cu) for x in rows(256, 4, 64))
 
     def run() -> Any:
-        return tilewise.attention_varlen(*packed, cu, cu, max_seqlen_q=156, max_seqlen_k=156, backend=gpu)
+        return tilewise.attention_varlen(q8, k8, v8, cu, cu, max_seqlen_q=156, max_seqlen_k=156, backend=gpu)
 
     varlen = cost_of(run, gpus)
     assert varlen.operators == {}
