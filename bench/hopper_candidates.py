@@ -11,7 +11,7 @@ import torch
 
 from tilewise import device
 from tilewise.backends.gpu.launching import raw_views
-from tilewise.backends.hopper import BACKEND, launch_backward
+from tilewise.backends.hopper import BACKEND, backward_plan, launch_backward
 from tilewise.backends.hopper.configs import BackwardConfig, backward_config
 from tilewise.backends.hopper.launching import counter_for
 from tilewise.operands import Operands, Wanted
@@ -55,7 +55,7 @@ def _call(
     config_of: ConfigOf, problem: AttentionProblem, given: tuple[Any, ...]
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
     q = given[0]
-    with mock.patch.object(launch_backward, "backward_config", config_of):
+    with mock.patch.object(backward_plan, "backward_config", config_of):
         ready = launch_backward.backward_pass.__wrapped__(
             problem, device.of(q.device), q.get_device(), raw_views(given), True
         )

@@ -272,11 +272,17 @@ def assembly(
     if found := re.match(r"bar\.(sync|arrive) (\d+|\$1), (\d+);", text):
         index = int(args[0]) if found.group(2) == "$1" else int(found.group(2))
         HERE.named.join(index, int(found.group(3)), waits=found.group(1) == "sync")
+    if "fence.acq_rel.gpu" in text:
+        HERE.fenced = True
+    if text.startswith("ld.acquire"):
+        return poll(args[0])
     return computed(text, args)
 
 
 def atomic(change: Callable[[Any, Any], Any]) -> Callable[[Pointer, Any], Tensor]:
     def run(pointer: Pointer, operand: Any, sem: str = "acq_rel") -> Tensor:
+        if vars(HERE).pop("fenced", False) and sem == "relaxed":
+            sem = "release"  # a fence of all threads, and their barrier, came before it
         with HERE.grid.atomics:
             HERE.grid.written.atomic(HERE.clock, pointer.tensor, int(pointer.offset), sem)
             old = pointer.flat[int(pointer.offset)].clone()
@@ -303,6 +309,22 @@ def load(pointer: Pointer, mask: Any = None, other: Any = 0.0, **caching: str) -
     values = torch.full(offsets.shape, other, dtype=pointer.tensor.dtype)
     values[mask] = pointer.flat[offsets[mask]]
     return values
+
+
+def poll(pointer: Pointer) -> Tensor:
+    """What lies there now, for a role that asks until it is something else."""
+    time.sleep(1e-4)  # the others work meanwhile
+    if HERE.grid.errors:
+        raise RuntimeError("another role failed")
+    with HERE.grid.atomics:
+        HERE.grid.written.atomic(HERE.clock, pointer.tensor, int(pointer.offset), "acquire")
+        value = pointer.flat[int(pointer.offset)].clone()
+    seen = int(pointer.offset), int(value)
+    if seen != vars(HERE).get("seen"):
+        HERE.seen, HERE.since = seen, time.monotonic()
+    if time.monotonic() - HERE.since > DEADLOCK_S:
+        raise RuntimeError("deadlock: polling")
+    return value
 
 
 def store(pointer: Pointer, value: Any, mask: Any = None) -> None:

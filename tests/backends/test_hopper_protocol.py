@@ -28,18 +28,25 @@ from tilewise.problem import AttentionProblem
 pytestmark = pytest.mark.slow
 
 
+def poisoned(_: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What results and workspaces are made with: full of NaN."""
+    made = torch.empty_strided(*args, **kwargs)
+    return made.fill_(math.nan) if made.is_floating_point() else made
+
+
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Callable[[str], Any]]:
     """Import modules of the backend over the stand-in; afterwards everything is as it was."""
     replaced = ("triton.", f"{PACKAGE}.", f"{SHARED}.")
     ours = [name for name in sys.modules if name == "triton" or name.startswith(replaced)]
     saved = {name: sys.modules.pop(name) for name in ours}
-    plain_type = torch.Tensor.type
+    plain_type, plain_empty = torch.Tensor.type, torch.Tensor.new_empty_strided
     for name, members in MODULES.items():
         module = types.ModuleType(name)
         vars(module).update(members)
         sys.modules[name] = module
     torch.Tensor.type = property(lambda _: types.SimpleNamespace(layout=None))  # type: ignore[assignment,method-assign]
+    torch.Tensor.new_empty_strided = poisoned  # type: ignore[assignment,method-assign]
     try:
         with device.overridden(replace(device.named("h200"), num_sms=3)):
             counter = torch.zeros(1, dtype=torch.int32)
@@ -49,6 +56,7 @@ def emulated() -> Iterator[Callable[[str], Any]]:
             yield lambda name: sys.modules.get(f"{PACKAGE}.{name}") or sys.modules[f"{SHARED}.{name}"]
     finally:
         torch.Tensor.type = plain_type  # type: ignore[method-assign]
+        torch.Tensor.new_empty_strided = plain_empty  # type: ignore[method-assign]
         for name in [n for n in sys.modules if n == "triton" or n.startswith(replaced)]:
             del sys.modules[name]
         sys.modules.update(saved)

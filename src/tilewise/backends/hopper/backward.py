@@ -2,6 +2,7 @@
 
 Grid: one CTA per SM, persistent, key tiles from the counter. Roles:
   producer   one warp: K and V of the tile, then a ring of (Q, dO, row statistics) tiles of all the group's query heads
+  preparer   two warps, of dense tensors: row statistics and zeros in dQ, for later tiles (preparing.py)
   consumers  two warpgroups of 64 keys. Per query tile
                S^T = K Q^T, dP^T = V dO^T           from shared memory
                P^T = exp2(S^T - lse), dS^T = P^T (dP^T - delta)
@@ -25,7 +26,9 @@ from triton.language.core import _aggregate as aggregate
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.dq_tiles import add_block, row_units
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
+from tilewise.backends.hopper.preparing import Progress, await_prepared, preparer
 from tilewise.backends.hopper.primitives import barrier_sync, exp2, uniform
+from tilewise.backends.hopper.row_statistics import make_row_tiles
 from tilewise.backends.hopper.schedule import (
     announce,
     first_seeing_tile,
@@ -105,8 +108,9 @@ def load_queries(q_desc, dout_desc, stats_desc, units_desc, pipe, at, span, head
 
 @gluon.jit
 def producer(
-    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counter_ptr, work_ptr, sizes, pipe, C: gl.constexpr
-):
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, progress, counter_ptr, work_ptr, sizes, pipe,
+    C: gl.constexpr,
+):  # fmt: skip
     """Feed the rings."""
     KEY_BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes
     at = start(C.NUM_STAGES)
@@ -123,6 +127,8 @@ def producer(
         first = block * 128
         row_tile = row_tile_of(item * group, q_span, sizes, C)
         lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
+        if C.AHEAD:
+            await_prepared(item, progress, sizes)
         if lo < hi:  # the first query tile ahead of K and V: its place in the ring is free before theirs
             at = load_queries(
                 q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group, row_tile, lo, C
@@ -367,7 +373,7 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
         units_smem = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, BLOCK_M], units_desc.layout)
     key_ring = make_ring(1, 2)
     query_ring = make_ring(NUM_STAGES, 2)
-    tiles = make_tiles(2, C)
+    tiles = make_tiles(3 if C.AHEAD else 2, C)
     fence_async_shared()  # the barriers are initialised before TMA reports to them
     return Pipeline(
         q_smem, dout_smem, stats_smem, units_smem, k_smem, v_smem, ds_smem, dq_smem, query_ring, key_ring, tiles
@@ -375,18 +381,37 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
 
 
 @gluon.jit(
-    do_not_specialize=["scale_log2", "cap_scale", "scale", "sizes"],
-    do_not_specialize_on_alignment=["counter_ptr"],
+    do_not_specialize=["front_items", "scale_log2", "cap_scale", "scale", "sizes"],
+    do_not_specialize_on_alignment=["counter_ptr", "lse_ptr", "dlse_ptr"],
 )
 def backward_kernel(
-    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, dk_desc, dv_desc, counter_ptr, work_ptr,
-    scale_log2, cap_scale, scale, sizes, C: gl.constexpr,
+    q_desc, out_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, dk_desc, dv_desc, lse_ptr, dlse_ptr,
+    stats_ptr, sums_ptr, progress_ptr, counter_ptr, work_ptr, front_items, scale_log2, cap_scale, scale, sizes,
+    C: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys."""
     pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C)
-    gl.warp_specialize([
-        (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
-        (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
-        (producer, (
-            q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counter_ptr, work_ptr, sizes, pipe, C)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    if C.AHEAD:
+        progress = Progress(progress_ptr, front_items)
+        row_tiles = pipe  # not read without STATS_AHEAD
+        if C.STATS_AHEAD:
+            row_tiles = make_row_tiles(dout_desc, C)
+            fence_async_shared()  # its barriers, too
+        gl.warp_specialize([
+            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
+            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
+            (producer, (
+                q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, progress, counter_ptr, work_ptr, sizes, pipe,
+                C)),
+            (preparer, (
+                out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, progress, pipe.tiles, sizes,
+                C)),
+        ], [4, 1, 2], [240, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
+            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
+            (producer, (
+                q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, None, counter_ptr, work_ptr, sizes, pipe,
+                C)),
+        ], [4, 1], [240, 24])  # fmt: skip

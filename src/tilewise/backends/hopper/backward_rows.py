@@ -138,18 +138,21 @@ def units_of(dout, delta, lse, bounds_ptr, item, group_size):
         "total_q",
         "batch",
         "num_items",
+        "cleared_items",
+        "num_counts",
     ],
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_seqlens"],
 )
 def prepare_rows_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, dq_acc_ptr, bounds_ptr, cu_seqlens, out_strides,
-    dout_strides, num_heads, group_size, seqlen_q, total_q, batch, num_items,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, dq_acc_ptr, counts_ptr, bounds_ptr, cu_seqlens,
+    out_strides, dout_strides, num_heads, group_size, seqlen_q, total_q, batch, num_items, cleared_items, num_counts,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """[lse * log2(e) | delta - dlse] of one query tile, packed for one TMA load; its tile of the accumulator zeroed.
 
     dlse enters here: dS = P (dP - delta + dlse). With units_ptr also the rows' units of a sum in fixed point. Programs:
-    row tiles x items; packed, an item is a head.
+    row tiles x items; packed, an item is a head. Only the first `cleared_items` are zeroed if others are prepared
+    beside the main kernel (preparing.py), which counts in counts_ptr, from 0 on.
     """
     item = tl.program_id(0) % num_items
     row_tile = tl.program_id(0) // num_items
@@ -175,8 +178,11 @@ def prepare_rows_kernel(
     if units_ptr is not None:
         units = units_of(dout, delta, lse, bounds_ptr, sequence * num_heads + head, group_size)
         tl.store(units_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M), units)
+    if counts_ptr is not None:
+        for count in range(tl.program_id(0), num_counts, tl.num_programs(0)):
+            tl.store(counts_ptr + count, 0)
     if dq_acc_ptr is not None:
-        for block in tl.static_range(DQ_BLOCKS):
+        for block in range(tl.where(item < cleared_items, DQ_BLOCKS, 0)):
             zeros = dq_acc_ptr + (tile * DQ_BLOCKS + block) * 4096 + tl.arange(0, 4096)
             tl.store(zeros, tl.zeros([4096], dq_acc_ptr.dtype.element_ty))
 

@@ -20,6 +20,7 @@ __all__ = [
     "forward_config",
     "has_left",
     "has_right",
+    "prepares_ahead",
 ]
 
 
@@ -127,7 +128,8 @@ class BackwardConfig:
 
     WIDE: the kernels for more than 128 columns: dK and dV (backward_wide.py), then dQ (query_gradient.py), all summed
     in a fixed order. Else one kernel (backward.py) that adds to dQ as well, in any order; FIXED_POINT: in integers, so
-    that the order does not matter (dq_tiles.py). SKIP_HIDDEN: its second warpgroup rests where it sees nothing.
+    that the order does not matter (dq_tiles.py). SKIP_HIDDEN: its second warpgroup rests where it sees nothing. AHEAD:
+    it clears dQ for later tiles and, with STATS_AHEAD, computes their row statistics (preparing.py).
     NUM_STAGES slots in the rings of Q and dO; where dQ has a kernel of its own, NUM_STAGES of K and V_STAGES of V.
     EVEN_K: every key tile is whole.
     """
@@ -142,6 +144,8 @@ class BackwardConfig:
     NUM_STAGES: int = 2
     V_STAGES: int = 2
     SKIP_HIDDEN: bool = False
+    AHEAD: bool = False
+    STATS_AHEAD: bool = False
     FIXED_POINT: bool = False
     EVEN_K: bool = True
     HAS_RIGHT: bool = False
@@ -156,6 +160,8 @@ class BackwardConfig:
 
 # Query rows in a tile, by padded head dim: what fits beside dK and dV in 240 registers a thread.
 BACKWARD_BLOCK_M = {64: 128, 128: 64}
+# The longest sequence whose backward was timed with heads prepared beside it.
+AHEAD_SEQLEN_K = 4096
 # Tiles of 64 rows and 64 columns of 16 bits (8 KiB) in the shared memory of a CTA that computes dQ alone.
 QUERY_GRADIENT_TILES = 28
 
@@ -180,6 +186,8 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         V_STAGES=_value_stages(d + d_rest, dv + dv_rest),
         FIXED_POINT=problem.deterministic and not wide,
         SKIP_HIDDEN=not wide and d == 128 and has_right(problem),
+        AHEAD=prepares_ahead(problem),
+        STATS_AHEAD=prepares_ahead(problem) and not problem.deterministic,
         EVEN_K=not packed and problem.seqlen_k % block_n == 0,
         HAS_RIGHT=has_right(problem),
         IS_CAUSAL=has_right(problem) and problem.band[1] == 0,
@@ -187,6 +195,18 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_SOFTCAP=problem.softcap is not None,
         IS_VARLEN=packed,
     )
+
+
+def prepares_ahead(problem: AttentionProblem) -> bool:
+    """Whether heads are prepared beside the main kernel (preparing.py): where that was timed and is faster.
+
+    TFLOP/s at N = 1024/4096: D=64 causal 294/448 -> 314/449, full 416 -> 421 (1024), deterministic causal 249 -> 256
+    (1024); D=128 full 458 -> 475 (1024), causal 335/499 -> 335/505.
+    """
+    width = max(problem.head_dim, problem.head_dim_v)
+    plain = problem.softcap is None and not has_left(problem) and problem.group_size == 1
+    even = problem.seqlen_k % 128 == 0 and problem.seqlen_k <= AHEAD_SEQLEN_K
+    return problem.kind == "dense" and plain and even and width <= (64 if problem.deterministic else 128)
 
 
 def _value_stages(width: int, width_v: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +21,10 @@ from tilewise.backends.gpu.launching import (
     on_device,
     raw_views,
 )
-from tilewise.backends.gpu.listing import heads_per_wave, list_call, list_size, most_blocks, rows_together
+from tilewise.backends.gpu.listing import list_call, rows_together
 from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
 from tilewise.backends.hopper.backward import backward_kernel
+from tilewise.backends.hopper.backward_plan import QUERY_BLOCK, BackwardPlan, backward_plan, streamed_bytes
 from tilewise.backends.hopper.backward_rows import (
     BOUND_PARTS,
     bound_keys_kernel,
@@ -32,7 +32,7 @@ from tilewise.backends.hopper.backward_rows import (
     prepare_rows_kernel,
 )
 from tilewise.backends.hopper.backward_wide import backward_wide_kernel
-from tilewise.backends.hopper.configs import BackwardConfig, backward_config, dq_blocks
+from tilewise.backends.hopper.configs import dq_blocks
 from tilewise.backends.hopper.launch import index_address, shapes_of
 from tilewise.backends.hopper.launching import (
     addressable,
@@ -44,7 +44,6 @@ from tilewise.backends.hopper.launching import (
     rows_allocation,
 )
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
-from tilewise.backends.hopper.schedule import Sizes
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LOG2E
 from tilewise.operands import Gradients, Operands, Wanted
@@ -60,12 +59,8 @@ __all__ = [
     "run_backward",
 ]
 
-# Heads walked together under a causal mask: what their key tiles (query tiles, for dQ alone) share, in this much of L2.
-L2_BYTES = 32 << 20
 # The kernels of backward_rows take strides in units of 16 bytes, 8 elements.
 STRIDE_UNIT = 8
-# Queries of a block of the kernel that computes dQ alone.
-QUERY_BLOCK = 128
 # Keys that a program of bound_keys_kernel reads at a time.
 BOUND_BLOCK_N = 64
 # In which order tensors are handed to the launches.
@@ -73,82 +68,6 @@ GIVEN = (*Operands._fields, "out", "lse", "dout", "dlse")
 TENSORS = (*GIVEN, "workspace", "dq", "dk", "dv", "counter")
 
 RawViews = tuple[RawView | None, ...]
-
-
-class BackwardPlan(NamedTuple):
-    """What every call with a problem shares: sizes seen from the keys and from the queries."""
-
-    problem: AttentionProblem
-    config: BackwardConfig
-    key_sizes: Sizes
-    query_sizes: Sizes
-    key_grid: tuple[int, int, int]
-
-    @property
-    def query_items(self) -> int:
-        """What has row statistics of its own: (batch, head) pairs or, packed, heads."""
-        return self.problem.num_heads * (1 if self.config.IS_VARLEN else self.problem.batch)
-
-    @property
-    def num_rows(self) -> int:
-        """Query rows in whole tiles."""
-        return self.query_items * self.key_sizes.row_tiles * self.config.BLOCK_M
-
-    @property
-    def stats(self) -> Address:
-        """[lse * log2(e) | delta] of every query tile: the workspace begins with them."""
-        return Address("workspace", torch.float32)
-
-    @property
-    def accumulator(self) -> Address | None:
-        """The sums of dQ, behind the statistics."""
-        dtype = torch.int32 if self.config.FIXED_POINT else torch.float32
-        return None if self.config.WIDE else Address("workspace", dtype, offset=8 * self.num_rows)
-
-    @property
-    def sums_width(self) -> int:
-        """Columns of dQ that are summed."""
-        return 0 if self.config.WIDE else self.config.D
-
-    @property
-    def units(self) -> Address | None:
-        """The units of a sum in fixed point, behind the sums."""
-        offset = (2 + self.sums_width) * 4 * self.num_rows
-        return Address("workspace", torch.float32, offset=offset) if self.config.FIXED_POINT else None
-
-    @property
-    def bounds(self) -> Address | None:
-        """What the units are derived from, behind them."""
-        offset = (3 + self.sums_width) * 4 * self.num_rows
-        return Address("workspace", torch.int32, offset=offset) if self.config.FIXED_POINT else None
-
-    @property
-    def num_bounds(self) -> int:
-        """Of every head of keys."""
-        heads = self.problem.batch * self.problem.num_kv_heads
-        return 2 * int(BOUND_PARTS) * heads if self.config.FIXED_POINT else 0
-
-    @property
-    def key_work(self) -> Address | None:
-        """The list of packed blocks of keys."""
-        width = 2 + self.sums_width + (1 if self.config.FIXED_POINT else 0)
-        offset = 4 * (width * self.num_rows + self.num_bounds)
-        return Address("workspace", torch.int32, offset=offset) if self.config.IS_VARLEN else None
-
-    @property
-    def query_work(self) -> Address | None:
-        """The list of packed blocks of queries, where dQ has a kernel of its own."""
-        if self.key_work is None or not self.config.WIDE:
-            return None
-        return replace(self.key_work, offset=self.key_work.offset + 4 * list_size(self.key_sizes.num_blocks))
-
-    @property
-    def workspace(self) -> Allocation:
-        """Room for all of them."""
-        width = 2 + self.sums_width + (1 if self.config.FIXED_POINT else 0)
-        lists = [sizes.num_blocks for sizes in (self.key_sizes, self.query_sizes) if self.config.IS_VARLEN]
-        words = width * self.num_rows + self.num_bounds + sum(map(list_size, lists))
-        return Allocation.contiguous((words,), torch.float32)
 
 
 class BackwardPass(NamedTuple):
@@ -161,58 +80,6 @@ class BackwardPass(NamedTuple):
     dk: Allocation
     dv: Allocation
     launches: Launches
-
-
-def backward_plan(problem: AttentionProblem, device: DeviceSpec) -> BackwardPlan:
-    """Everything about a call that needs no tensor."""
-    config = backward_config(problem)
-    keys = _sizes(problem, config, of_keys=True)
-    queries = _sizes(problem, config, of_keys=False)
-    programs = min(device.num_sms, keys.num_tiles)
-    return BackwardPlan(problem, config, keys, queries, (programs, 1, 1))
-
-
-def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) -> Sizes:
-    left, right = problem.band
-    packed = config.IS_VARLEN
-    heads = problem.num_kv_heads if of_keys else problem.num_heads
-    longest, total, block = problem.seqlen_q, problem.total_q, QUERY_BLOCK
-    if of_keys:
-        longest, total, block = problem.seqlen_k, problem.total_k, config.BLOCK_N
-    num_items = heads if packed else problem.batch * heads
-    num_blocks = -(-longest // block)
-    streamed = _streamed_bytes(problem, of_keys=of_keys) * (problem.seqlen_q if of_keys else problem.seqlen_k)
-    wave = max(1, min(num_items, L2_BYTES // streamed)) if config.HAS_RIGHT or config.HAS_LEFT else 1
-    if packed:
-        wave = heads_per_wave(heads, num_blocks, streamed)
-        num_blocks = most_blocks(total, block, problem.batch)
-    rows = config.BLOCK_M
-    return Sizes(
-        num_heads=heads,
-        group_size=problem.group_size,
-        num_items=num_items,
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
-        total_q=problem.total_q,
-        num_blocks=num_blocks,
-        num_tiles=num_blocks * num_items,
-        items_per_wave=wave,
-        row_tiles=most_blocks(problem.total_q, rows, problem.batch) if packed else -(-problem.seqlen_q // rows),
-        window_left=(left or 0) if config.HAS_LEFT else 0,
-        window_right=(right or 0) if config.HAS_RIGHT else 0,
-    )
-
-
-def _streamed_bytes(problem: AttentionProblem, *, of_keys: bool) -> int:
-    """Of a row that passes by a block of keys (of queries): what the blocks of a head share.
-
-    Q and dO in 16 bits and dQ in 32, of one query head: the CTAs of a group walk through its heads side by side.
-    Counted for the whole group, GQA 32/8 (4096 tokens) went two K/V heads a wave and waited for the last ones: 445
-    TFLOP/s instead of 537. K and V in 16 bits.
-    """
-    if of_keys:
-        return problem.head_dim * 6 + problem.head_dim_v * 2
-    return (problem.head_dim + problem.head_dim_v) * 2
 
 
 def run_backward(
@@ -320,7 +187,7 @@ def _list_call(plan: BackwardPlan, work: Address, views: dict[str, View], *, of_
         problem,
         work,
         config.BLOCK_N if of_keys else QUERY_BLOCK,
-        together=rows_together(_streamed_bytes(problem, of_keys=of_keys), sizes.items_per_wave, banded=banded),
+        together=rows_together(streamed_bytes(problem, of_keys=of_keys), sizes.items_per_wave, banded=banded),
         of_keys=of_keys,
         cleared=("dq" if "dq" in views else None, None, "dk", "dv") if of_keys else (None, None, None, None),
     )
@@ -354,8 +221,10 @@ def _power_of_two(width: int) -> int:
 
 
 def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
-    """Row statistics, and zeros into the accumulator."""
+    """Row statistics, and zeros into the accumulator, of all heads or of those that the main kernel leaves over."""
     problem, config = plan.problem, plan.config
+    front = plan.front_items * problem.group_size
+    items = front if config.STATS_AHEAD else plan.query_items
     arguments = {
         "out_ptr": Address("out", problem.dtype),
         "dout_ptr": Address("dout", problem.dtype),
@@ -364,6 +233,7 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "stats_ptr": plan.stats,
         "units_ptr": plan.units,
         "dq_acc_ptr": plan.accumulator,
+        "counts_ptr": plan.progress,
         "bounds_ptr": plan.bounds,
         "cu_seqlens": index_address(views, "cu_seqlens_q"),
         "out_strides": _stride_units(views["out"]),
@@ -373,14 +243,16 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "seqlen_q": problem.seqlen_q,
         "total_q": problem.total_q,
         "batch": problem.batch,
-        "num_items": plan.query_items,
+        "num_items": items,
+        "cleared_items": front,
+        "num_counts": plan.num_counts,
         "BLOCK_M": config.BLOCK_M,
         "HEAD_DIM": problem.head_dim_v,
         "BLOCK_D": _power_of_two(problem.head_dim_v),
         "DQ_BLOCKS": dq_blocks(config),
         "PACKED": config.IS_VARLEN,
     }
-    return KernelCall(prepare_rows_kernel, (plan.query_items * plan.key_sizes.row_tiles, 1, 1), arguments)
+    return KernelCall(prepare_rows_kernel, (items * plan.key_sizes.row_tiles, 1, 1), arguments)
 
 
 def _tiles(
@@ -389,10 +261,10 @@ def _tiles(
     """Descriptors of operands and gradients, by rows of a tile; in parts, of both column parts or None."""
     config, shapes = plan.config, shapes_of(plan.problem)
     shapes |= {"dq": shapes["q"], "dk": shapes["k"], "dv": shapes["v"]}
-    shapes["dout"] = (*shapes["q"][:-1], plan.problem.head_dim_v)
+    shapes["out"] = shapes["dout"] = (*shapes["q"][:-1], plan.problem.head_dim_v)
     found: dict[str, Tile | None] = {}
     for name, block in rows.items():
-        of_values = name in ("v", "dv", "dout")
+        of_values = name in ("v", "dv", "out", "dout")
         columns, rest = (config.DV, config.DV_REST) if of_values else (config.D, config.D_REST)
         found[f"{name}_desc"] = describe(name, views[name], shapes[name], block, columns)
         if in_parts:
@@ -414,7 +286,7 @@ def _key_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall
     }
     if config.WIDE:
         return KernelCall(backward_wide_kernel, plan.key_grid, arguments)
-    return KernelCall(backward_kernel, plan.key_grid, arguments | _sums(plan))
+    return KernelCall(backward_kernel, plan.key_grid, arguments | _sums(plan) | _ahead(plan, views))
 
 
 def _sums(plan: BackwardPlan) -> dict[str, Any]:
@@ -424,6 +296,23 @@ def _sums(plan: BackwardPlan) -> dict[str, Any]:
     return {
         "dq_desc": describe_flat(accumulator, (plan.num_rows * plan.sums_width // 32, 32), [128, 32]),
         "units_desc": None if units is None else describe_flat(units, (plan.num_rows,), [plan.config.BLOCK_M]),
+    }
+
+
+def _ahead(plan: BackwardPlan, views: dict[str, View]) -> dict[str, Any]:
+    """What preparing.py needs."""
+    config = plan.config
+    rows = {"out": config.BLOCK_M} if config.STATS_AHEAD else {}
+    dlse = Address("dlse", torch.float32, aligned=False) if "dlse" in views else None
+    return {
+        "out_desc": None,
+        **_tiles(plan, views, rows, in_parts=False),
+        "lse_ptr": Address("lse", torch.float32, aligned=False) if config.STATS_AHEAD else None,
+        "dlse_ptr": dlse if config.STATS_AHEAD else None,
+        "stats_ptr": plan.stats if config.STATS_AHEAD else None,
+        "sums_ptr": plan.accumulator if config.AHEAD else None,
+        "progress_ptr": plan.progress,
+        "front_items": plan.front_items,
     }
 
 

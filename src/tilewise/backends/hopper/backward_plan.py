@@ -1,0 +1,184 @@
+"""What the calls of one problem's backward share: sizes, grid, and who lies where in the workspace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from tilewise.backends.gpu.launching import Allocation
+from tilewise.backends.gpu.listing import heads_per_wave, list_size, most_blocks
+from tilewise.backends.gpu.symbols import Address
+from tilewise.backends.hopper.backward_rows import BOUND_PARTS
+from tilewise.backends.hopper.configs import BackwardConfig, backward_config
+from tilewise.backends.hopper.schedule import Sizes
+from tilewise.device import DeviceSpec
+from tilewise.problem import AttentionProblem
+
+__all__ = ["QUERY_BLOCK", "BackwardPlan", "backward_plan", "streamed_bytes"]
+
+# Heads walked together under a causal mask: what their key tiles (query tiles, for dQ alone) share, in this much of L2.
+L2_BYTES = 32 << 20
+# At most so many where later heads are prepared beside the main kernel: a small wave has a short front. D=64 causal,
+# N=1024, 4/8/16: 310/314/310 TFLOP/s; D=128 causal, N=4096, 2/4/8: 488/500/505.
+AHEAD_HEADS = 8
+# How many rounds of CTAs a share is prepared before its head is needed. D=128 full, N=1024, 1/2/4: 403/475/473.
+AHEAD_ROUNDS = 2
+# Queries of a block of the kernel that computes dQ alone.
+QUERY_BLOCK = 128
+
+
+class BackwardPlan(NamedTuple):
+    """What every call with a problem shares: sizes seen from the keys and from the queries."""
+
+    problem: AttentionProblem
+    config: BackwardConfig
+    key_sizes: Sizes
+    query_sizes: Sizes
+    key_grid: tuple[int, int, int]
+
+    @property
+    def query_items(self) -> int:
+        """What has row statistics of its own: (batch, head) pairs or, packed, heads."""
+        return self.problem.num_heads * (1 if self.config.IS_VARLEN else self.problem.batch)
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows in whole tiles."""
+        return self.query_items * self.key_sizes.row_tiles * self.config.BLOCK_M
+
+    @property
+    def stats(self) -> Address:
+        """[lse * log2(e) | delta] of every query tile: the workspace begins with them."""
+        return Address("workspace", torch.float32)
+
+    @property
+    def accumulator(self) -> Address | None:
+        """The sums of dQ, behind the statistics."""
+        dtype = torch.int32 if self.config.FIXED_POINT else torch.float32
+        return None if self.config.WIDE else Address("workspace", dtype, offset=8 * self.num_rows)
+
+    @property
+    def sums_width(self) -> int:
+        """Columns of dQ that are summed."""
+        return 0 if self.config.WIDE else self.config.D
+
+    @property
+    def units(self) -> Address | None:
+        """The units of a sum in fixed point, behind the sums."""
+        offset = (2 + self.sums_width) * 4 * self.num_rows
+        return Address("workspace", torch.float32, offset=offset) if self.config.FIXED_POINT else None
+
+    @property
+    def bounds(self) -> Address | None:
+        """What the units are derived from, behind them."""
+        offset = (3 + self.sums_width) * 4 * self.num_rows
+        return Address("workspace", torch.int32, offset=offset) if self.config.FIXED_POINT else None
+
+    @property
+    def num_bounds(self) -> int:
+        """Of every head of keys."""
+        heads = self.problem.batch * self.problem.num_kv_heads
+        return 2 * int(BOUND_PARTS) * heads if self.config.FIXED_POINT else 0
+
+    @property
+    def fixed_words(self) -> int:
+        """What of the workspace does not depend on lists, in words."""
+        width = 2 + self.sums_width + (1 if self.config.FIXED_POINT else 0)
+        return width * self.num_rows + self.num_bounds
+
+    @property
+    def key_work(self) -> Address | None:
+        """The list of packed blocks of keys."""
+        return Address("workspace", torch.int32, offset=4 * self.fixed_words) if self.config.IS_VARLEN else None
+
+    @property
+    def query_work(self) -> Address | None:
+        """The list of packed blocks of queries, where dQ has a kernel of its own."""
+        if self.key_work is None or not self.config.WIDE:
+            return None
+        return replace(self.key_work, offset=self.key_work.offset + 4 * list_size(self.key_sizes.num_blocks))
+
+    @property
+    def list_words(self) -> int:
+        """Of all lists."""
+        lists = [sizes.num_blocks for sizes in (self.key_sizes, self.query_sizes) if self.config.IS_VARLEN]
+        return sum(map(list_size, lists))
+
+    @property
+    def progress(self) -> Address | None:
+        """How many shares of every K/V head are prepared (preparing.py), behind the lists."""
+        offset = 4 * (self.fixed_words + self.list_words)
+        return Address("workspace", torch.int32, offset=offset) if self.config.AHEAD else None
+
+    @property
+    def num_counts(self) -> int:
+        """Of shares."""
+        return self.key_sizes.num_items if self.config.AHEAD else 0
+
+    @property
+    def front_items(self) -> int:
+        """K/V heads that the row kernel prepares: whole waves, a wave and AHEAD_ROUNDS of all CTAs at least."""
+        sizes = self.key_sizes
+        wave_tiles = sizes.items_per_wave * sizes.num_blocks
+        waves = -(-(wave_tiles + AHEAD_ROUNDS * self.key_grid[0]) // wave_tiles)
+        return min(waves * sizes.items_per_wave, sizes.num_items) if self.config.AHEAD else sizes.num_items
+
+    @property
+    def workspace(self) -> Allocation:
+        """Room for all of them."""
+        return Allocation.contiguous((self.fixed_words + self.list_words + self.num_counts,), torch.float32)
+
+
+def backward_plan(problem: AttentionProblem, device: DeviceSpec) -> BackwardPlan:
+    """Everything about a call that needs no tensor."""
+    config = backward_config(problem)
+    keys = _sizes(problem, config, of_keys=True)
+    queries = _sizes(problem, config, of_keys=False)
+    programs = min(device.num_sms, keys.num_tiles)
+    return BackwardPlan(problem, config, keys, queries, (programs, 1, 1))
+
+
+def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) -> Sizes:
+    left, right = problem.band
+    packed = config.IS_VARLEN
+    heads = problem.num_kv_heads if of_keys else problem.num_heads
+    longest, total, block = problem.seqlen_q, problem.total_q, QUERY_BLOCK
+    if of_keys:
+        longest, total, block = problem.seqlen_k, problem.total_k, config.BLOCK_N
+    num_items = heads if packed else problem.batch * heads
+    num_blocks = -(-longest // block)
+    streamed = streamed_bytes(problem, of_keys=of_keys) * (problem.seqlen_q if of_keys else problem.seqlen_k)
+    most = min(num_items, AHEAD_HEADS) if config.AHEAD else num_items
+    wave = max(1, min(most, L2_BYTES // streamed)) if config.HAS_RIGHT or config.HAS_LEFT else 1
+    if packed:
+        wave = heads_per_wave(heads, num_blocks, streamed)
+        num_blocks = most_blocks(total, block, problem.batch)
+    rows = config.BLOCK_M
+    return Sizes(
+        num_heads=heads,
+        group_size=problem.group_size,
+        num_items=num_items,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        total_q=problem.total_q,
+        num_blocks=num_blocks,
+        num_tiles=num_blocks * num_items,
+        items_per_wave=wave,
+        row_tiles=most_blocks(problem.total_q, rows, problem.batch) if packed else -(-problem.seqlen_q // rows),
+        window_left=(left or 0) if config.HAS_LEFT else 0,
+        window_right=(right or 0) if config.HAS_RIGHT else 0,
+    )
+
+
+def streamed_bytes(problem: AttentionProblem, *, of_keys: bool) -> int:
+    """Of a row that passes by a block of keys (of queries): what the blocks of a head share.
+
+    Q and dO in 16 bits and dQ in 32, of one query head: the CTAs of a group walk through its heads side by side.
+    Counted for the whole group, GQA 32/8 (4096 tokens) went two K/V heads a wave and waited for the last ones: 445
+    TFLOP/s instead of 537. K and V in 16 bits.
+    """
+    if of_keys:
+        return problem.head_dim * 6 + problem.head_dim_v * 2
+    return (problem.head_dim + problem.head_dim_v) * 2

@@ -1,0 +1,83 @@
+"""The row statistics of a query tile, computed beside the main backward kernel: [lse * log2(e) | delta - dlse].
+
+delta is the sum of dO * O over a row. Both tiles come by TMA into shared memory that no other role uses, because two
+warps with 24 registers a thread cannot keep enough loads in flight themselves. Rows past the end and rows without keys
+get lse = +inf, as in backward_rows.py.
+"""
+
+# Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# ruff: noqa: N803, N806
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.core import _aggregate as aggregate
+
+from tilewise.backends.hopper.channels import Ring, make_ring
+from tilewise.backends.hopper.layouts import slots_shape
+from tilewise.backends.hopper.primitives import LOG2E
+
+__all__ = ["RowTiles", "compute_statistics", "load_rows", "make_row_tiles"]
+
+# Rows that two warps reduce at a time, 16 bytes a thread.
+ROWS = gl.constexpr(8)
+
+
+@aggregate
+class RowTiles:
+    """A tile of O and one of dO, and who may use them."""
+
+    out_smem: gl.shared_memory_descriptor
+    dout_smem: gl.shared_memory_descriptor
+    ring: Ring
+
+    @gluon.constexpr_function
+    def __init__(self, out_smem, dout_smem, ring):
+        self.out_smem = out_smem
+        self.dout_smem = dout_smem
+        self.ring = ring
+
+
+@gluon.jit
+def make_row_tiles(dout_desc, C: gl.constexpr):
+    """Allocate them; the caller fences before the roles start."""
+    SHAPE: gl.constexpr = slots_shape(1, C.BLOCK_M, C.D, False)
+    out_smem = gl.allocate_shared_memory(dout_desc.dtype, SHAPE, dout_desc.layout)
+    dout_smem = gl.allocate_shared_memory(dout_desc.dtype, SHAPE, dout_desc.layout)
+    return RowTiles(out_smem, dout_smem, make_ring(1, 1))
+
+
+@gluon.jit
+def load_rows(out_desc, dout_desc, tiles, at, batch_idx, head, row):
+    """Start the copies of a tile."""
+    ready = tiles.ring.acquire(at, 2 * dout_desc.block_type.nbytes)
+    place = [batch_idx, head, row, 0]
+    tma.async_copy_global_to_shared(out_desc, place, ready, tiles.out_smem.index(0))
+    tma.async_copy_global_to_shared(dout_desc, place, ready, tiles.dout_smem.index(0))
+
+
+@gluon.jit
+def compute_statistics(lse_ptr, dlse_ptr, stats_ptr, tiles, at, first_row, left, C: gl.constexpr):
+    """Statistics of a tile, to stats_ptr; first_row: of the tile, in lse; left: rows from there to the head's end."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    FEW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    ALL: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
+    out = tiles.out_smem.index(0).reshape([C.BLOCK_M, C.D])
+    dout = tiles.dout_smem.index(0).reshape([C.BLOCK_M, C.D])
+    rows = gl.arange(0, C.BLOCK_M, ALL)
+    lse = gl.load(lse_ptr + first_row + rows, mask=rows < left, other=float("inf"))
+    gl.store(stats_ptr + rows, gl.where(lse == float("-inf"), float("inf"), lse) * LOG2E)
+    tiles.ring.wait(at)
+    for i in gl.static_range(C.BLOCK_M // ROWS):
+        products = gl.zeros([ROWS, 64], gl.float32, LAYOUT)
+        for j in gl.static_range(C.D // 64):
+            o = out.slice(i * ROWS, ROWS, dim=0).slice(j * 64, 64, dim=1).load(LAYOUT)
+            do = dout.slice(i * ROWS, ROWS, dim=0).slice(j * 64, 64, dim=1).load(LAYOUT)
+            products += o.to(gl.float32) * do.to(gl.float32)
+        delta = gl.sum(products, 1)
+        few = i * ROWS + gl.arange(0, ROWS, FEW)
+        if dlse_ptr is not None:
+            delta -= gl.load(dlse_ptr + first_row + few, mask=few < left, other=0.0)
+        gl.store(stats_ptr + C.BLOCK_M + few, delta)
+    tiles.ring.release(at)

@@ -1,0 +1,103 @@
+"""Row statistics and zeros are made beside the kernel that needs them: never late, and without waiting in a circle.
+
+With 3 SMs and one K/V head a wave, two of the heads here come from the row kernel, all others from the preparers.
+Everything that is not written is NaN (test_hopper_protocol.poisoned).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import gluon_emulator
+from gluon_emulator import MODE
+from test_hopper_protocol import Case, check_backward, emulated  # noqa: F401  (a fixture)
+from tilewise import device
+
+pytestmark = pytest.mark.slow
+
+CASES = {
+    "d64 causal": Case(batch=3, heads=(4, 2), seqlens=(200, 300), causal=True),
+    "d64 deterministic": Case(batch=5, heads=(1, 1), seqlens=(300, 260), deterministic=True),
+    "d128, few queries": Case(128, batch=4, heads=(2, 1), seqlens=(70, 400)),
+    "d96 window, sinks": Case(96, batch=6, heads=(2, 1), seqlens=(260, 150), window=(70, 20), sinks=True),
+}
+
+
+@pytest.fixture
+def waves_of_one(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:  # noqa: F811
+    """A tile of one head after the other."""
+    prepared = emulated("launch_backward").backward_pass
+    monkeypatch.setattr(emulated("configs"), "prepares_ahead", lambda _: True)
+    monkeypatch.setattr(emulated("backward_plan"), "AHEAD_HEADS", 1)
+    monkeypatch.setattr(emulated("backward_plan"), "AHEAD_ROUNDS", 1)
+    counter = torch.zeros(1, dtype=torch.int32)  # a deadlock leaves it as it was
+    monkeypatch.setattr(emulated("launch_backward"), "counter_for", lambda _: counter)
+    prepared.cache_clear()
+    yield emulated
+    prepared.cache_clear()
+
+
+@pytest.mark.parametrize("late_loads", [False, True], ids=["loads at once", "loads late"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_heads_behind_the_front(case: Case, late_loads: bool, waves_of_one: Callable[[str], Any]) -> None:
+    MODE.late_loads = late_loads
+    plan = waves_of_one("backward_plan").backward_plan(case.problem, device.of(torch.device("cpu")))
+    assert 0 < plan.front_items < plan.key_sizes.num_items
+    check_backward(case, waves_of_one)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
+def test_nothing_is_used_before_it_is_prepared(
+    waits: bool, waves_of_one: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MODE.late_loads = False
+    preparing, prepare = waves_of_one("preparing"), waves_of_one("preparing").prepare_share.function
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(1.0)
+        return prepare(*args)
+
+    monkeypatch.setattr(preparing, "prepare_share", slowly)
+    if waits:
+        check_backward(CASES["d128, few queries"], waves_of_one)
+        return
+    monkeypatch.setattr(waves_of_one("backward"), "await_prepared", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check_backward(CASES["d128, few queries"], waves_of_one)
+
+
+def test_too_short_a_front_is_a_deadlock(waves_of_one: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tiles are not taken from the counter and belong to the first head: nobody would prepare it."""
+    MODE.late_loads = False
+    monkeypatch.setattr(waves_of_one("backward_plan").BackwardPlan, "front_items", property(lambda _: 0))
+    monkeypatch.setattr(gluon_emulator, "DEADLOCK_S", 1.0)
+    case = replace(CASES["d64 deterministic"], seqlens=(60, 260))
+    with pytest.raises(RuntimeError, match="deadlock"):
+        check_backward(case, waves_of_one)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("heads", "seqlen", "batch"), [((16, 16), 1024, 16), ((32, 32), 4096, 2), ((3, 3), 128, 300)])
+def test_a_share_is_handed_out_before_a_tile_that_waits_for_it(
+    heads: tuple[int, int],
+    seqlen: int,
+    batch: int,
+    causal: bool,
+    emulated: Callable[[str], Any],  # noqa: F811
+) -> None:
+    case = Case(128, batch=batch, heads=heads, seqlens=(seqlen, seqlen), causal=causal)
+    plan = emulated("backward_plan").backward_plan(case.problem, device.named("h200"))
+    sizes, front = plan.key_sizes, plan.front_items
+    assert plan.config.AHEAD
+    tiles: dict[int, list[int]] = {}
+    for tile in range(sizes.num_tiles):
+        tiles.setdefault(int(emulated("schedule").place_of(tile, sizes, False)[1]), []).append(tile)
+    ahead = front * sizes.num_blocks - plan.key_grid[0]
+    assert all(max(of) < front * sizes.num_blocks for item, of in tiles.items() if item < front)
+    assert all(max(of) - ahead < min(of) for item, of in tiles.items() if item >= front)
