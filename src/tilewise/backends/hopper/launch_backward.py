@@ -312,7 +312,7 @@ def _ahead(plan: BackwardPlan, views: dict[str, View]) -> dict[str, Any]:
         "stats_ptr": plan.stats if config.STATS_AHEAD else None,
         "sums_ptr": plan.accumulator if config.AHEAD else None,
         "progress_ptr": plan.progress,
-        "front_items": plan.front_items,
+        "front_items": plan.front_items if config.AHEAD else None,
     }
 
 
