@@ -222,6 +222,8 @@ def main() -> None:
         print(f"{setup.seqlen} tokens over {dist.get_world_size()} ranks on {device.type}, {setup.steps} steps")
         print(f"loss {losses[0]:.6f} -> {losses[-1]:.6f}, {setup.steps * setup.seqlen / seconds:,.0f} tokens/s")
         print("peak memory a rank: " + ", ".join(f"{size / 2**20:.0f} MiB" for size in memory))
+    # gloo's threads let go of the last message behind its end: without a pause that may be while Python shuts down.
+    dist.barrier()
     dist.destroy_process_group()
 
 

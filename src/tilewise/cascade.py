@@ -165,7 +165,9 @@ def bound(
     if prefix is None or any(a is not b for a, b in zip(prefix.operands[:3], operands[:3], strict=True)):
         return None
     own, num_rows = ops.Call("paged", _own(shared, operands), flags, return_lse=True, lasting=True), shared.num_rows
-    attend = prefix.backend.bind_prefixes(prefix.problem, prefix.operands, num_rows, shared.rows, *result)
+    # The call outlives the tensors of this one, and holds none of them.
+    backend, problem = prefix.backend, prefix.problem
+    attend = backend.bind_prefixes(problem, prefix.operands, num_rows, shared.rows, *result)
 
     def call(tensors: Sequence[Tensor | None]) -> Any:
         q, k, v, cu_seqlens_q, _, _, _, *rest = tensors[:count]
@@ -173,7 +175,7 @@ def bound(
         out, lse = own((q, k, v, cu_seqlens_q, None, own_table, own_keys, *rest))
         if attend((q, k, v, starts, table, keys, rows, out, lse)) is None:
             given = Operands(q, k, v, starts, block_table=table, seqlens_k=keys)  # type: ignore[arg-type]
-            prefix.backend.attend_prefixes(prefix.problem, given, num_rows, rows, out, lse)
+            backend.attend_prefixes(problem, given, num_rows, rows, out, lse)
         return (out, lse) if return_lse else out
 
     return call

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,7 +171,8 @@ def test_interpreted_calls_are_bound_after_the_first(
         flags: Any = {"cu_seqlens_q": torch.arange(len(q) + 1, dtype=torch.int32), "max_seqlen_q": 1}
         return [q, *tw.attention_paged(*given, shared_prefix=hint, return_lse=True, backend="triton", **flags)]
 
-    for number in range(3):
+    first = weakref.ref(attend(0)[0])
+    for number in range(1, 3):
         q, out, lse = attend(number)
         want, want_lse = tw.attention_paged(
             q.double(), batch.k.double(), batch.v.double(), batch.table, batch.lengths, return_lse=True
@@ -179,6 +182,9 @@ def test_interpreted_calls_are_bound_after_the_first(
     # Where nothing is split, ordinary kernels attend to the prefixes.
     assert len(attended) == judged
     assert all(torch.equal(a, b) for a, b in zip(attend(1), attend(1), strict=True))
+    # What is remembered holds no tensor of the call it was made by.
+    gc.collect()
+    assert first() is None
 
 
 @pytest.mark.slow

@@ -341,6 +341,17 @@ def test_generated_tokens_are_found_by_their_ids() -> None:
     assert book.length(book.add([9] * 7)) == 2
 
 
+@pytest.mark.parametrize("tokens", [[[7], [8]], [[7, 8], [9, 10]], [1.5, 2], ["1", 2]])
+def test_what_is_no_id_changes_nothing(tokens: Any) -> None:
+    book = PageBook(16, 2)
+    requests = [book.add([1, 2, 3]), book.add([4, 5, 6])]
+    advance(book, requests)
+    before = book.stats(), [book.length(request) for request in requests]
+    with pytest.raises(InvalidProblem, match="tokens: expected integer ids"):
+        advance(book, requests, tokens=tokens)
+    assert (book.stats(), [book.length(request) for request in requests]) == before
+
+
 def test_a_fork_copies_the_page_it_writes_to() -> None:
     book = PageBook(8, 4)
     parent = book.add(range(6))

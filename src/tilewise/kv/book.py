@@ -292,6 +292,11 @@ class PageBook:
         self._remember()
         return self.pages.available
 
+    @property
+    def num_requests(self) -> int:
+        """How many are under way."""
+        return len(self._requests)
+
     def stats(self) -> CacheStats:
         """Counted now, over the pages of all requests."""
         self._remember()
@@ -369,7 +374,7 @@ class PageBook:
             raise InvalidProblem("tokens", f"None for request {requests[place]}", tokens[place], fix)
         found = np.asarray(tokens) if given is None else None
         # One by one takes 28 us for 256, and finds what is no id; NumPy takes 12.
-        if found is None or found.dtype != np.int64:
+        if found is None or found.dtype != np.int64 or found.ndim != 1:
             some = known_ids(token for token in tokens if token is not None)
             found = np.array(some, np.int64)
         return found, given

@@ -105,8 +105,7 @@ class PagedKVCache:
     def __repr__(self) -> str:
         layers, pages, page_size, heads, head_dim = self.k.shape
         sizes = f"{pages} pages of {page_size} tokens, {layers} layers of {heads} x {head_dim}"
-        stats = self.stats()
-        held = f"{stats.requests} requests hold {stats.pages_held} pages"
+        held = f"{self.book.num_requests} requests hold {self.book.pages.held} pages"
         return f"<PagedKVCache: {sizes}, {self.k.dtype} on {self.device}; {held}>"
 
     # Requests

@@ -219,7 +219,7 @@ class BoundPass:
     """A pass for tensors of known shapes, strides and device: called with them, it makes the results and launches.
 
     `given` names the tensors of a call in order (the last ones may be left out), `made` what is made for it, and
-    `counter`, where kernels count, what gives them the tensor called `counter_name`. Those of `made` that are `unread`
+    `counter`, where kernels count, what gives them the tensor called "counter". Those of `made` that are `unread`
     by the caller lie in memory that the stream keeps, if they are small and only one kernel uses them.
 
     Immutable but for what is remembered by stream and addresses, which any thread may add to.
@@ -237,7 +237,6 @@ class BoundPass:
         made: Mapping[str, Allocation | None],
         index: int,
         counter: Callable[[], Tensor] | None = None,
-        counter_name: str = "counter",
         unread: Sequence[str] = (),
     ) -> None:
         present = {name: allocation for name, allocation in made.items() if allocation is not None}
@@ -249,7 +248,7 @@ class BoundPass:
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._allocate = guards._empty_strided_cpu if index < 0 else guards._empty_strided_cuda  # noqa: SLF001
         self._cuda = None if index < 0 else _cuda()
-        behind = (*kept, *(() if counter is None else (counter_name,)))
+        behind = (*kept, *(() if counter is None else ("counter",)))
         outside = [name for name in launches.used if name not in behind]
         # From the back where they are made, since not all that may be given is.
         places = {name: at - len(self.made) for at, name in enumerate(self.made)}

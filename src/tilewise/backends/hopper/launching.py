@@ -222,10 +222,12 @@ class Counters:
         return counters
 
     def _fill(self) -> None:
-        if self.pool is None:
-            self.pool = torch.zeros(COUNTERS_PER_DEVICE, dtype=torch.int32, device=self.device)
-            # Other streams must not count before the zeros are there.
-            torch.cuda.current_stream(self.device).synchronize()
+        with self.lock:
+            if self.pool is None:
+                pool = torch.zeros(COUNTERS_PER_DEVICE, dtype=torch.int32, device=self.device)
+                # Other streams, of other threads too, must not count before the zeros are there.
+                torch.cuda.current_stream(self.device).synchronize()
+                self.pool = pool
 
     def _take(self, number: int) -> Tensor:
         with self.lock:
