@@ -14,10 +14,11 @@ PACKAGE = Path(tilewise.__file__).parent
 ROOT = Path(__file__).parent.parent
 
 # What each part may import from tilewise: data flows one way. The leaves anyone may use.
-LEAVES = {"errors", "outputs", "process", "settings", "version", "units"}
+LEAVES = {"errors", "lasting", "outputs", "process", "settings", "version", "units"}
 SPINE = {"problem", "operands", "masks", "numerics", "device", "dequantising"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
+    "lasting": set(),
     "process": set(),
     "settings": set(),
     "units": set(),

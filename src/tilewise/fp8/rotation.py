@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.lasting import outside_pools
 from tilewise.numerics import philox_4x32
 
 __all__ = ["directions", "norms", "part_sizes", "parts", "rotate", "signs"]
@@ -28,14 +29,14 @@ SIGN_KEY = (0x7469_6C65, 0x7769_7365)
 
 
 def _kept(make: Callable[[int, torch.device], Tensor]) -> Callable[[int, torch.device], Tensor]:
-    """The same tensor for every call, made as an ordinary one: a fake one, made while a mode watches, and one that
-    autograd may not save, made in inference mode, would be served to calls that can do nothing with them.
+    """The same tensor for every call, made as an ordinary one: a fake one, made while a mode watches, one that autograd
+    may not save, made in inference mode, and one in the memory pool of a graph would be served to calls that can do
+    nothing with them.
     """
 
     @functools.lru_cache(maxsize=256)
     def ordinary(head_dim: int, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):
-            return make(head_dim, device)
+        return outside_pools(lambda: make(head_dim, device), device)
 
     @functools.wraps(make)
     def kept(head_dim: int, device: torch.device) -> Tensor:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilewise.lasting import outside_pools
+
 __all__ = ["MAX_KEPT", "kept_by_stream", "made_anew"]
 
 # An allocation takes 1.3 to 2 us; a kernel that writes more bytes than this takes several times as long.
@@ -30,7 +32,8 @@ def kept_by_stream(sizes: Sequence[int], index: int, stream: int) -> list[Tensor
     memory = kept.get(stream)
     if memory is None or memory.shape[0] < sum(padded):
         # What is replaced was made on this stream, so it is handed out anew only behind the kernels that use it.
-        memory = kept[stream] = _bytes(1 << (sum(padded) - 1).bit_length(), index)
+        size = 1 << (sum(padded) - 1).bit_length()
+        memory = kept[stream] = outside_pools(lambda: _bytes(size, index), _device(index))
     return [part[:size] for part, size in zip(memory[: sum(padded)].split(padded), sizes, strict=True)]
 
 
@@ -39,9 +42,12 @@ def made_anew(sizes: Sequence[int], index: int) -> list[Tensor]:
     return [_bytes(size, index) for size in sizes]
 
 
+def _device(index: int) -> torch.device:
+    return torch.device("cpu") if index < 0 else torch.device("cuda", index)
+
+
 def _bytes(size: int, index: int) -> Tensor:
-    where = torch.device("cpu") if index < 0 else torch.device("cuda", index)
-    return torch.empty(size, dtype=torch.uint8, device=where)
+    return torch.empty(size, dtype=torch.uint8, device=_device(index))
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from tilewise.backends.gpu.launching import Allocation, BoundPass, Launches, Raw
 from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
 from tilewise.device import DeviceSpec
+from tilewise.lasting import outside_pools
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
@@ -218,13 +219,14 @@ class Counters:
         counters = self.by_stream.get(stream)
         if counters is None or counters.shape[0] < number:
             self._fill()
-            counters = self.by_stream[stream] = self._take(1 << (number - 1).bit_length())
+            size = 1 << (number - 1).bit_length()
+            counters = self.by_stream[stream] = outside_pools(lambda: self._take(size), self.device)
         return counters
 
     def _fill(self) -> None:
         with self.lock:
             if self.pool is None:
-                pool = torch.zeros(COUNTERS_PER_DEVICE, dtype=torch.int32, device=self.device)
+                pool = outside_pools(lambda: self._zeros(COUNTERS_PER_DEVICE), self.device)
                 # Other streams, of other threads too, must not count before the zeros are there.
                 torch.cuda.current_stream(self.device).synchronize()
                 self.pool = pool
@@ -235,6 +237,9 @@ class Counters:
             if self.pool is not None and first + number <= COUNTERS_PER_DEVICE:
                 self.used += number
                 return self.pool[first : first + number]
+        return self._zeros(number)
+
+    def _zeros(self, number: int) -> Tensor:
         return torch.zeros(number, dtype=torch.int32, device=self.device)
 
 

@@ -1,0 +1,140 @@
+"""torch.compile(mode="reduce-overhead"): a graph's first run allocates from the graphs' own pool, later ones are
+captured and replayed. What tilewise keeps from call to call lies elsewhere, or torch refuses to go on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tilewise as tw
+from tilewise import fp8
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    ),
+    # Importing inductor is enough for torch 2.11 to warn about its own use of TorchScript.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+]
+
+HEADS, HEAD_DIM, TOKENS, KEYS = 4, 128, 256, 3000
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Iterator[None]:
+    """As in a new process: the compiled call is the first one that wants counters, scratch memory and constants."""
+    from tilewise import calls
+    from tilewise.backends.gpu import scratch
+    from tilewise.backends.hopper import launching
+    from tilewise.fp8 import rotation
+
+    torch._dynamo.reset()
+    kept: list[Any] = [launching._counters, scratch._kept_on, calls._family, calls._slot]
+    kept += [cell.cell_contents for name in rotation.__all__ for cell in getattr(rotation, name).__closure__ or ()]
+    for one in kept:
+        if hasattr(one, "cache_clear"):
+            one.cache_clear()
+    yield
+    torch._dynamo.reset()
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def disturb() -> None:
+    """Other calls, on other streams too, and NaN in whatever memory is free."""
+    q, k = randn(2, 8, 192, 64), randn(2, 8, 777, 64)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        tw.attention(q, k, k)
+    tw.attention(q[:, :, :1], k, k)
+    torch.cuda.synchronize()
+    rubbish = [torch.full((size,), torch.nan, device="cuda") for size in (1 << 10, 1 << 18, 1 << 21, 1 << 28)]
+    del rubbish
+
+
+def recorded_graphs() -> int:
+    from torch._inductor.cudagraph_trees import get_manager
+
+    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    return 0 if manager is None else sum(map(len, manager.roots.values()))
+
+
+class Layer(nn.Module):
+    """Attention between two projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = HEADS * HEAD_DIM
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3 * HEADS, HEAD_DIM)).split(HEADS, 2)
+        mixed: Tensor = self.out(tw.attention(q, k, v, causal=True, layout="bshd").flatten(2))
+        return mixed
+
+
+def test_training_steps() -> None:
+    model = nn.Sequential(Layer(), Layer()).to("cuda", torch.bfloat16)
+    compiled = torch.compile(model, mode="reduce-overhead")
+    parameters = list(model.parameters())
+    for _ in range(5):
+        x = randn(2, TOKENS, HEADS * HEAD_DIM)
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [compiled(x)]
+        found += torch.autograd.grad(found[0].square().mean(), parameters)
+        found = [tensor.clone() for tensor in found]
+        disturb()
+        wanted = [model(x)]
+        wanted += torch.autograd.grad(wanted[0].square().mean(), parameters)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, atol=2e-2 * float(other.abs().max()), rtol=2e-2)
+    assert recorded_graphs()
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return tw.attention(q, k, v)
+
+
+def quantised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return tw.attention(*(fp8.quantize(x, granularity="block") for x in (q, k, v)))
+
+
+_numbers = itertools.count()
+
+
+def opaque(attend: Attend) -> Attend:
+    """As an op of somebody's own: compilers do not look into it, so calls in there are ordinary ones."""
+
+    @torch.library.custom_op(f"tilewise_tests::attend_{next(_numbers)}", mutates_args=())
+    def op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v)
+
+    op.register_fake(lambda q, *_: torch.empty_like(q))
+    return op
+
+
+@pytest.mark.parametrize("rows", [TOKENS, 1], ids=["prompt", "decode"])
+@pytest.mark.parametrize("attend", [plain, opaque(plain), opaque(quantised)], ids=["plain", "opaque", "quantised"])
+def test_two_compiled_functions_take_turns(attend: Attend, rows: int) -> None:
+    """Each is first run while the other one is replayed already."""
+    k, v = randn(2, HEADS, KEYS, HEAD_DIM), randn(2, HEADS, KEYS, HEAD_DIM)
+    functions = [lambda q: attend(q * 2, k, v) + 1, lambda q: attend(q / 2, v, k) - 1]
+    compiled = [torch.compile(function, mode="reduce-overhead", fullgraph=True) for function in functions]
+    for turn in range(9):
+        for number in (0, 1) if turn > 3 else (0,):
+            q = randn(2, HEADS, rows, HEAD_DIM)
+            torch.compiler.cudagraph_mark_step_begin()
+            found = compiled[number](q).clone()
+            disturb()
+            torch.testing.assert_close(found, functions[number](q), atol=1e-2, rtol=1e-2)
+    assert recorded_graphs() >= 2

@@ -1,0 +1,42 @@
+"""What outlives a call is made by a thread of its own, outside of any pool of the calling one."""
+
+import inspect
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise import lasting
+from tilewise.backends.gpu import scratch
+from tilewise.fp8 import rotation
+
+CPU = torch.device("cpu")
+
+
+def test_another_thread_without_the_callers_modes() -> None:
+    with torch.inference_mode():
+        made, thread = lasting.outside_pools(lambda: (torch.ones(3, device=CPU), threading.get_ident()), CPU)
+    assert not made.is_inference()
+    assert thread != threading.get_ident()
+
+
+def test_errors_come_through() -> None:
+    with pytest.raises(ZeroDivisionError):
+        lasting.outside_pools(lambda: 1 // 0, CPU)
+
+
+def test_scratch_and_constants_are_made_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    makers: list[int] = []
+
+    def watched(*args: object, **options: object) -> Tensor:
+        makers.append(threading.get_ident())
+        return torch.zeros(1 << 16, dtype=torch.uint8, device=CPU)
+
+    monkeypatch.setattr(scratch, "_bytes", watched)
+    monkeypatch.setattr(torch, "tensor", watched)
+    scratch.kept_by_stream([100], -1, 424_242)
+    rotation.part_sizes(509, CPU)
+    inspect.unwrap(rotation.part_sizes)(508, CPU)  # as compilers see it
+    scratch.made_anew([100], -1)
+    assert [maker == threading.get_ident() for maker in makers] == [False, False, True, True]
