@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import subprocess
@@ -179,10 +180,15 @@ def test_doctor_says_how_kernels_are_started(monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("triton")
     for name in ("triton", "hopper"):
         monkeypatch.setattr(dispatch.load(name), "unavailable", lambda: None)
+    driver = importlib.import_module("tilewise.backends.gpu.driver")
+    monkeypatch.setattr(driver, "_entry", lambda _: print)
     found = {backend["name"]: backend["launch_path"] for backend in read("doctor")["backends"]}
     assert found["triton"] == found["hopper"] == "direct"
     assert found["cpu"] is None
-    driver = importlib.import_module("tilewise.backends.gpu.driver")
+    monkeypatch.setattr(driver, "_entry", lambda _: ctypes.CDLL("libcuda.so.of-no-machine"))
+    assert "launch path ordinary: no cuLaunchKernelEx in a library called libcuda.so.1" in succeed(
+        "doctor", columns=200
+    )
     monkeypatch.setattr(driver, "is_direct", lambda: False)
     assert "launch path ordinary: triton" in succeed("doctor", columns=200)
 

@@ -450,6 +450,6 @@ MODULES: dict[str, dict[str, Any]] = {
     "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
     f"{SHARED}.compilation": {"compile_call": lambda call, *_: call.kernel},
     f"{SHARED}.driver": {"DirectLaunch": object, "OrdinaryLaunch": EmulatedLaunch, "direct_launch": lambda *_: None,
-                         "Filled": tuple, "is_hooked": bool},
+                         "Filled": tuple, "queued": len},
     f"{PACKAGE}.reduction": {"reduce_add": lambda desc, corner, source: store_box(desc, corner, source, add=True)},
 }  # fmt: skip

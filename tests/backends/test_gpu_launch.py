@@ -34,6 +34,7 @@ triton = pytest.importorskip("triton", minversion="3.6")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 driver = pytest.importorskip("tilewise.backends.gpu.driver")
 launching = pytest.importorskip("tilewise.backends.gpu.launching")
+scratch = pytest.importorskip("tilewise.backends.gpu.scratch")
 symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 triton_launch = pytest.importorskip("tilewise.backends.triton.launch")
 hopper_launching = pytest.importorskip("tilewise.backends.hopper.launching")
@@ -300,7 +301,7 @@ def test_tensor_maps_are_encoded_once_for_an_address(h200: FakeCuda) -> None:
 
 
 def test_tensor_maps_are_bounded(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "MAX_MAPS", 3)
+    monkeypatch.setattr(scratch, "MAX_REMEMBERED", 3)
     tile = symbols.Tile(symbols.Address("x", BF16), (64, 64), (64, 1), (64, 64))
     meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64]}
     maps = driver.TensorMaps(tile, meta)
@@ -328,18 +329,22 @@ def test_hooks_see_direct_launches(h200: FakeCuda) -> None:
 
 @pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])
 def test_the_ordinary_path_hands_over_the_same(gpu: Any, h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a Triton release whose launcher is not known."""
+    """On a Triton release whose launcher is not known, and where the driver's library has another name."""
     prepare = triton_launch._prepare_forward if gpu is TRITON else hopper_launch.forward_pass.__wrapped__
     problem, ready = problem_of(operands_of(300), causal=True)
     results = (torch.zeros(1, 2, 300, 64, dtype=BF16), torch.zeros(1, 2, 300), None, torch.zeros(1, dtype=torch.int32))
-    found = []
-    for direct in (True, False):
+    found: list[Any] = []
+    for direct, library in ((True, "libcuda.so.1"), (False, "libcuda.so.1"), (True, "libcuda.so.of-no-machine")):
         monkeypatch.setattr(driver, "is_direct", lambda direct=direct: direct)
+        monkeypatch.setattr(driver, "LIBRARY", library)
+        driver._entry.cache_clear()
         launches = prepare(problem, devices.named("h200"), -1, launching.raw_views(ready)).launches
-        assert len(launches._direct) == (len(launches.calls) if direct else 0)
+        assert len(launches._direct) == (len(launches.calls) if not found else 0)
         run = functools.partial(launches.run, (*ready, *results))
         found.append(launched_parameters(h200, launches, run))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
+    assert "no-machine" in driver.launch_path()
+    monkeypatch.setattr(driver, "is_direct", lambda: False)
     assert "3.6" in driver.launch_path()
 
 
@@ -377,20 +382,6 @@ def test_bound_passes_refuse_addresses_that_are_not_aligned(h200: FakeCuda) -> N
     assert bound is not None
     assert bound(ready[:3]) is not None
     assert bound(unaligned[:3]) is not None
-
-
-def test_scratch_is_kept_by_the_stream() -> None:
-    """The same bytes for all who ask, more of them if need be; others on another stream or for a graph."""
-    scratch = importlib.import_module("tilewise.backends.gpu.scratch")
-    a, b = scratch.kept_by_stream([100, 3000], -1, 12345)
-    assert (a.nbytes, b.nbytes) == (100, 3000)
-    assert b.data_ptr() == a.data_ptr() + 256
-    assert scratch.kept_by_stream([4000], -1, 12345)[0].data_ptr() == a.data_ptr()
-    more = scratch.kept_by_stream([5000], -1, 12345)[0]
-    assert more.data_ptr() != a.data_ptr()
-    assert scratch.kept_by_stream([5000], -1, 12346)[0].data_ptr() != more.data_ptr()
-    assert scratch.made_anew([5000], -1)[0].data_ptr() != more.data_ptr()
-    assert scratch.kept_by_stream([], -1, 99) == []
 
 
 def test_only_what_one_kernel_uses_is_kept(h200: FakeCuda) -> None:

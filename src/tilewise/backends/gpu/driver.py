@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -21,14 +21,13 @@ from torch import Tensor
 from triton import knobs
 
 from tilewise.backends.gpu.compilation import CONSTANT, types_of
+from tilewise.backends.gpu.scratch import Places, remember
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile, materialised
 
-__all__ = ["DIRECT_RELEASES", "DirectLaunch", "Filled", "OrdinaryLaunch", "direct_launch", "is_hooked", "launch_path"]
+__all__ = ["DIRECT_RELEASES", "DirectLaunch", "Filled", "OrdinaryLaunch", "direct_launch", "launch_path", "queued"]
 
 DIRECT_RELEASES = ("3.6.",)
-# Tensor maps kept for each descriptor argument, some 300 bytes each: a caching allocator hands out the same addresses
-# again and again, in training one for every layer.
-MAX_MAPS = 128
+LIBRARY = "libcuda.so.1"
 MAP_BYTES = 128
 # Every other parameter has a word of its own; the last two point to scratch memory that these kernels do without.
 FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
@@ -56,19 +55,32 @@ def is_direct() -> bool:
 
 def launch_path() -> str:
     """How kernels are started here, for reports."""
-    if is_direct():
+    if not is_direct():
+        known = ", ".join(release.rstrip(".") for release in DIRECT_RELEASES)
+        why = f"triton {triton.__version__} (the direct one is known for {known})"
+    elif _launcher() is None:
+        why = f"no cuLaunchKernelEx in a library called {LIBRARY}"
+    else:
         return "direct"
-    known = ", ".join(release.rstrip(".") for release in DIRECT_RELEASES)
-    return f"ordinary: triton {triton.__version__} (the direct one is known for {known}), some 50 us more a kernel"
+    return f"ordinary: {why}, some 50 us more a kernel"
+
+
+def _launcher() -> Callable[..., int] | None:
+    """cuLaunchKernelEx; None where the driver's library has another name (Triton looks further) or is an older one."""
+    try:
+        return _entry("cuLaunchKernelEx")
+    except (OSError, AttributeError):
+        return None
 
 
 @functools.cache
-def _launcher() -> Callable[..., int]:
-    """cuLaunchKernelEx(configuration, kernel, pointers to parameters, nothing); other threads run meanwhile."""
+def _entry(name: str) -> Callable[..., int]:
+    """A function of the driver that takes four pointers: configuration, kernel, pointers to parameters, nothing.
+
+    Other threads run meanwhile.
+    """
     pointers = [ctypes.c_void_p] * 4
-    function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int, *pointers)(
-        ("cuLaunchKernelEx", ctypes.CDLL("libcuda.so.1"))
-    )
+    function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int, *pointers)((name, ctypes.CDLL(LIBRARY)))
     return function
 
 
@@ -83,15 +95,14 @@ class TensorMaps:
         self._encode = triton.runtime.driver.active.utils.fill_tma_descriptor
         self._fixed = (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]])
         self._rest = (meta["block_size"], tile.shape, tile.strides, 0)
-        self._known: dict[int, Any] = {}
+        self._known: dict[Places, Any] = {}
 
     def at(self, address: int) -> Any:
         """The tensor map of a tensor that starts at `address`."""
-        found = self._known.get(address)
+        found = self._known.get((address,))
         if found is None:
-            if len(self._known) >= MAX_MAPS:
-                self._known.clear()
-            found = self._known[address] = self._encode(address, *self._fixed, *self._rest)
+            found = self._encode(address, *self._fixed, *self._rest)
+            remember(self._known, (address,), found)
         return found
 
 
@@ -101,9 +112,10 @@ class DirectLaunch:
     Immutable but for the tensor maps, which any thread may add to.
     """
 
-    __slots__ = ("_addresses", "_config", "_first", "_function", "_layout", "_maps", "_values")
+    __slots__ = ("_addresses", "_config", "_first", "_function", "_launch", "_layout", "_maps", "_values")
 
-    def __init__(self, call: KernelCall, compiled: Any, names: Sequence[str]) -> None:
+    def __init__(self, call: KernelCall, compiled: Any, names: Sequence[str], launch: Callable[..., int]) -> None:
+        self._launch = launch
         compiled._init_handles()  # noqa: SLF001  (loads the binary on the current device)
         num_warps, _, shared = compiled.packed_metadata
         self._function: int = compiled.function
@@ -147,7 +159,7 @@ class DirectLaunch:
             pointers[at] = id(found) + type(found).__basicsize__ - MAP_BYTES
             maps.append(found)
         self._layout.pack_into(memory, 0, *pointers, *values, 0, *self._config, stream, 0, 0)
-        return Filled(_launcher(), (scratch + WORD, self._function, begin, 0), (held, maps))
+        return Filled(self._launch, (scratch + WORD, self._function, begin, 0), (held, maps))
 
 
 def _parameters(kinds: Sequence[Any], arguments: Sequence[Any]) -> Iterator[tuple[str, Any]]:
@@ -162,13 +174,21 @@ def _parameters(kinds: Sequence[Any], arguments: Sequence[Any]) -> Iterator[tupl
             yield from [("i64", stride) for stride in argument.strides]
 
 
-def is_hooked() -> bool:
-    """Whether a profiler has put anything into Triton's chains of hooks (or, in their place, one hook)."""
+def queued(filled: Iterable[Filled]) -> int:
+    """Start kernels; how many of them the driver took before it refused one.
+
+    None if a profiler has put anything into Triton's chains of hooks (or, in their place, one hook).
+    """
     runtime = knobs.runtime
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        (before is not None and getattr(before, "calls", True)) or (after is not None and getattr(after, "calls", True))
-    )
+    done = 0
+    if (before is not None and getattr(before, "calls", True)) or (after is not None and getattr(after, "calls", True)):
+        return done
+    for function, arguments, _ in filled:
+        if function(*arguments):
+            break
+        done += 1
+    return done
 
 
 class OrdinaryLaunch:
@@ -194,4 +214,5 @@ def direct_launch(call: KernelCall, compiled: Any, names: Sequence[str]) -> Dire
     scratch = about.global_scratch_size or about.profile_scratch_size
     if not is_direct() or scratch or about.num_ctas != 1 or about.launch_cooperative_grid or about.launch_pdl:
         return None
-    return DirectLaunch(call, compiled, names)
+    launch = _launcher()
+    return None if launch is None else DirectLaunch(call, compiled, names, launch)

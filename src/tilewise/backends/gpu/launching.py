@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.gpu.compilation import compile_call
-from tilewise.backends.gpu.driver import DirectLaunch, Filled, OrdinaryLaunch, direct_launch, is_hooked
-from tilewise.backends.gpu.scratch import MAX_KEPT, kept_by_stream, made_anew
+from tilewise.backends.gpu.driver import DirectLaunch, Filled, OrdinaryLaunch, direct_launch, queued
+from tilewise.backends.gpu.scratch import MAX_KEPT, Places, kept_by_stream, made_anew, remember
 from tilewise.backends.gpu.symbols import ALIGNMENT, KernelCall, addressed_names, aligned_names, materialised
 from tilewise.device import DeviceSpec
 from tilewise.operands import Operands
@@ -35,15 +35,10 @@ __all__ = [
 
 # Passes that a backend keeps ready, one for each combination of problem, strides and alignment: about 20 KiB each.
 MAX_PASSES = 512
-# Parameters kept laid out for each pass, some 2 KiB each: a caching allocator hands out the same addresses again and
-# again, in training one set for every layer.
-MAX_FILLED = 128
 # In which order a backward pass is given its tensors once it is bound.
 BOUND_BACKWARD = ("dout", "dlse", "out", "lse", *Operands._fields)
 # Strides, dtype, and whether the address is a multiple of 16 bytes: what launches are prepared for.
 RawView = tuple[tuple[int, ...], torch.dtype, bool]
-
-Remembered = TypeVar("Remembered")
 
 
 class View(NamedTuple):
@@ -149,7 +144,7 @@ class Launches:
                 direct.append(direct_launch(call, compiled, self.used))
                 self._ordinary.append(OrdinaryLaunch(call, compiled, self.used))
         self._direct = [launch for launch in direct if launch is not None]
-        self._filled: dict[tuple[int, ...], list[Filled]] = {}
+        self._filled: dict[Places, list[Filled]] = {}
 
     def run(self, tensors: Sequence[Tensor | None]) -> None:
         """Queue all of them on the current stream."""
@@ -164,7 +159,7 @@ class Launches:
         if filled is None:
             filled = self.filled(stream, places[1:])
             remember(self._filled, places, filled)
-        done = 0 if is_hooked() else queued(filled)
+        done = queued(filled)
         if done < len(self.calls):
             self.start_ordinarily(stream, tensors, done)
 
@@ -178,16 +173,6 @@ class Launches:
         """Queue all but the first ones, which the driver has: the others it refused, or hooks are to see them."""
         for start in self._ordinary[done:]:
             start(stream, tensors)
-
-
-def queued(filled: Iterable[Filled]) -> int:
-    """Start kernels; how many of them the driver took before it refused one."""
-    done = 0
-    for function, arguments, _ in filled:
-        if function(*arguments):
-            break
-        done += 1
-    return done
 
 
 def picker(places: Sequence[int]) -> Callable[[Any], Any]:
@@ -256,8 +241,8 @@ class BoundPass:
         self._order = picker([(*outside, *behind).index(name) for name in launches.used])
         aligned = aligned_names(launches.calls)
         self._aligned = [at for at, name in enumerate(outside) if name in aligned]
-        self._started: dict[tuple[int, ...], Started] = {}
-        self._behind: dict[int, list[Tensor]] = {}
+        self._started: dict[Places, Started] = {}
+        self._behind: dict[Places, list[Tensor]] = {}
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor] | None:
         """What was made, in the order of `made`; None if an address is not aligned that the kernels want so."""
@@ -276,32 +261,28 @@ class BoundPass:
             known = self._start(places)
             if known is None:
                 return None
-        done = 0
-        if not is_hooked():
-            for function, arguments, _ in known.filled:
-                if function(*arguments):
-                    break
-                done += 1
+        done = queued(known.filled)
         if done < self._num_launches:
             self._launches.start_ordinarily(stream, self._order((*outside, *known.behind)), done)
         return made
 
-    def _start(self, places: tuple[int, ...]) -> Started | None:
+    def _start(self, places: Places) -> Started | None:
         """For a stream and addresses that are new, or by a graph that is being captured: it gets memory of its own."""
         stream, *addresses = places
         for at in self._aligned:
             if addresses[at] % ALIGNMENT:
                 return None
         capturing = self._cuda is not None and self._cuda.is_capturing()
-        behind = None if capturing else self._behind.get(stream)
+        behind = None if capturing else self._behind.get((stream,))
         if behind is None:
             index, kept = self._index, self._kept
             behind = made_anew(kept, index) if capturing else kept_by_stream(kept, index, stream)
             behind += [] if self._counter is None else [self._counter()]
+            if not capturing:
+                remember(self._behind, (stream,), behind)
         addresses += [tensor.data_ptr() for tensor in behind]
         started = Started(self._launches.filled(stream, self._order(addresses)), behind)
         if not capturing:
-            self._behind[stream] = behind
             remember(self._started, places, started)
         return started
 
@@ -309,13 +290,6 @@ class BoundPass:
 def is_keepable(allocation: Allocation, name: str, calls: Iterable[KernelCall]) -> bool:
     """Whether a tensor that no caller reads may lie in memory kept by the stream."""
     return allocation.nbytes <= MAX_KEPT and sum(name in addressed_names([call]) for call in calls) == 1
-
-
-def remember(known: dict[tuple[int, ...], Remembered], places: tuple[int, ...], value: Remembered) -> None:
-    """Keep what was found for these places, and no more than so much."""
-    if len(known) >= MAX_FILLED:
-        known.clear()
-    known[places] = value
 
 
 def on_device(index: int, function: Callable[..., Any], *args: Any) -> Any:

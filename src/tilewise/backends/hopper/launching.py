@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from tilewise import device as devices
 from tilewise.backends.gpu.launching import Allocation, BoundPass, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.scratch import MAX_STREAMS
 from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
 from tilewise.device import DeviceSpec
@@ -221,6 +222,9 @@ class Counters:
             self._fill()
             size = 1 << (number - 1).bit_length()
             counters = self.by_stream[stream] = outside_pools(lambda: self._take(size), self.device)
+            # Those of a stream that is gone are not handed out again: its last kernels may still count.
+            for oldest in list(self.by_stream)[:-MAX_STREAMS]:
+                self.by_stream.pop(oldest, None)
         return counters
 
     def _fill(self) -> None:

@@ -1,0 +1,163 @@
+"""What a GPU backend keeps from call to call: scratch memory of streams, laid-out parameters, tile counters.
+
+Tensors on the CPU stand in for those on a GPU, and streams are numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from concurrently import run_concurrently
+from tilewise.backends.gpu import scratch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Iterator[None]:
+    """No stream keeps anything."""
+    caches = (scratch._kept_on, scratch._order)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_scratch_is_kept_by_the_stream() -> None:
+    """The same bytes for all who ask, more of them if need be; others on another stream or for a graph."""
+    a, b = scratch.kept_by_stream([100, 3000], -1, 12345)
+    assert (a.nbytes, b.nbytes) == (100, 3000)
+    assert b.data_ptr() == a.data_ptr() + 256
+    assert scratch.kept_by_stream([4000], -1, 12345)[0].data_ptr() == a.data_ptr()
+    more = scratch.kept_by_stream([5000], -1, 12345)[0]
+    assert more.data_ptr() != a.data_ptr()
+    assert scratch.kept_by_stream([5000], -1, 12346)[0].data_ptr() != more.data_ptr()
+    assert scratch.made_anew([5000], -1)[0].data_ptr() != more.data_ptr()
+    assert scratch.kept_by_stream([], -1, 99) == []
+
+
+def test_no_more_streams_keep_memory_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams are made and destroyed: what the oldest one kept goes, also where a pass remembers its address."""
+    monkeypatch.setattr(scratch, "MAX_STREAMS", 3)
+    known: dict[scratch.Places, Tensor] = {}
+    for stream in range(100, 110):
+        (part,) = scratch.kept_by_stream([1000], -1, stream)
+        scratch.remember(known, (stream, 16), part)
+        scratch.remember(known, (stream, 32), part)
+    assert list(scratch._kept_on(-1)) == [107, 108, 109]
+    assert sorted(known) == [(stream, place) for stream in (107, 108, 109) for place in (16, 32)]
+    # More memory for a stream is no further stream.
+    scratch.kept_by_stream([100_000], -1, 107)
+    assert list(scratch._kept_on(-1)) == [107, 108, 109]
+
+
+def test_what_is_remembered_is_bounded_for_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "MAX_REMEMBERED", 5)
+    passes: list[dict[scratch.Places, int]] = [{} for _ in range(4)]
+    for number in range(12):
+        scratch.remember(passes[number % 4], (0, number), number)
+    assert [list(known.values()) for known in passes] == [[8], [9], [10], [7, 11]]
+
+
+class FakeStream:
+    """The current stream, and what was known of the counters while the host waited for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.handle, self.capturing, self.waited = 1, False, 0
+        self.while_waiting: Callable[[], None] = lambda: None
+        for name, answer in (
+            ("_cuda_isCurrentStreamCapturing", lambda: self.capturing),
+            ("_cuda_getCurrentRawStream", lambda _: self.handle),
+        ):
+            monkeypatch.setattr(torch._C, name, answer, raising=False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=self.wait))
+
+    def wait(self) -> None:
+        self.waited += 1
+        self.while_waiting()
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
+    return FakeStream(monkeypatch)
+
+
+@pytest.fixture
+def hopper() -> Any:
+    pytest.importorskip("triton")
+    return importlib.import_module("tilewise.backends.hopper.launching")
+
+
+def test_counters_are_seen_only_once_they_are_zero(hopper: Any, stream: FakeStream) -> None:
+    """Another thread must not count, on a stream of its own, before the zeros are written."""
+    counters = hopper.Counters(CPU)
+    seen: list[Any] = []
+
+    def look() -> None:
+        seen.append(counters.pool)
+        other = threading.Thread(target=lambda: seen.append(counters.current()))
+        other.start()
+        other.join(0.1)
+        seen.append(other.is_alive())
+
+    stream.while_waiting = look
+    mine = counters.current()
+    assert seen[:2] == [None, True]
+    assert int(mine.sum()) == 0
+    assert stream.waited == 1
+
+
+def test_counters_of_streams_and_graphs(hopper: Any, stream: FakeStream) -> None:
+    """One for all calls on a stream, others for every other stream and for every call that is captured."""
+    counters = hopper.Counters(CPU)
+    first = counters.current()
+    assert counters.current().data_ptr() == first.data_ptr()
+    taken = [first]
+    for handle in (2, 3):
+        stream.handle = handle
+        taken.append(counters.current(5))
+    stream.capturing = True
+    taken += [counters.current(3), counters.current(3)]
+    ends = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in taken]
+    assert all(end <= begin for (_, end), (begin, _) in zip(sorted(ends), sorted(ends)[1:], strict=False))
+    assert [len(tensor) for tensor in taken] == [1, 8, 8, 3, 3]
+
+
+def test_more_counters_than_there_are(hopper: Any, stream: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then they are made anew: zero, and kept by the stream; a graph clears its own in every replay."""
+    monkeypatch.setattr(hopper, "COUNTERS_PER_DEVICE", 4)
+    counters = hopper.Counters(CPU)
+    many = counters.current(100)
+    assert (len(many), int(many.sum())) == (128, 0)
+    assert counters.current(100).data_ptr() == many.data_ptr()
+    stream.capturing = True
+    assert counters.current(100).data_ptr() != many.data_ptr()
+
+
+def test_no_more_streams_have_counters_than_allowed(
+    hopper: Any, stream: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "MAX_STREAMS", 3)
+    counters = hopper.Counters(CPU)
+    for handle in range(10):
+        stream.handle = handle
+        counters.current()
+    assert list(counters.by_stream) == [7, 8, 9]
+
+
+def test_threads_take_different_counters(hopper: Any, stream: FakeStream) -> None:
+    counters = hopper.Counters(CPU)
+    counters.current()
+    stream.capturing = True
+    taken: list[int] = []
+    run_concurrently(lambda: taken.extend([counters.current(2).data_ptr() for _ in range(100)]))
+    assert len(set(taken)) == len(taken)
