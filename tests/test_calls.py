@@ -15,7 +15,7 @@ import tilewise
 from concurrently import run_concurrently
 from tilewise import calls, dispatch, fp8, settings, validation
 from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
-from tilewise.ops import Call
+from tilewise.ops import MAX_BACKWARDS, Call
 
 
 @pytest.fixture(autouse=True)
@@ -318,6 +318,21 @@ def test_gradients_of_some_and_through_lse() -> None:
                 loss = out.square().sum() + lse.sin().sum()
                 into += [g.float() for g in torch.autograd.grad(loss, [given[i] for i in wanted])]
             torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_that_are_not_aligned_leave_the_others_alone() -> None:
+    """Nothing is kept for them, as they look like nothing that may be found again."""
+    q, k, v = tensors(grad=True)
+    shifted = torch.ones(q.numel() + 1)[1:].view(q.shape)
+    out = call(q, k, v, backend="cpu")
+    slot = calls.slot_of((q, k, v), "dense", 0.0, None, False, None, None, None, "bhsd", None, "cpu", False)
+    assert slot is not None
+    want = torch.autograd.grad(out, (q, k, v), torch.ones_like(q), retain_graph=True)
+    known = slot.call._backwards  # type: ignore[union-attr]
+    assert len(known) == 1
+    for _ in range(2 * MAX_BACKWARDS):
+        torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), shifted, retain_graph=True), want)
+    assert slot.call._backwards is known  # type: ignore[union-attr]
 
 
 def test_no_more_calls_are_kept_than_allowed() -> None:

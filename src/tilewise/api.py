@@ -281,13 +281,14 @@ def attention_paged(
     if v_pages.__class__ is Fp8Tensor:
         given, about = validation.taken_apart(given)
     count, hinted = len(given), isinstance(shared_prefix, cascade.SharedPrefix)
+    groups = None
     if hinted:
         groups, *hint = shared_prefix  # type: ignore[misc]
-        given, about = (*given, *hint), (*about, groups)
+        given = (*given, *hint)
     if hinted or shared_prefix is None:
         slot = calls.slot_of(
             given, "paged", 0.0, None, causal, window, softcap, scale, deterministic, backend, return_lse,
-            max_seqlen_q, *about,
+            max_seqlen_q, *about, groups=groups,
         )  # fmt: skip
     if slot is not None and slot.call is not None:
         return slot.call(given)  # type: ignore[arg-type]
@@ -310,8 +311,9 @@ def attention_paged(
     if shared_prefix is None:
         return ops.result("paged", operands, flags, return_lse=return_lse, slot=slot)
     out, lse = cascade.attention(shared_prefix, operands, flags)
-    if slot is not None:
+    if slot is not None and not slot.is_tried:
         slot.call = cascade.bound(shared_prefix, operands, flags, (out, lse), count, return_lse=return_lse)
+        slot.is_tried = True
     return (out, lse) if return_lse else out
 
 

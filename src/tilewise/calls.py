@@ -22,7 +22,8 @@ from tilewise import device, settings
 
 __all__ = ["MAX_CALLS", "Slot", "is_watched", "slot_of"]
 
-# Kept at a time, about 3 KiB each beside the passes they share.
+# Kept at a time: 3 KiB each, on a GPU 19 with a forward pass for one set of addresses and 50 with a backward. What is
+# laid out for more addresses is bounded for all calls together (backends/gpu/scratch.py).
 MAX_CALLS, MAX_FAMILIES = 1024, 256
 # Alignment of addresses that kernels are told apart by, in bytes.
 ALIGNMENT = 16
@@ -85,13 +86,16 @@ def _picker(places: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 class Slot:
-    """The place of calls that look the same; `call` is None until one was judged, and stays so if each must be."""
+    """The place of calls that look the same and hint at the same `groups` of sequences; `call` is None until one was
+    judged, and stays so if each must be: `is_tried` says that this is known.
+    """
 
-    __slots__ = ("call", "look")
+    __slots__ = ("call", "groups", "is_tried", "look")
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Any) -> None:
         self.call: Callable[[Sequence[Tensor | None]], Result] | None = None
         self.look: Look | None = None
+        self.groups, self.is_tried = groups, False
 
 
 class Family:
@@ -122,10 +126,11 @@ def _function_modes_watch() -> bool:
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
-def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: Any) -> Slot | None:
+def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: Any, groups: Any = None) -> Slot | None:
     """The slot of a call, None for one that is not remembered: then there may be anything among the arguments.
 
     `tensors` are in the order of `Operands`, without the Nones at its end. A call with dropout draws or has a seed.
+    `groups`, the numbers of a shared prefix, change from step to step: as flags they would drive the others out.
     """
     # Other compilers are at work under modes, in which no look fits.
     if torch.compiler.is_dynamo_compiling() or (_num_function_modes() and _function_modes_watch()):
@@ -147,14 +152,14 @@ def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: 
             *flags,
         )
         last = family.last
-        if last is not None and last.look is not None and last.look.fits(tensors):
+        if last is not None and last.look is not None and last.groups == groups and last.look.fits(tensors):
             return last
-        return None if is_watched() else _looked_up(family, tensors)
+        return None if is_watched() else _looked_up(family, tensors, groups)
     except (TypeError, RuntimeError):  # a flag that has no hash, a tensor without strides or memory: judged every time
         return None
 
 
-def _looked_up(family: Family, tensors: Sequence[Any]) -> Slot | None:
+def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Slot | None:
     looks: list[Any] = []
     places = 0
     for tensor in tensors:
@@ -166,7 +171,7 @@ def _looked_up(family: Family, tensors: Sequence[Any]) -> Slot | None:
             looks.append(tensor.data_ptr() % ALIGNMENT)
         else:
             return None
-    slot = _slot(family, *looks)
+    slot = _slot(family, groups, *looks)
     if places % ALIGNMENT:
         family.last = None
         return slot
@@ -196,6 +201,6 @@ def _family(*flags: Any) -> Family:
 
 
 @functools.lru_cache(maxsize=MAX_CALLS)
-def _slot(family: Family, *looks: Any) -> Slot:
+def _slot(family: Family, groups: Any, *looks: Any) -> Slot:
     del family, looks
-    return Slot()
+    return Slot(groups)

@@ -171,12 +171,15 @@ class Call:
             if known.needs == needs and known.look.fits(given):
                 return known
         look = calls.Look(given)
-        bound = self._bind_backward(given, _wanted(needs)) if look.fits(given) else None
+        lasting = look.fits(given)
+        bound = self._bind_backward(given, _wanted(needs)) if lasting else None
         made = () if bound is None else bound.made
         wanted = zip(("dq", "dk", "dv"), needs, strict=False)
         places = [made.index(name) if need and name in made else None for name, need in wanted]
         new = _BoundBackward(look, needs, bound, (*places, *[None] * (len(needs) - len(places))))
-        self._backwards = (new, *self._backwards[: MAX_BACKWARDS - 1])
+        # What does not fit itself (gradients that are not aligned) would never be found, only drive others out.
+        if lasting:
+            self._backwards = (new, *self._backwards[: MAX_BACKWARDS - 1])
         return new
 
     def _bind_backward(self, given: tuple[Any, ...], wanted: Wanted) -> Bound | None:

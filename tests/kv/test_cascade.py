@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
-from tilewise import cascade
+from tilewise import calls, cascade
 from tilewise.numerics import merge_partials
 
 BATCH, HEADS, KV_HEADS, DIM, SIZE, SHARED, OWN = 4, 4, 2, 16, 8, 3, 2
@@ -68,6 +68,36 @@ def test_fake_tensors_leave_nothing_behind() -> None:
             assert fake.attend(shared_prefix=fake.hint).shape == real.q.shape
             del mode
         torch.testing.assert_close(real.attend(shared_prefix=real.hint), real.attend())
+
+
+def test_a_call_that_cannot_be_bound_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, plain, tried = Call(), cascade.bound, list[Any]()
+
+    def watching(*args: Any, **options: Any) -> Any:
+        tried.append(plain(*args, **options))
+        return tried[-1]
+
+    monkeypatch.setattr(cascade, "bound", watching)
+    for _ in range(4):
+        torch.testing.assert_close(call.attend(shared_prefix=call.hint, causal=True), call.attend(causal=True))
+    assert tried == [None]
+
+
+def test_groups_drive_no_other_calls_out() -> None:
+    """They change from step to step, the flags do not."""
+    call = Call()
+    want = call.attend()
+    call.attend(shared_prefix=call.hint)
+    families = calls._family.cache_info().currsize
+    for keys in range(8, SHARED * SIZE + 1, 8):
+        group = cascade.Group(BATCH, BATCH, keys)
+        hint = cascade.SharedPrefix(
+            (group,), call.hint.block_table, torch.tensor([keys], dtype=torch.int32), call.hint.cu_seqlens_q, None,
+            call.table[:, keys // SIZE :].contiguous(), call.lengths - keys,
+        )  # fmt: skip
+        for _ in range(2):
+            torch.testing.assert_close(call.attend(shared_prefix=hint), want)
+    assert calls._family.cache_info().currsize == families
 
 
 @pytest.mark.parametrize("some", [False, True], ids=["first rows", "named rows"])
