@@ -335,6 +335,19 @@ def test_gradients_that_are_not_aligned_leave_the_others_alone() -> None:
     assert slot.call._backwards is known  # type: ignore[union-attr]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused_also_after_others(layout: torch.layout) -> None:
+    """Dynamo's guards, asked whether they look like tensors seen before, would end the process."""
+    q, k, v = tensors()
+    call(q, k, v)
+    nested = torch.nested.nested_tensor([q[0, :, :3].transpose(0, 1), q[0].transpose(0, 1)], layout=layout)
+    for wrong in ((nested, nested, nested), (q, nested, nested)):
+        with pytest.raises(InvalidProblem, match="expected a dense tensor, got a nested one"):
+            call(*wrong)
+    call(q, k, v)
+
+
 def test_no_more_calls_are_kept_than_allowed() -> None:
     q, k, v = tensors(shape=(1, 1, 1, 8))
     for index in range(calls.MAX_CALLS + 10):

@@ -112,3 +112,12 @@ def test_merge_of_packed_results() -> None:
 def test_merge_refuses_what_does_not_fit() -> None:
     with pytest.raises(tw.InvalidProblem, match="lse_b"):
         tw.merge(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 4))
+
+
+def test_merge_refuses_what_has_no_fractions_or_lies_elsewhere() -> None:
+    out, lse = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3)
+    for wrong in (out.int(), out.to("meta")):
+        with pytest.raises(tw.InvalidProblem, match="out_b: expected a floating-point tensor on cpu"):
+            tw.merge(out, lse, wrong, lse)
+    with pytest.raises(tw.InvalidProblem, match="lse_a: expected an lse that fits out of shape"):
+        tw.merge(*[torch.tensor(1.0)] * 4)

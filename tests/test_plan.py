@@ -6,7 +6,7 @@ import importlib
 import json
 import pickle
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -410,3 +410,9 @@ def test_units() -> None:
         "12.3 s",
         "5000 s",
     ]
+
+
+def test_a_device_that_is_none() -> None:
+    q = torch.empty(1, 2, 8, 16, device="meta")
+    with pytest.raises(tw.InvalidProblem, match="device: expected a device, the name of one, or a DeviceSpec, got 3"):
+        tw.explain(q, q, q, device=cast("Any", 3))

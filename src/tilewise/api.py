@@ -329,8 +329,12 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout:
     heads_last = packed or layout == "bshd"
     dims = (0, 1) if packed else (1, 2)
     a, b = (lse.transpose(*dims) if heads_last and lse.dim() >= 2 else lse for lse in (lse_a, lse_b))
+    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if not tensor.is_floating_point() or tensor.device != out_a.device:
+            expected = f"a floating-point tensor on {out_a.device}"
+            raise InvalidProblem(name, expected, f"{tensor.dtype} on {tensor.device}", "Convert it with .to().")
     for name, out, lse in (("lse_a", out_a, a), ("lse_b", out_b, b)):
-        if out.shape != out_a.shape or lse.shape != out.shape[:-1]:
+        if out.dim() == 0 or out.shape != out_a.shape or lse.shape != out.shape[:-1]:
             expected = f"an lse that fits out of shape {tuple(out_a.shape)} in layout {layout!r}"
             raise InvalidProblem(name, expected, tuple(lse.shape), "Merge results of one problem over different keys.")
     out, lse = merge_partials(out_a, a, out_b, b)

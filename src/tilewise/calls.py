@@ -141,6 +141,9 @@ def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: 
         return None
     current = settings.current()
     try:
+        # Dynamo's guards end the process at a nested tensor, which has no strides.
+        if tensors[0].is_nested or tensors[2].is_nested:
+            return None
         family = _family(
             torch.is_grad_enabled(),
             _is_deterministic(),
@@ -155,7 +158,8 @@ def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: 
         if last is not None and last.look is not None and last.groups == groups and last.look.fits(tensors):
             return last
         return None if is_watched() else _looked_up(family, tensors, groups)
-    except (TypeError, RuntimeError):  # a flag that has no hash, a tensor without strides or memory: judged every time
+    # A flag that has no hash, a tensor without strides or memory, no tensor: judged every time.
+    except (TypeError, RuntimeError, AttributeError):
         return None
 
 

@@ -385,3 +385,13 @@ def test_delta_is_summed_without_rounding() -> None:
     out = tw.attention(q.requires_grad_(), k, v, backend="cpu")
     (dq,) = torch.autograd.grad(out, q, dout)
     assert dq.abs().max() == 0.0
+
+
+@pytest.mark.parametrize("rows", [1, 40], ids=["decode", "prompt"])
+@pytest.mark.parametrize("sink", [torch.inf, -torch.inf, torch.nan], ids=str)
+def test_sinks_that_are_no_numbers(sink: float, rows: int) -> None:
+    """An infinite one takes all weight, or none; what is NaN is seen."""
+    q, k = torch.randn(2, 4, rows, 16), torch.randn(2, 2, 3000, 16)
+    sinks = torch.tensor([0.5, sink, 2.0, sink])
+    found, want = (tw.attention(q, k, k, sinks=sinks, backend=name, return_lse=True) for name in ("cpu", "reference"))
+    torch.testing.assert_close(found, want, equal_nan=True, atol=1e-5, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from typing import Any
 
 import pytest
@@ -307,3 +308,19 @@ def test_kvcache_rejections(what: str, error: type[Exception], message: str, cha
     with pytest.raises(error, match=message):
         fa.flash_attn_with_kvcache(randn(1, 1, 2, 8), cache, cache, **change)
     assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "flags", "message"),
+    [
+        ("func", 3, {"dropout_p": 2.0}, "dropout_p: expected a probability"),
+        ("func", 3, {"softmax_scale": "x"}, "softmax_scale: expected None or a finite number"),
+        ("func", 3, {"window_size": (2**40, 0)}, "window_size: expected None or a pair"),
+        ("func", 3, {"causal": "no"}, "causal: expected True or False, got 'no'"),
+        ("qkvpacked_func", 1, {}, "qkv: expected a tensor (batch, seqlen, 3, heads, dim), got (1, 8, 4, 16)"),
+        ("varlen_kvpacked_func", 6, {}, "kv: expected a tensor (total, 2, heads, dim), got (1, 8, 4, 16)"),
+    ],
+)
+def test_errors_name_the_arguments_of_flash_attn(name: str, count: int, flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(tw.InvalidProblem, match=re.escape(message)):
+        getattr(fa, f"flash_attn_{name}")(*[torch.zeros(1, 8, 4, 16)] * count, **flags)

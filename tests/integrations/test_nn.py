@@ -184,3 +184,12 @@ def test_causal_self_attention_rejections() -> None:
         layer(torch.randn(1, 2, 32), layer.make_cache(1, 4))
     with pytest.raises(tw.InvalidProblem, match="length"):
         layer.make_cache(1, 4).truncate(1)
+
+
+def test_a_cache_for_another_batch_is_refused_and_stays_as_it_is() -> None:
+    """One row of keys would be broadcast to all sequences."""
+    layer = CausalSelfAttention(16, 2)
+    cache = layer.make_cache(batch=3, capacity=8)
+    with torch.no_grad(), pytest.raises(tw.InvalidProblem, match="cache: expected one for a batch of 1, got one for 3"):
+        layer(torch.ones(1, 4, 16), cache)
+    assert cache.length == 0

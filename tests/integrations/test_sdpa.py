@@ -1,6 +1,7 @@
 """SDPA against torch's own on the CPU: every argument combination, then the ways to route torch to tilewise."""
 
 import itertools
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -213,3 +214,22 @@ def test_register_offers_and_activation_replaces_the_flash_kernels() -> None:
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
         assert a.stride() == b.stride()
     assert all(torch.equal(a, b) for a, b in zip(run(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attn_mask": torch.zeros(3, 5)}, "attn_mask: expected a shape that broadcasts"),
+        ({"attn_mask": torch.ones(3, 5, dtype=torch.bool)}, "attn_mask: expected a shape that broadcasts"),
+        ({"attn_mask": [[True]]}, "attn_mask: expected a torch.Tensor, got list"),
+        ({"dropout_p": 2.0}, "dropout_p: expected a probability"),
+        ({"is_causal": "no"}, "is_causal: expected True or False, got 'no'"),
+        ({"key": torch.zeros(1, 4, 8, 9)}, "key: expected head_dim 16"),
+        ({"value": None}, "value: expected a torch.Tensor, got NoneType"),
+        ({"query": torch.zeros(2, 4, 8, 16), "key": torch.zeros(3, 4, 8, 16)}, "leading dimensions that broadcast"),
+    ],
+)
+def test_errors_name_the_arguments_of_torch(arguments: dict[str, Any], message: str) -> None:
+    given = dict.fromkeys(("query", "key", "value"), torch.zeros(1, 4, 8, 16)) | arguments
+    with pytest.raises(tw.InvalidProblem, match=re.escape(message)):
+        sdpa.scaled_dot_product_attention(**given)

@@ -20,7 +20,7 @@ from tilewise.api import attention, attention_varlen, merge
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations import aliases, cache, pieces
 from tilewise.integrations.descales import Descale, Descales, rescaled
-from tilewise.integrations.translation import length, softcap_of, window_of
+from tilewise.integrations.translation import flag_of, length, softcap_of, stacked, window_of, worded
 
 __all__ = [
     "flash_attn_combine",
@@ -48,6 +48,7 @@ def uninstall() -> None:
     aliases.take_out({"flash_attn_interface": sys.modules[__name__]})
 
 
+@worded
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -103,13 +104,14 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim), or of stacked heads (batch, seqlen, heads + 2
     kv_heads, dim).
     """
-    if qkv.dim() == 5:
-        q, k, v = qkv.unbind(2)
-    elif num_heads_q is None:
-        fix = "It says how many of the stacked heads are query heads."
-        raise InvalidProblem("num_heads_q", "an integer, because qkv has 4 dimensions", None, fix)
+    if qkv.dim() != 4:
+        q, k, v = stacked("qkv", qkv, 3, 2)
     else:
-        num_kv_heads = (qkv.shape[2] - num_heads_q) // 2
+        num_kv_heads, rest = divmod(qkv.shape[2] - (num_heads_q or 0), 2)
+        if num_heads_q is None or rest or num_kv_heads < 1:
+            fix = "It says how many of the stacked heads are query heads; those of k and v are as many each."
+            expected = f"an integer that leaves an even number of qkv's {qkv.shape[2]} stacked heads"
+            raise InvalidProblem("num_heads_q", expected, num_heads_q, fix)
         q, k, v = qkv.split([num_heads_q, num_kv_heads, num_kv_heads], 2)
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
@@ -117,6 +119,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
+@worded
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -165,6 +168,7 @@ def flash_attn_varlen_func(
     return (out, lse) if return_attn_probs else out
 
 
+@worded
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -212,8 +216,8 @@ def flash_attn_with_kvcache(
     out, lse = cache.append_and_attend(
         q, k, v, store, cache_seqlens, rotary,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, chunk=attention_chunk,
-        descales=Descales(q_descale, k_descale, v_descale), causal=bool(causal), window=window_of(window_size),
-        softcap=softcap_of(softcap), scale=softmax_scale,
+        descales=Descales(q_descale, k_descale, v_descale), causal=flag_of("causal", causal),
+        window=window_of(window_size), softcap=softcap_of(softcap), scale=softmax_scale,
     )  # fmt: skip
     nothing = torch.empty(0, dtype=torch.float32, device=out.device)
     return (out, lse, nothing, nothing) if return_softmax_lse else out
@@ -272,11 +276,11 @@ def _flags(
     softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, deterministic: bool
 ) -> dict[str, Any]:
     return {
-        "causal": bool(causal),
+        "causal": flag_of("causal", causal),
         "window": window_of(window_size),
         "softcap": softcap_of(softcap),
         "scale": softmax_scale,
-        "deterministic": True if deterministic else None,
+        "deterministic": True if flag_of("deterministic", deterministic) else None,
     }
 
 

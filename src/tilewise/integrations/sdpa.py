@@ -3,9 +3,8 @@
 Three ways in, from the most explicit to the most sweeping; importing this module changes nothing:
 
     from tilewise.integrations.sdpa import scaled_dot_product_attention   # call it
-    with sdpa.routed(): model(x)                                         # F.scaled_dot_product_attention in this
-    block sdpa.register(); torch.nn.attention.activate_flash_attention_impl("tilewise")   # the flash kernels of SDPA
-    itself
+    with sdpa.routed(): model(x)        # F.scaled_dot_product_attention in this block
+    sdpa.register(); torch.nn.attention.activate_flash_attention_impl("tilewise")   # the flash kernels of SDPA itself
 
 Torch aligns `is_causal` with the top-left corner (key j is seen by query i iff j <= i), tilewise with the
 bottom-right one. Both are the same triangle for equal lengths. With fewer queries than keys the keys past the last
@@ -26,8 +25,12 @@ from torch.overrides import TorchFunctionMode
 
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.integrations.translation import renamed
 
 __all__ = ["register", "routed", "scaled_dot_product_attention", "top_left"]
+
+# What torch calls the arguments of tilewise.
+NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p"}
 
 
 def scaled_dot_product_attention(
@@ -49,6 +52,7 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, q, q, is_causal=True).shape
         torch.Size([1, 2, 4, 8])
     """
+    _check_arguments(query, key, value, attn_mask, is_causal)
     if attn_mask is not None and is_causal:
         fix = "Fold the triangle into attn_mask, or call tilewise.attention, which takes both causal= and mask=."
         raise InvalidProblem("attn_mask", "None because is_causal is True", tuple(attn_mask.shape), fix)
@@ -63,11 +67,23 @@ def scaled_dot_product_attention(
     if is_causal:
         is_causal, window, key, value = top_left(query, key, value)
     masked = attn_mask is not None and attn_mask.dtype == torch.bool
-    out = attention(
-        query, key, value, causal=is_causal, window=window, mask=attn_mask if masked else None,
-        bias=None if masked else attn_mask, dropout=dropout_p, scale=scale,
-    )  # fmt: skip
+    try:
+        out = attention(
+            query, key, value, causal=is_causal, window=window, mask=attn_mask if masked else None,
+            bias=None if masked else attn_mask, dropout=dropout_p, scale=scale,
+        )  # fmt: skip
+    except InvalidProblem as error:
+        raise renamed(error, NAMES) from None
     return out if lead is None else out.reshape(*lead, *out.shape[-2:])
+
+
+def _check_arguments(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any) -> None:
+    """What is asked for shapes and dtypes before tilewise judges it."""
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if not isinstance(tensor, Tensor) and not (name == "attn_mask" and tensor is None):
+            raise InvalidProblem(name, "a torch.Tensor", type(tensor).__name__, "Convert it with torch.as_tensor.")
+    if not isinstance(is_causal, bool):
+        raise InvalidProblem("is_causal", "True or False", repr(is_causal), "Pass a Python bool.")
 
 
 def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, tuple[int | None, int | None] | None, Tensor, Tensor]:
@@ -90,7 +106,12 @@ def _four_dims(
                 name, "at least 2 dimensions (seqlen, dim)", f"shape {tuple(tensor.shape)}", "Add them."
             )
     tensors = [t[None] if t.dim() == 2 else t for t in (query, key, value)]
-    batch_shape = torch.broadcast_shapes(*(t.shape[:-3] for t in tensors))
+    shapes = [tuple(t.shape[:-3]) for t in tensors]
+    try:
+        batch_shape = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        fix = "Make the leading dimensions of query, key and value agree, or be 1."
+        raise InvalidProblem("query, key, value", "leading dimensions that broadcast", shapes, fix) from None
     lead = torch.Size((*batch_shape, *tensors[0].shape[-3:-2]))
     q, k, v = (t.expand(*batch_shape, *t.shape[-3:]).reshape(-1, *t.shape[-3:]) for t in tensors)
     if max(query.dim(), key.dim(), value.dim()) == 2:

@@ -1,15 +1,58 @@
-"""The words of flash-attn in those of tilewise; shared by the FA2 and FA3 drop-ins."""
+"""The words of other interfaces in those of tilewise, and its errors in theirs; shared by the drop-ins."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
 
-__all__ = ["Window", "length", "places", "softcap_of", "window_of"]
+__all__ = ["Window", "flag_of", "length", "places", "renamed", "softcap_of", "stacked", "window_of", "worded"]
 
 Window = tuple[int | None, int | None]
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made")
+# What flash-attn calls arguments that have another name in tilewise.
+FLASH_NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size"}
+
+
+def renamed(error: InvalidProblem, names: dict[str, str]) -> InvalidProblem:
+    """The same error about the argument that the caller knows."""
+    return InvalidProblem(names.get(error.argument, error.argument), error.expected, error.got, error.fix)
+
+
+def worded(function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
+    """A function of flash-attn whose errors name its arguments as they are written there."""
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        try:
+            return function(*args, **kwargs)
+        except InvalidProblem as error:
+            raise renamed(error, FLASH_NAMES) from None
+
+    return call
+
+
+def flag_of(name: str, value: object) -> bool:
+    """True or False, which callers also write as 1 and 0."""
+    if not isinstance(value, int) or value not in (0, 1):
+        raise InvalidProblem(name, "True or False", repr(value), "Pass a Python bool.")
+    return bool(value)
+
+
+def stacked(name: str, tensor: object, parts: int, dim: int) -> tuple[Tensor, ...]:
+    """The parts of a tensor (..., parts, heads, dim) whose dimension `dim` stacks them."""
+    if not isinstance(tensor, Tensor) or tensor.dim() != dim + 3 or tensor.shape[dim] != parts:
+        got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        rows = "batch, seqlen" if dim == 2 else "total"
+        fix = f"Stack the tensors along dimension {dim}."
+        raise InvalidProblem(name, f"a tensor ({rows}, {parts}, heads, dim)", got, fix)
+    return tensor.unbind(dim)
 
 
 def window_of(window_size: tuple[int, int]) -> Window | None:

@@ -29,6 +29,9 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v (batch, seqlen, num_kv_heads, head_dim) and return everything stored, without a copy."""
         end = self.length + k.shape[1]
+        if k.shape[0] != self.k.shape[0]:  # one row would be broadcast to all
+            fix = "Call make_cache with the batch that is attended."
+            raise InvalidProblem("cache", f"one for a batch of {k.shape[0]}", f"one for {self.k.shape[0]}", fix)
         if end > self.capacity:
             raise OutOfPages(f"the cache holds {self.capacity} tokens, {end} are needed; make_cache with more capacity")
         self.k[:, self.length : end] = k

@@ -210,6 +210,9 @@ def _locate(own: torch.device, where: Where) -> tuple[DeviceSpec, bool]:
         return where, False
     if isinstance(where, str) and where.partition(":")[0] not in ("cpu", "cuda"):
         return devices.named(where), False
+    if not (where is None or isinstance(where, (str, torch.device))):
+        fix = f"Name one: {', '.join(devices.DEVICES)}."
+        raise InvalidProblem("device", "a device, the name of one, or a DeviceSpec", repr(where), fix)
     target = own if where is None else torch.device(where)
     if target.type == "cuda" and not torch.cuda.is_available():
         fix = 'Name the device to plan for, such as device="h200".'

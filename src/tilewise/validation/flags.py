@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from tilewise.operands import Flags
 __all__ = ["autocast", "check_flag", "needs_grad", "normalise", "require_tensors", "seed_tensor"]
 
 Window = tuple[int | None, int | None]
+MAX_FLOAT = sys.float_info.max
 
 
 class Rule(NamedTuple):
@@ -28,8 +29,9 @@ class Rule(NamedTuple):
 
 
 def _is_number(value: Any) -> bool:
-    # A comparison, not math.isfinite, which torch.compile cannot trace for a symbolic float. NaN compares false.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
+    # A comparison, not math.isfinite, which torch.compile cannot trace for a symbolic float. NaN compares false, and
+    # an integer that no float can hold is larger.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -MAX_FLOAT <= value <= MAX_FLOAT
 
 
 def _is_count(value: Any) -> bool:
@@ -127,6 +129,9 @@ def require_tensors(*, optional: frozenset[str] = OPTIONAL, **tensors: Any) -> N
         if not isinstance(value, Tensor):
             kind = "a torch.Tensor" + (" or None" if name in optional else "")
             raise InvalidProblem(name, kind, type(value).__name__, "Convert it with torch.as_tensor.")
+        if value.is_nested:
+            fix = "Packed rows, its values(), and where they begin, its offsets(), are what attention_varlen takes."
+            raise InvalidProblem(name, "a dense tensor", "a nested one", fix)
         if value.layout != torch.strided:
             raise InvalidProblem(name, "a dense tensor", f"layout {value.layout}", "Convert it with .to_dense().")
         if name == "alibi_slopes" and value.requires_grad and torch.is_grad_enabled():

@@ -48,11 +48,14 @@ def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block
             new_top = max(top, sink * LOG2E_F32)
             if new_top > MINUS_INF:
                 factor = exp2(top - new_top)
-                total = total * factor + exp2(sink * LOG2E_F32 - new_top)
+                # The largest logit counts 1, also where it is infinite.
+                total = total * factor + (1.0 if new_top > top else exp2(sink * LOG2E_F32 - new_top))
                 # Where the sink is the largest logit, lse is it and a bit: no way there and back through log2 units.
                 rest = log2(total)
                 lse = natural(p, top, rest) if new_top == top else fma(rest, scalar_bits(field(p, f.LSE_HIGH)), sink)
-        inverse = factor / total if total > 0.0 else 0.0
+            if not sink >= MINUS_INF:  # NaN, which max() and exp2() pass by
+                total, lse = sink, sink
+        inverse = factor / total if total > 0.0 else (0.0 if total == 0.0 else total)
         out = out_base + head * field(p, f.OUT_HEAD) + row * field(p, f.OUT_ROW)
         store_row(block + 4 * r * width, field(p, f.HEAD_DIM_V), out, field(p, f.DTYPE), inverse)
         store_f32(lse_base + head * field(p, f.LSE_HEAD) + 4 * row, lse)

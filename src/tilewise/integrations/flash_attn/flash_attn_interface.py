@@ -16,7 +16,7 @@ from tilewise.api import attention, attention_paged, attention_varlen
 from tilewise.errors import Unsupported
 from tilewise.integrations import cache
 from tilewise.integrations.probabilities import dense_dmask, draw_seed, varlen_dmask
-from tilewise.integrations.translation import length, softcap_of, window_of
+from tilewise.integrations.translation import flag_of, length, softcap_of, stacked, window_of, worded
 
 __all__ = [
     "flash_attn_func",
@@ -33,6 +33,7 @@ Flags = dict[str, Any]
 UNBOUNDED = (-1, -1)
 
 
+@worded
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -68,7 +69,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim), without copying it apart."""
-    q, k, v = qkv.unbind(2)
+    q, k, v = stacked("qkv", qkv, 3, 2)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *tail)
 
@@ -86,11 +87,12 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` of q and kv (batch, seqlen_k, 2, kv_heads, dim)."""
-    k, v = kv.unbind(2)
+    k, v = stacked("kv", kv, 2, 2)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *tail)
 
 
+@worded
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -138,7 +140,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` of qkv (total, 3, heads, dim)."""
-    q, k, v = qkv.unbind(1)
+    q, k, v = stacked("qkv", qkv, 3, 1)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
 
@@ -160,11 +162,12 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` of q and kv (total_k, 2, kv_heads, dim)."""
-    k, v = kv.unbind(1)
+    k, v = stacked("kv", kv, 2, 1)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *tail)
 
 
+@worded
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -199,8 +202,8 @@ def flash_attn_with_kvcache(
     rotary = cache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, spread=causal or window_size != UNBOUNDED)
     out, lse = cache.append_and_attend(
         q, k, v, store, cache_seqlens, rotary,
-        causal=bool(causal), window=window_of(window_size), softcap=softcap_of(softcap), alibi_slopes=alibi_slopes,
-        scale=softmax_scale,
+        causal=flag_of("causal", causal), window=window_of(window_size), softcap=softcap_of(softcap),
+        alibi_slopes=alibi_slopes, scale=softmax_scale,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 
@@ -216,13 +219,13 @@ def _flags(
 ) -> Flags:
     # deterministic=False is flash-attn's default, not a wish: torch.use_deterministic_algorithms still counts.
     return {
-        "causal": bool(causal),
+        "causal": flag_of("causal", causal),
         "window": window_of(window_size),
         "softcap": softcap_of(softcap),
         "alibi_slopes": alibi_slopes,
         "dropout": dropout_p,
         "scale": softmax_scale,
-        "deterministic": True if deterministic else None,
+        "deterministic": True if flag_of("deterministic", deterministic) else None,
     }
 
 
