@@ -134,9 +134,9 @@ REJECTED: list[tuple[str, str, dict[str, Any]]] = [
     ("integer mask", "attn_mask: expected a bool", {"attn_mask": torch.ones(5, 5, dtype=torch.int64)}),
     ("mask of another float", "attn_mask: expected a bool", {"attn_mask": torch.ones(5, 5, dtype=torch.float64)}),
     ("mask of one dimension", "at least 2 dimensions", {"attn_mask": torch.ones(5, dtype=torch.bool)}),
-    ("mask of another shape", "bias: expected a shape", {"attn_mask": torch.ones(4, 5)}),
+    ("mask of another shape", "attn_mask: expected a shape", {"attn_mask": torch.ones(4, 5)}),
     ("vectors", "at least 2 dimensions", {"query": randn(8)}),
-    ("dropout of everything", "dropout: expected", {"dropout_p": 1.0}),
+    ("dropout of everything", "dropout_p: expected", {"dropout_p": 1.0}),
 ]
 
 
