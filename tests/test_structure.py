@@ -40,7 +40,7 @@ ARROWS: dict[str, set[str]] = {
     "ops": {"batching", "calls", "dispatch", "validation", "canonical", "problem", "operands", "device", "backends"},
     "cascade": {"ops", "dispatch", "operands", "problem", "numerics", "device"},
     "api": {"fp8", "calls", "cascade", "ops", "validation", "dispatch", "operands", "numerics"},
-    "kv": {"fp8", "api", "canonical", "cascade", "dispatch", "plan"},
+    "kv": {"fp8", "api", "canonical", "cascade", "dispatch", "plan", "problem"},
     "backends": SPINE | {"fp8"},
     "plan": SPINE | {"fp8", "validation", "dispatch", "cascade", "figures"},
     "testing": SPINE | {"fp8", "api", "__init__", "backends", "dispatch", "validation"},
@@ -52,7 +52,7 @@ ARROWS: dict[str, set[str]] = {
     | {"api", "__init__", "plan", "dispatch", "backends", "bench", "validation"}
     | {"distributed", "explorer", "figures", "fp8"},
     "nn": {"api"},
-    "integrations": {"fp8", "api", "ops", "operands", "nn", "kv"},
+    "integrations": {"fp8", "api", "ops", "operands", "nn", "kv", "problem"},
     "__main__": {"cli"},
     "__init__": {"api", "kv", "plan"},
 }

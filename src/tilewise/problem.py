@@ -11,7 +11,10 @@ from typing import Literal
 
 import torch
 
-__all__ = ["AttentionProblem", "Kind", "Layout"]
+__all__ = ["MAX_HEAD_DIM", "AttentionProblem", "Kind", "Layout"]
+
+# The contract's limit for head_dim and head_dim_v, whoever computes.
+MAX_HEAD_DIM = 512
 
 Kind = Literal["dense", "varlen", "paged"]
 Layout = Literal["bhsd", "bshd"]

@@ -342,6 +342,12 @@ def rows_of(count: int, dim: int = DIM, **options: Any) -> Tensor:
     return torch.zeros(count, KV_HEADS, dim, **options)
 
 
+@pytest.mark.parametrize("wide", [{"head_dim": 513}, {"head_dim": 512, "head_dim_v": 513}], ids=str)
+def test_heads_that_nobody_attends_are_refused_at_once(wide: dict[str, int]) -> None:
+    with pytest.raises(tw.InvalidProblem, match=r"head_dim(_v)?: expected at most 512, got 513"):
+        tw.PagedKVCache(4, 4, 1, 1, dtype=torch.float32, device="cpu", **wide)
+
+
 BAD: dict[str, tuple[Callable[[tw.PagedKVCache], object], str]] = {
     "rows": (lambda c: c.append(rows_of(3), rows_of(3, DIM_V)), "k: expected shape .4, 2, 16."),
     "dtype": (lambda c: c.append(rows_of(4).double(), rows_of(4, DIM_V)), "k: expected dtype torch.float32"),

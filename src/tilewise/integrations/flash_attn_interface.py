@@ -21,6 +21,7 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations import aliases, cache, pieces
 from tilewise.integrations.descales import Descale, Descales, rescaled
 from tilewise.integrations.translation import flag_of, length, softcap_of, stacked, window_of, worded
+from tilewise.problem import MAX_HEAD_DIM
 
 __all__ = [
     "flash_attn_combine",
@@ -35,7 +36,6 @@ __all__ = [
 
 Result = Tensor | tuple[Tensor, Tensor]
 UNBOUNDED = (-1, -1)
-MAX_HEAD_DIM = 512
 
 
 def install(*, force: bool = False) -> None:

@@ -31,6 +31,7 @@ from tilewise.kv.groups import PrefixGroups
 from tilewise.kv.quantised import SOURCES, append_quantised, as_container, copy_quantised, new_scales
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
 from tilewise.kv.writing import copy_pages, write_rows
+from tilewise.problem import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from tilewise.plan import Plan
@@ -79,6 +80,9 @@ class PagedKVCache:
     ) -> None:
         width_v = head_dim if head_dim_v is None else head_dim_v
         require_sizes(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=width_v)
+        if max(head_dim, width_v) > MAX_HEAD_DIM:
+            name = "head_dim" if head_dim > MAX_HEAD_DIM else "head_dim_v"
+            raise InvalidProblem(name, f"at most {MAX_HEAD_DIM}", max(head_dim, width_v), "Split the heads.")
         if dtype not in DTYPES:
             expected = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
             raise InvalidProblem("dtype", f"one of {expected}", dtype, "Pages hold what attention reads.")

@@ -15,11 +15,10 @@ import torch
 
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Operands
-from tilewise.problem import AttentionProblem, Kind, Layout
+from tilewise.problem import MAX_HEAD_DIM, AttentionProblem, Kind, Layout
 
 __all__ = ["TensorSpec", "describe"]
 
-MAX_HEAD_DIM = 512
 # A seed followed by the batch entry, head, row and key that dropout counts from.
 SEED_WITH_ORIGIN = 5
 E4M3 = torch.float8_e4m3fn
