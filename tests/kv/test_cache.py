@@ -343,7 +343,7 @@ def rows_of(count: int, dim: int = DIM, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("wide", [{"head_dim": 513}, {"head_dim": 512, "head_dim_v": 513}], ids=str)
-def test_heads_that_nobody_attends_are_refused_at_once(wide: dict[str, int]) -> None:
+def test_heads_that_nobody_attends_are_refused_at_once(wide: dict[str, Any]) -> None:
     with pytest.raises(tw.InvalidProblem, match=r"head_dim(_v)?: expected at most 512, got 513"):
         tw.PagedKVCache(4, 4, 1, 1, dtype=torch.float32, device="cpu", **wide)
 
