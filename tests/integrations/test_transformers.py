@@ -17,14 +17,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from tilewise.integrations.transformers import FLASH_NAME, NAME, forward, masks, register
 from tiny_models import (
     CAUSAL,
+    NARROW,
     WINDOW,
+    attend_with,
     bert,
     build,
     excess,
     llama,
     mistral,
+    modernbert,
     outputs_and_gradients,
     t5,
+    t5gemma,
     textbook,
     textbook_mask,
     tokens,
@@ -264,6 +268,29 @@ def test_a_window_to_both_sides_beside_few_keys(length: int, passed: int) -> Non
     out, _ = forward.attention_forward(torch.nn.Module(), q, k, v, mask, sliding_window=passed, is_causal=False)
     matrix = masking_utils.sdpa_mask(**given, allow_is_causal_skip=False)
     torch.testing.assert_close(out.transpose(1, 2), tw.attention(q, k, v, mask=matrix))
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [(t5gemma, "AutoModelForSeq2SeqLM"), (modernbert, "AutoModelForMaskedLM")],
+    ids=["t5gemma", "bert"],
+)
+@pytest.mark.parametrize("padding", [0, 1])
+def test_models_with_a_window_to_both_sides(config: Any, kind: str, padding: int) -> None:
+    """Sequences shorter than the window, as long, and longer, where every model passes another number."""
+    model = build(config(), kind)
+    for length in range(NARROW - 1, NARROW + 5):
+        attention_mask = torch.ones(2, length, dtype=torch.int64)
+        attention_mask[0, length - padding :] = 0
+        inputs = {"input_ids": tokens(2, length), "attention_mask": attention_mask}
+        if kind == "AutoModelForSeq2SeqLM":
+            inputs["decoder_input_ids"] = tokens(2, length, seed=1)
+        found = []
+        for implementation in ("eager", NAME):
+            attend_with(model, implementation)
+            with torch.no_grad():
+                found.append(model(**inputs).logits[attention_mask.bool()])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_a_static_cache_is_cut_to_the_keys_that_exist() -> None:

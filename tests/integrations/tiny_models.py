@@ -10,6 +10,7 @@ from torch import Tensor
 
 VOCABULARY = 64
 WINDOW = 6
+NARROW = 3
 
 # Random weights of this size make attention matter: a wrong mask moves logits by more than 1 (see the tests).
 SPREAD = 0.3
@@ -100,6 +101,24 @@ def t5() -> Any:
 
     sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     return T5Config(**sizes, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0)
+
+
+def t5gemma() -> Any:
+    """A window to both sides in the encoder, to one in the decoder, and attention across."""
+    from transformers import T5GemmaConfig, T5GemmaModuleConfig
+
+    sizes = {name: size for name, size in SIZES.items() if name != "tie_word_embeddings"}
+    extra = {"sliding_window": NARROW, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 8, "layer_types": BOTH}
+    parts = {part: T5GemmaModuleConfig(**sizes, **extra) for part in ("encoder", "decoder")}
+    return T5GemmaConfig(**parts, vocab_size=VOCABULARY, dropout_rate=0.0, tie_word_embeddings=False)
+
+
+def modernbert() -> Any:
+    """A window to both sides, said otherwise."""
+    from transformers import ModernBertConfig
+
+    sizes = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
+    return ModernBertConfig(**sizes, local_attention=2 * NARROW, global_attn_every_n_layers=2)
 
 
 def build(
