@@ -23,6 +23,8 @@ pytestmark = [
     ),
     # Importing inductor is enough for torch 2.11 to warn about its own use of TorchScript.
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    # Trees of graphs begin with one that nothing is captured in.
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
 ]
 
 HEADS, HEAD_DIM, TOKENS, KEYS = 4, 128, 256, 3000
@@ -130,8 +132,8 @@ def test_two_compiled_functions_take_turns(attend: Attend, rows: int) -> None:
     k, v = randn(2, HEADS, KEYS, HEAD_DIM), randn(2, HEADS, KEYS, HEAD_DIM)
     functions = [lambda q: attend(q * 2, k, v) + 1, lambda q: attend(q / 2, v, k) - 1]
     compiled = [torch.compile(function, mode="reduce-overhead", fullgraph=True) for function in functions]
-    for turn in range(9):
-        for number in (0, 1) if turn > 3 else (0,):
+    for turn in range(7):
+        for number in (0, 1) if turn > 2 else (0,):
             q = randn(2, HEADS, rows, HEAD_DIM)
             torch.compiler.cudagraph_mark_step_begin()
             found = compiled[number](q).clone()
