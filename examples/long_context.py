@@ -23,6 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Its functions have the group of the moment it is imported as a default argument. DistributedDataParallel imports it:
+# after init_process_group the group would outlive destroy_process_group, and gloo's threads the interpreter.
+import torch.distributed.nn
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -191,7 +195,7 @@ def peak_bytes(device: torch.device) -> int:
 def start_ranks() -> torch.device:
     """Join the group that torchrun made (or be alone), with NCCL where every rank has a GPU of its own."""
     if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29507"}
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if torch.cuda.device_count() >= here:
         torch.cuda.set_device(local)
@@ -222,8 +226,6 @@ def main() -> None:
         print(f"{setup.seqlen} tokens over {dist.get_world_size()} ranks on {device.type}, {setup.steps} steps")
         print(f"loss {losses[0]:.6f} -> {losses[-1]:.6f}, {setup.steps * setup.seqlen / seconds:,.0f} tokens/s")
         print("peak memory a rank: " + ", ".join(f"{size / 2**20:.0f} MiB" for size in memory))
-    # gloo's threads let go of the last message behind its end: without a pause that may be while Python shuts down.
-    dist.barrier()
     dist.destroy_process_group()
 
 
