@@ -138,12 +138,31 @@ def describe(shared: SharedPrefix, operands: Operands, flags: Flags, spec: Devic
 
 def attention(shared: SharedPrefix | None, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
     """(out, lse) of a paged problem; the shared prefix, if there is one, is attended apart where that pays."""
-    if shared is not None and not isinstance(shared, SharedPrefix):
-        fix = "PagedKVCache.shared_prefix() makes it."
-        raise InvalidProblem("shared_prefix", "a tilewise.cascade.SharedPrefix or None", type(shared).__name__, fix)
+    if shared is not None:
+        _check(shared, len(operands.q))
     if shared is None or refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
         return ops.repeated("paged", operands, flags)
     return _apart(shared, operands, flags)
+
+
+def _check(shared: Any, num_queries: int) -> None:
+    """Types, and the sizes that are known without a look into the tensors, which the ops judge as any others."""
+    fix = "PagedKVCache.shared_prefix() makes it."
+    if not isinstance(shared, SharedPrefix):
+        raise InvalidProblem("shared_prefix", "a tilewise.cascade.SharedPrefix or None", type(shared).__name__, fix)
+    groups: Any = shared.groups
+    if not isinstance(groups, tuple) or not all(isinstance(group, Group) for group in groups):
+        raise InvalidProblem("shared_prefix.groups", "a tuple of tilewise.cascade.Group", repr(groups), fix)
+    for name, tensor in zip(shared._fields[1:], shared[1:], strict=True):
+        if not isinstance(tensor, Tensor) and not (name == "rows" and tensor is None):
+            raise InvalidProblem(f"shared_prefix.{name}", "a torch.Tensor", type(tensor).__name__, fix)
+    rows = shared.num_rows
+    if rows > num_queries or (shared.rows is not None and shared.rows.shape != (rows,)):
+        got = rows if shared.rows is None else f"{rows}, of which rows names {tuple(shared.rows.shape)}"
+        raise InvalidProblem("shared_prefix.groups", f"rows of q, which has {num_queries}", got, fix)
+    if len(shared.block_table) != len(groups):
+        expected = f"a table row for each of {len(groups)} groups"
+        raise InvalidProblem("shared_prefix.block_table", expected, len(shared.block_table), fix)
 
 
 def bound(

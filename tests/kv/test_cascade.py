@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -98,6 +99,27 @@ def test_groups_drive_no_other_calls_out() -> None:
         for _ in range(2):
             torch.testing.assert_close(call.attend(shared_prefix=hint), want)
     assert calls._family.cache_info().currsize == families
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no groups": ({"groups": (3,)}, "shared_prefix.groups: expected a tuple of tilewise.cascade.Group"),
+    "a list": ({"groups": [cascade.Group(4, 4, 24)]}, "shared_prefix.groups: expected a tuple"),
+    "more rows than queries": ({"groups": (cascade.Group(4, 5, 24),)}, "shared_prefix.groups: expected rows of q"),
+    "rows without a name": ({"rows": torch.arange(3)}, "shared_prefix.groups: expected rows of q, which has 4, got 4"),
+    "no table": ({"block_table": None}, "shared_prefix.block_table: expected a torch.Tensor, got NoneType"),
+    "a group without a table": (
+        {"block_table": torch.zeros(2, 3, dtype=torch.int32)},
+        "shared_prefix.block_table: expected a table row for each of 1 groups, got 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_hints_that_make_no_sense_are_refused(name: str) -> None:
+    call = Call()
+    changes, message = BAD[name]
+    with pytest.raises(tw.InvalidProblem, match=re.escape(message)):
+        call.attend(shared_prefix=call.hint._replace(**changes))
 
 
 @pytest.mark.parametrize("some", [False, True], ids=["first rows", "named rows"])
