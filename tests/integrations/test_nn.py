@@ -193,3 +193,18 @@ def test_a_cache_for_another_batch_is_refused_and_stays_as_it_is() -> None:
     with torch.no_grad(), pytest.raises(tw.InvalidProblem, match="cache: expected one for a batch of 1, got one for 3"):
         layer(torch.ones(1, 4, 16), cache)
     assert cache.length == 0
+
+
+def test_layers_name_what_is_wrong() -> None:
+    with pytest.raises(tw.InvalidProblem, match="window: expected None or at least 1"):
+        CausalSelfAttention(16, 2, window=0)
+    with pytest.raises(tw.InvalidProblem, match="base: expected a number above 0"):
+        rotary_table(4, 8, base=0.0)
+    with pytest.raises(tw.InvalidProblem, match=r"x: expected 3 dimensions .* got \(4, 16\)"):
+        CausalSelfAttention(16, 2)(torch.ones(4, 16))
+    layer, x = MultiheadAttention(8, 2, batch_first=True), torch.ones(2, 4, 8)
+    for name, shape in (("attn_mask", (4, 4)), ("key_padding_mask", (2, 4))):
+        with pytest.raises(
+            tw.InvalidProblem, match=f"{name}: expected a bool or floating-point tensor, got torch.int64"
+        ):
+            layer(x, x, x, need_weights=False, **{name: torch.zeros(shape, dtype=torch.int64)})

@@ -348,10 +348,28 @@ def test_heads_that_nobody_attends_are_refused_at_once(wide: dict[str, Any]) -> 
         tw.PagedKVCache(4, 4, 1, 1, dtype=torch.float32, device="cpu", **wide)
 
 
+def test_steps_take_lists_of_requests_and_ids_in_tensors() -> None:
+    cache = tw.PagedKVCache(4, 4, 1, 1, 8, dtype=torch.float32, device="cpu")
+    request = cache.add([1, 2, 3])
+    with pytest.raises(tw.InvalidProblem, match="requests: expected a list of request numbers, got 0"):
+        cache.step(cast("Any", request))
+    cache.step([request])
+    cache.append(torch.ones(3, 1, 8), torch.ones(3, 1, 8))
+    with pytest.raises(tw.InvalidProblem, match="length: expected between 0 and 3"):
+        cache.truncate(request, cast("Any", 1.5))
+    assert cache.step([request], tokens=torch.tensor([4])) == 1
+
+
 BAD: dict[str, tuple[Callable[[tw.PagedKVCache], object], str]] = {
     "rows": (lambda c: c.append(rows_of(3), rows_of(3, DIM_V)), "k: expected shape .4, 2, 16."),
     "dtype": (lambda c: c.append(rows_of(4).double(), rows_of(4, DIM_V)), "k: expected dtype torch.float32"),
     "device": (lambda c: c.append(rows_of(4), rows_of(4, DIM_V, device="meta")), "v: expected device cpu"),
+    "no rows": (lambda c: c.append(cast("Any", None), rows_of(4, DIM_V)), "k: expected a tensor without gradient"),
+    "gradient": (
+        lambda c: c.append(rows_of(4, requires_grad=True), rows_of(4, DIM_V)), "k: .* got one that requires a gradient"
+    ),
+    "no number": (lambda c: c.free(cast("Any", "a")), "request: expected a request that was .* got 'a'"),
+    "no layer": (lambda c: c.pages(cast("Any", "a")), "layer: expected between 0 and 1, got a"),
     "layer": (lambda c: c.append(rows_of(4), rows_of(4, DIM_V), layer=2), "layer: expected between 0 and 1"),
     "step before append": (lambda c: c.step([0]), r"every layer of the step before appended, got 2 missing"),
     "truncate before append": (lambda c: c.truncate(0, 1), "every layer of the step before appended"),

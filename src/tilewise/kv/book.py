@@ -35,6 +35,11 @@ def require_sizes(**sizes: object) -> None:
             raise InvalidProblem(name, "an integer of at least 1", size, "A cache has pages, and pages have slots.")
 
 
+def is_within(number: object, last: int) -> bool:
+    """Whether it is an integer from 0 to `last`."""
+    return isinstance(number, int) and 0 <= number <= last
+
+
 class Step(NamedTuple):
     """New tokens of a batch: `counts[i]` tokens of the request in table row `rows[i]` after its first `before[i]`.
 
@@ -200,7 +205,7 @@ class PageBook:
         """Drop tokens from the end (a rejected draft, the rest of a prompt); pages that become empty go back."""
         self._remember()
         state, used, rows = self._state(request), self.num_pages_of(request), self.rows
-        if not 0 <= length <= self.lengths[state.row]:
+        if not is_within(length, self.lengths[state.row]):
             expected = f"between 0 and {self.lengths[state.row]}, the tokens it has"
             raise InvalidProblem("length", expected, length, "Tokens can be dropped, not made up.")
         keep = -(-length // self.page_size)
@@ -328,7 +333,7 @@ class PageBook:
     def _state(self, request: int) -> _Request:
         state = self._requests.get(request)
         if state is None:
-            seen = 0 <= request < self._next_request
+            seen = is_within(request, self._next_request - 1)
             got = f"{request!r}, which is finished" if seen else repr(request)
             raise InvalidProblem("request", "a request that was added and not freed", got, "add() returns its number.")
         return state

@@ -26,7 +26,7 @@ from tilewise.api import attention_paged
 from tilewise.cascade import SharedPrefix
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
-from tilewise.kv.book import CacheStats, PageBook, Step, require_sizes
+from tilewise.kv.book import CacheStats, PageBook, Step, is_within, require_sizes
 from tilewise.kv.groups import PrefixGroups
 from tilewise.kv.quantised import SOURCES, append_quantised, as_container, copy_quantised, new_scales
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
@@ -158,7 +158,7 @@ class PagedKVCache:
         requests: Sequence[int],
         counts: Sequence[int] | None = None,
         *,
-        tokens: Sequence[int | None] | None = None,
+        tokens: Sequence[int | None] | Tensor | None = None,
         fixed: bool = False,
     ) -> int:
         """Make room for the next tokens of a batch; returns how many rows q, k and v of this step have.
@@ -174,6 +174,10 @@ class PagedKVCache:
         replay `mark_written` says what `append` would have. Such steps attend to shared prefixes like to any keys.
         """
         self._refuse_unwritten(None)
+        if isinstance(requests, (int, str, Tensor)):
+            fix = "Pass what add() returned, in a list."
+            raise InvalidProblem("requests", "a list of request numbers", repr(requests), fix)
+        tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         step = self.book.step(requests, self._fixed_counts(requests, counts) if fixed else counts, tokens)
         # If a device fails from here on, the step is one that was not written: its requests can only be freed.
         self._step, self._batch = step, None
@@ -256,7 +260,7 @@ class PagedKVCache:
 
     def pages(self, layer: int = 0) -> tuple[Tensor, Tensor]:
         """K and V of a layer: (num_pages, page_size, num_kv_heads, dim), to be read in place."""
-        if not 0 <= layer < len(self.k):
+        if not is_within(layer, len(self.k) - 1):
             raise InvalidProblem("layer", f"between 0 and {len(self.k) - 1}", layer, "Layers are counted from 0.")
         return self.k[layer], self.v[layer]
 
@@ -352,8 +356,13 @@ class PagedKVCache:
         if requests and not any(request in self.book for request in requests):
             raise InvalidProblem("step", "a step with a request that goes on", "all finished", "Call step(requests).")
 
-    def _check_rows(self, name: str, new: Tensor, pages: Tensor, rows: int) -> None:
+    def _check_rows(self, name: str, new: Any, pages: Tensor, rows: int) -> None:
         expected = (rows, *pages.shape[2:])
+        if not isinstance(new, Tensor) or (new.requires_grad and torch.is_grad_enabled()):
+            got = "one that requires a gradient" if isinstance(new, Tensor) else type(new).__name__
+            raise InvalidProblem(
+                name, "a tensor without gradient", got, "Write under torch.no_grad(): pages have none."
+            )
         if tuple(new.shape) != expected:
             fix = "Pack the rows of the step's requests in their order."
             raise InvalidProblem(name, f"shape {expected}", tuple(new.shape), fix)

@@ -80,6 +80,10 @@ class CausalSelfAttention(torch.nn.Module):
         if min(sizes) < 1 or embed_dim % num_heads or num_heads % num_kv_heads:
             expected = "embed_dim a multiple of num_heads, and num_heads of num_kv_heads"
             raise InvalidProblem("embed_dim", expected, sizes, "Choose sizes that divide.")
+        if window is not None and window < 1:
+            raise InvalidProblem(
+                "window", "None or at least 1, the token itself", window, "None sees all earlier tokens."
+            )
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
         self.dropout, self.rotary_base, self.window = dropout, rotary_base, window
         width = (num_heads + 2 * num_kv_heads) * self.head_dim
@@ -94,6 +98,9 @@ class CausalSelfAttention(torch.nn.Module):
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """What x attends to, (batch, seqlen, embed_dim). Rejects a cache while gradients are recorded."""
+        if x.dim() != 3:
+            fix = "A single sequence is x[None]."
+            raise InvalidProblem("x", "3 dimensions (batch, seqlen, embed_dim)", tuple(x.shape), fix)
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 2)
         start = 0 if cache is None else cache.length

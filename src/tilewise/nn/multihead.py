@@ -115,11 +115,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         batch, seqlen_q = q.shape[:2]
         given: list[Tensor] = []
         if key_padding_mask is not None:
-            _check_shape("key_padding_mask", key_padding_mask, [(batch, seqlen_k)])
+            _check_mask("key_padding_mask", key_padding_mask, [(batch, seqlen_k)])
             given.append(key_padding_mask[:, None, None, :])
         if attn_mask is not None:
             shapes = [(seqlen_q, seqlen_k), (batch * self.num_heads, seqlen_q, seqlen_k)]
-            _check_shape("attn_mask", attn_mask, shapes)
+            _check_mask("attn_mask", attn_mask, shapes)
             given.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (batch, self.num_heads)))
         mask = bias = None
         for tensor in given:
@@ -132,7 +132,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return mask, bias
 
 
-def _check_shape(name: str, tensor: Tensor, allowed: list[tuple[int, ...]]) -> None:
+def _check_mask(name: str, tensor: Tensor, allowed: list[tuple[int, ...]]) -> None:
+    if tensor.dtype != torch.bool and not tensor.is_floating_point():
+        fix = "0 and 1 become a mask by .bool(), where True means: do not attend."
+        raise InvalidProblem(name, "a bool or floating-point tensor", tensor.dtype, fix)
     if tuple(tensor.shape) not in allowed:
         expected = "shape " + " or ".join(map(str, allowed))
         raise InvalidProblem(name, expected, tuple(tensor.shape), "Reshape it.")

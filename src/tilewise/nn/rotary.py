@@ -18,6 +18,8 @@ def rotary_table(
     """
     if rotary_dim < 2 or rotary_dim % 2:
         raise InvalidProblem("rotary_dim", "an even number >= 2", rotary_dim, "Features are turned in pairs.")
+    if not base > 0:
+        raise InvalidProblem("base", "a number above 0", base, "10000.0 is the usual one.")
     pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
     positions = torch.arange(start, start + seqlen, dtype=torch.float32, device=device)
     angles = positions[:, None] * base ** (-pairs / rotary_dim)
