@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EIGHT = 0x41000000  # the bits of 8.0
+EIGHT, MILLION = 0x41000000, 0x49800000  # the bits of 8.0 and of 2^20
 
 
 def computed(text: str, args: list[Any]) -> Any:
@@ -16,7 +16,7 @@ def computed(text: str, args: list[Any]) -> Any:
     if text.startswith("cvt.rni.s32.f32"):
         return torch.round(args[0]).nan_to_num(0.0).double().clamp(-(2.0**31), 2.0**31 - 1).to(torch.int32)
     if "shfl" in text:
-        return growth(args[0])
+        return growth(args[0]) if f"{EIGHT:#x}" in text else exponents(args[0])
     if found := re.search(r"DONE; (mul|sub)\.f32", text):
         return applied(found.group(1), *args)
     known = {"ex2": torch.exp2, "lg2": torch.log2, "rcp": torch.reciprocal}
@@ -28,6 +28,13 @@ def growth(top: Tensor) -> tuple[Tensor, Tensor]:
     most = top.amax(1, keepdim=True).expand(top.shape)
     grown = torch.where(most > EIGHT, most, 0).contiguous().view(torch.float32)
     return grown, torch.exp2(-grown)
+
+
+def exponents(total: Tensor) -> tuple[Tensor, Tensor]:
+    """(e, 2^-e) of the rows of [64, 4], as `growth`: the exponents of sums that are over 2^20."""
+    most = total.amax(1, keepdim=True).expand(total.shape)
+    e = torch.where(most > MILLION, (most >> 23).clamp(max=253) - 127, 0).float()
+    return e, torch.exp2(-e)
 
 
 def applied(operation: str, x: Tensor, y: Tensor) -> Tensor:

@@ -402,6 +402,7 @@ LANGUAGE: dict[str, Any] = {
     "thread_barrier": lambda: HERE.clock.meet(),
     "reshape": lambda x, shape: x.reshape(shape),
     "permute": lambda x, order: x.permute(*order),
+    "split": lambda x: x.unbind(-1),
     "convert_layout": lambda x, _: x,
     "trans": lambda x: x.T,
     "float8e4nv": torch.float8_e4m3fn,

@@ -60,7 +60,9 @@ FIXED: dict[str, Any] = {"deterministic": True}
 # faster: 294 -> 314 TFLOP/s.
 ALONE: dict[str, Any] = {"num_kv_heads": 4}
 RECORDS: tuple[Recorded, ...] = (
-    Recorded(FORWARD, {"d": 64}, 128, 72, fast=True),
+    Recorded(FORWARD, {"d": 64}, 128, 96, fast=True),
+    Recorded(FORWARD, {"d": 64, "dtype": torch.float16}, 128, 72),
+    Recorded(FORWARD, {"d": 64, **PACKED}, 128, 96),
     Recorded(FORWARD, {"d": 64, "seqlen_k": 8192, **CAUSAL}, 128, 108),
     Recorded(FORWARD, {"d": 64, "seqlen_k": 1024}, 80, 32, fast=True),
     Recorded(FORWARD, {"d": 64, **CAUSAL}, 80, 32, fast=True),

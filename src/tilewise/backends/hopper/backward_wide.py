@@ -24,9 +24,10 @@ from triton.language.core import _aggregate as aggregate
 from tilewise.backends.hopper.backward import mask_transposed
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.dq_tiles import from_register_order, in_register_order
-from tilewise.backends.hopper.forward import load_tile, make_parts
+from tilewise.backends.hopper.forward import make_parts
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
 from tilewise.backends.hopper.primitives import barrier_at, barrier_sync, exp2, uniform
+from tilewise.backends.hopper.products import load_tile
 from tilewise.backends.hopper.schedule import (
     announce,
     first_tile,

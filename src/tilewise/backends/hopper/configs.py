@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
+
 from tilewise.problem import AttentionProblem
 
 __all__ = [
@@ -31,8 +33,9 @@ class ForwardTile:
     NUM_WARPGROUPS of 64 query rows; BLOCK_N keys in a tile; NUM_STAGES slots in the K and V rings and Q_STAGES in Q's;
     MERGE_KV: K_i and V_{i-1} share a slot, one barrier less per tile; PIN_EXP: keep the exponentials ahead of the wait
     for P V; IS_LAZY: the reference of a row's softmax and O move only when scores outgrow it (see scores.py), VOTES:
-    which a thread sees by its own scores; RESCALE_EARLY: rescale O between Q K^T and P V; SPLIT_SUM: no shuffles in the
-    row sums; OUT_IN_Q: O leaves through Q's buffer; CTAS_PER_SM: more than one run the kernel of forward_quad.py.
+    which a thread sees by its own scores; AT_ONCE: which the sums tell afterwards; RESCALE_EARLY: rescale O between
+    Q K^T and P V; SPLIT_SUM: no shuffles in the row sums; OUT_IN_Q: O leaves through Q's buffer; CTAS_PER_SM: more than
+    one run the kernel of forward_quad.py.
     """
 
     NUM_WARPGROUPS: int = 2
@@ -43,6 +46,7 @@ class ForwardTile:
     PIN_EXP: bool = True
     IS_LAZY: bool = False
     VOTES: bool = False
+    AT_ONCE: bool = False
     RESCALE_EARLY: bool = False
     SPLIT_SUM: bool = True
     OUT_IN_Q: bool = False
@@ -59,6 +63,8 @@ D64_QUAD_BANDED = replace(D64_QUAD, IS_LAZY=True, VOTES=True)
 D64_BANDED = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False, SPLIT_SUM=False)
 # Lazy: full at 4k/16k 499/511 -> 505/539, causal at 16k 541 -> 514. With split sums 489/525.
 D64_FULL = replace(D64_BANDED, IS_LAZY=True)
+# At once: full at 2k/4k/16k 465/473/513 -> 520/543/595 (cuDNN 440/441/451), packed mix 489 -> 527.
+D64_AT_ONCE = replace(D64_FULL, AT_ONCE=True, PIN_EXP=True, SPLIT_SUM=True)
 # Separate K and V barriers: 419/576/623 -> 454/597/656 causal.
 D128_BANDED = ForwardTile()
 # Lazy and early: full at 4k/16k 724/666 -> 745/698, causal 643/667 -> 660/644.
@@ -120,6 +126,11 @@ class ForwardConfig(ForwardTile):
     IS_PAGED: bool = False
     PAGE_SIZE: int = 0
     CHUNK: int = 0
+
+    @property
+    def in_tiles_of_64(self) -> ForwardConfig:
+        """The same with key tiles of 64, as rows are computed again (again.py)."""
+        return replace(self, BLOCK_N=64)
 
 
 @dataclass(frozen=True)
@@ -271,6 +282,11 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     )
 
 
+def _large_p(problem: AttentionProblem) -> bool:
+    """Whether P may be as large as fp32 goes, and what is lost nevertheless can be fetched again: not from pages."""
+    return problem.dtype == torch.bfloat16 and problem.page_size is None
+
+
 def _forward_tile(problem: AttentionProblem) -> ForwardTile:
     width = max(sum(column_parts(problem.head_dim)), sum(column_parts(problem.head_dim_v)))
     banded = has_right(problem) or has_left(problem)
@@ -282,7 +298,9 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
         crowded = problem.softcap is not None or has_left(problem)
         if crowded or few_keys or rows <= (QUAD_BANDED_ROWS if banded else QUAD_ROWS):
             return D64_QUAD_BANDED if banded else D64_QUAD
-        return D64_BANDED if banded else D64_FULL
+        if banded:
+            return D64_BANDED
+        return D64_AT_ONCE if _large_p(problem) else D64_FULL
     if width == 128:
         return D128_BANDED if banded else D128_FULL
     return D192 if width == 192 else D256

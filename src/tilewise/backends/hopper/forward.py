@@ -21,12 +21,21 @@ Paged keys differ in the producer alone: it looks up the pages of a key tile and
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
+from tilewise.backends.hopper.again import attend_again
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import pin
+from tilewise.backends.hopper.products import (
+    issue_output,
+    issue_scores,
+    load_tile,
+    rescale_output,
+    scale_output,
+    wait_output,
+)
 from tilewise.backends.hopper.schedule import (
     announce,
     first_tile,
@@ -39,7 +48,7 @@ from tilewise.backends.hopper.schedule import (
     take_tile,
     whole_tiles,
 )
-from tilewise.backends.hopper.scores import capped, finish_rows, mask_scores, no_rows, rescale, soften, whole_rows
+from tilewise.backends.hopper.scores import capped, finish_rows, lost_rows, mask_scores, no_rows, soften, whole_rows
 
 __all__ = ["forward_kernel"]
 
@@ -55,10 +64,11 @@ class Pipeline:
     q_ring: Ring
     k_ring: Ring
     v_ring: Ring
+    again_ring: Ring
     tiles: Mailbox
 
     @gluon.constexpr_function
-    def __init__(self, q_smem, k_smem, v_smem, out_smem, q_ring, k_ring, v_ring, tiles):
+    def __init__(self, q_smem, k_smem, v_smem, out_smem, q_ring, k_ring, v_ring, again_ring, tiles):
         self.q_smem = q_smem
         self.k_smem = k_smem
         self.v_smem = v_smem
@@ -66,18 +76,11 @@ class Pipeline:
         self.q_ring = q_ring
         self.k_ring = k_ring
         self.v_ring = v_ring
+        self.again_ring = again_ring
         self.tiles = tiles
 
 
 # ---- producer
-
-
-@gluon.jit
-def load_tile(desc, smem, slot, ready, span, head, row, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr):
-    """Start the copy of a tile, all its columns, into a slot."""
-    tma.async_copy_global_to_shared(desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), ready, smem[0].index(slot))
-    if D_REST:
-        tma.async_copy_global_to_shared(desc[1], tile_at(span, head, row, D, C.IS_VARLEN), ready, smem[1].index(slot))
 
 
 @gluon.jit
@@ -188,65 +191,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
             tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
 
 
-# ---- consumer: the two products and what surrounds them
-
-
-@gluon.jit
-def issue_scores(q_smem, q_slot, k_smem, k_slot, C: gl.constexpr):
-    """Start S = Q K^T."""
-    BLOCK_N: gl.constexpr = C.BLOCK_N
-    D: gl.constexpr = C.D
-    D_REST: gl.constexpr = C.D_REST
-    zeros = gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
-    q = q_smem[0].index(q_slot).reshape([64, D])
-    k = k_smem[0].index(k_slot).reshape([BLOCK_N, D])
-    scores = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    if D_REST:
-        q = q_smem[1].index(q_slot).reshape([64, D_REST])
-        k = k_smem[1].index(k_slot).reshape([BLOCK_N, D_REST])
-        scores = warpgroup_mma(q, k.permute([1, 0]), scores, is_async=True)
-    return scores
-
-
-@gluon.jit
-def issue_output(p, v_smem, slot, acc, acc_rest, C: gl.constexpr):
-    """Start O += P V."""
-    BLOCK_N: gl.constexpr = C.BLOCK_N
-    DV: gl.constexpr = C.DV
-    DV_REST: gl.constexpr = C.DV_REST
-    acc = warpgroup_mma(p, v_smem[0].index(slot).reshape([BLOCK_N, DV]), acc, is_async=True)
-    if DV_REST:
-        p_rest = gl.convert_layout(p, left_operand_layout(accumulator_layout(DV_REST)))
-        acc_rest = warpgroup_mma(p_rest, v_smem[1].index(slot).reshape([BLOCK_N, DV_REST]), acc_rest, is_async=True)
-    return acc, acc_rest
-
-
-@gluon.jit
-def wait_output(acc, acc_rest, p, C: gl.constexpr):
-    """O after every product issued so far; naming p keeps its registers alive until then."""
-    if C.DV_REST:
-        acc, acc_rest, p = warpgroup_mma_wait(0, deps=[acc, acc_rest, p])
-    else:
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-    return acc, acc_rest
-
-
-@gluon.jit
-def scale_output(acc, acc_rest, factor, C: gl.constexpr):
-    """Multiply the rows of O."""
-    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, accumulator_layout(C.DV)))[:, None]
-    if C.DV_REST:
-        acc_rest = acc_rest * gl.convert_layout(factor, gl.SliceLayout(1, accumulator_layout(C.DV_REST)))[:, None]
-    return acc, acc_rest
-
-
-@gluon.jit
-def rescale_output(acc, acc_rest, factor, C: gl.constexpr):
-    """Multiply the rows of O by what a tile of scores left of them."""
-    acc = rescale(acc, factor, C.DV, C)
-    if C.DV_REST:
-        acc_rest = rescale(acc_rest, factor, C.DV_REST, C)
-    return acc, acc_rest
+# ---- consumer
 
 
 @gluon.jit
@@ -345,7 +290,8 @@ def store_output(acc, acc_rest, out_desc, slot, span, head, row, pipe, C: gl.con
 
 @gluon.jit
 def consumer(
-    out_desc, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr,
+    kv_desc, out_desc, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, WARPGROUP: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
@@ -389,7 +335,7 @@ def consumer(
         if not DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
-        if not C.OUT_IN_Q:
+        if not (C.OUT_IN_Q or C.AT_ONCE):
             pipe.q_ring.release(q_lane)
         q_at = q_at.next()
         p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), left_operand_layout(accumulator_layout(C.DV)))
@@ -402,11 +348,19 @@ def consumer(
             acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
         acc, acc_rest = issue_output(p_operand, pipe.v_smem, at.slot, acc, acc_rest, C)
         row_ref, row_sum = whole_rows(row_ref, row_sum, C)
+        if C.AT_ONCE:
+            acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
+            if lost_rows(acc, row_sum):
+                acc, row_ref, row_sum = attend_again(
+                    kv_desc, q_lane.slot, last, count, row, q_span, kv_span, head, scale_log2, cap_scale, sizes, pipe,
+                    WARPGROUP, C)  # fmt: skip
+            pipe.q_ring.release(q_lane)
         factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
         if DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
-        acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
+        if not C.AT_ONCE:
+            acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
         if C.MERGE_KV:
             pipe.k_ring.release(at)
         else:
@@ -451,8 +405,9 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
     q_ring = make_ring(NUM_Q, 1)
     k_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
     v_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
+    again_ring = make_ring(C.NUM_WARPGROUPS, 1) if C.AT_ONCE else q_ring
     fence_async_shared()  # the barriers are initialised before TMA reports to them
-    return Pipeline(q_smem, k_smem, v_smem, out_smem, q_ring, k_ring, v_ring, tiles)
+    return Pipeline(q_smem, k_smem, v_smem, out_smem, q_ring, k_ring, v_ring, again_ring, tiles)
 
 
 @gluon.jit(
@@ -466,22 +421,24 @@ def forward_kernel(
     """Descriptors come twice, for the two column parts; a second one is None where there is no second part.
 
     Packed queries: work_ptr is the list of their blocks (work_list.py). Paged keys: block_table holds the pages of the
-    sequences; a page begins every k_page_rows (v_page_rows) rows of K (V). All are None otherwise.
+    sequences; a page begins every k_page_rows (v_page_rows) rows of K (V). All are None otherwise. AT_ONCE: k_rest and
+    v_rest are for tiles of 64 rows.
     """
     queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
+    whole = (k_rest, v_rest) if C.AT_ONCE else (None, None)
     paging = (block_table, table_stride, k_page_rows, v_page_rows)
     pipe = make_pipeline(queries, keys, values, outputs, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     if C.NUM_WARPGROUPS == 2:
         gl.warp_specialize([
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
+            (consumer, (whole, outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
+            (consumer, (whole, outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
             (producer, (queries, keys, values, counter_ptr, work_ptr, paging, sizes, pipe, C)),
         ], [4, 1], [C.CONSUMER_REGS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 2, C)),
+            (consumer, (whole, outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
+            (consumer, (whole, outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
+            (consumer, (whole, outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 2, C)),
             (producer, (queries, keys, values, counter_ptr, work_ptr, paging, sizes, pipe, C)),
         ], [4, 4, 1], [C.CONSUMER_REGS, C.CONSUMER_REGS, 24])  # fmt: skip

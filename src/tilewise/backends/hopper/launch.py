@@ -232,6 +232,8 @@ def _descriptors(problem: AttentionProblem, config: ForwardConfig, views: dict[s
         view = packed_rows(problem, name, views[name])
         found[f"{name}_desc"] = describe(name, view, shapes[name], rows, columns)
         found[f"{name}_rest"] = describe(name, view, shapes[name], rows, rest) if rest else None
+        if config.AT_ONCE and name in ("k", "v"):
+            found[f"{name}_rest"] = describe(name, view, shapes[name], 64, columns)
     return found
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "growth_of",
     "log2",
     "pin",
+    "renormalised",
     "round_to_int",
     "tanh",
     "uniform",
@@ -167,4 +168,36 @@ def growth_of(top):
     ASM: gl.constexpr = _growth_asm()
     return gl.inline_asm_elementwise(
         ASM, "=&f,=&f,=&f,=&f,r,r", [top], dtype=(gl.float32, gl.float32), is_pure=True, pack=2
+    )
+
+
+@gluon.constexpr_function
+def _renormalised_asm():
+    steps = ""
+    for total, growth, factor in (("$4", "$0", "$2"), ("$5", "$1", "$3")):
+        steps += (
+            f"shfl.sync.bfly.b32 a, {total}, 1, 0x1f, 0xffffffff; max.s32 a, a, {total}; "
+            "shfl.sync.bfly.b32 b, a, 2, 0x1f, 0xffffffff; max.s32 a, a, b; "
+            "setp.gt.s32 p, a, 0x49800000; shr.s32 a, a, 23; min.s32 a, a, 253; sub.s32 b, a, 127; "
+            f"cvt.rn.f32.s32 x, b; selp.f32 {growth}, x, 0f00000000, p; sub.s32 b, 254, a; shl.b32 b, b, 23; "
+            f"mov.b32 x, b; selp.f32 {factor}, x, 0f3F800000, p; "
+        )
+    return (
+        "{ .reg .pred p, q; .reg .s32 m, a, b; .reg .f32 x; "
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0f3F800000; mov.b32 $3, 0f3F800000; "
+        "max.s32 m, $4, $5; setp.gt.s32 p, m, 0x49800000; vote.sync.any.pred q, p, 0xffffffff; "
+        f"@!q bra.uni DONE; {steps} DONE: }}"
+    )
+
+
+@gluon.jit
+def renormalised(total):
+    """(e, 2^-e) of rows: the exponent of the largest of the four threads' `total`, or 0 where that is at most 2^20.
+
+    `total` [64, 4] holds the bits of sums, none of them negative; of infinity and NaN e is 126. Not pure, so that it
+    stays behind the products issued before it, and what depends on it too: ptxas moves nothing across its branch.
+    """
+    ASM: gl.constexpr = _renormalised_asm()
+    return gl.inline_asm_elementwise(
+        ASM, "=&f,=&f,=&f,=&f,r,r", [total], dtype=(gl.float32, gl.float32), is_pure=False, pack=2
     )

@@ -15,9 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.hopper.channels import Ring, make_ring, start
-from tilewise.backends.hopper.forward import load_tile, make_parts
+from tilewise.backends.hopper.forward import make_parts
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
 from tilewise.backends.hopper.primitives import exp2
+from tilewise.backends.hopper.products import load_tile
 from tilewise.backends.hopper.schedule import key_tiles, own_tile, row_tile_of, whole_tiles
 from tilewise.backends.hopper.scores import capped, mask_scores, through_cap
 

@@ -7,6 +7,11 @@ moves leaves O alone. With VOTES a thread looks for such scores among its own, a
 warp in which one is found exchanges maxima. P reaches 2^8 then instead of 1, and the largest P of a row is rounded like
 any other: the error of O has 1.06 times the RMS for N(0, 1) inputs, up to 1.16 where one key takes all.
 
+With AT_ONCE no maximum is looked for. The sums of the tiles before say how far scores have outgrown the reference: over
+2^20 their exponent moves into it, before the next tile; P meanwhile is as large as it is. fp32 and bf16 reach to 2^127,
+and only scores that are further above the reference in one tile are lost: O or the row's sum is not finite then, and
+the rows are computed again (again.py).
+
 row_ref and row_sum are [64, 4]: a row has four threads, each with a quarter of its keys.
 """
 
@@ -18,12 +23,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends.hopper.layouts import accumulator_layout
-from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, growth_of, tanh, unless_neutral
+from tilewise.backends.hopper.primitives import (
+    LN2,
+    LOG2E,
+    NEG_INF,
+    exp2,
+    growth_of,
+    renormalised,
+    tanh,
+    unless_neutral,
+)
 from tilewise.backends.hopper.schedule import right_of
 
 __all__ = [
     "capped",
     "finish_rows",
+    "lost_rows",
     "mask_scores",
     "no_rows",
     "rescale",
@@ -112,7 +127,12 @@ def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.con
     BLOCK_N: gl.constexpr = C.BLOCK_N
     LAYOUT: gl.constexpr = row_sum.type.layout
     x = quads(scores, BLOCK_N)
-    if C.VOTES and not MASKED:
+    if C.AT_ONCE and not MASKED:
+        growth, factor = renormalised(gl.cast(row_sum, gl.int32, bitcast=True))
+        growth, factor = gl.convert_layout(growth, LAYOUT), gl.convert_layout(factor, LAYOUT)
+        new_ref = row_ref + growth
+        x = x * scale_log2 - over(new_ref, x)
+    elif C.VOTES and not MASKED:
         x = x * scale_log2 - over(row_ref, x)
         growth, factor = growth_of(gl.max(gl.max(gl.cast(x, gl.int32, bitcast=True), axis=3), axis=1))
         growth, factor = gl.convert_layout(growth, LAYOUT), gl.convert_layout(factor, LAYOUT)
@@ -144,6 +164,14 @@ def rescale(acc, factor, COLUMNS: gl.constexpr, C: gl.constexpr):
     rows = over(factor, x)
     x = unless_neutral(x, rows, "mul", ONE, COLUMNS // 2) if C.IS_LAZY else x * rows
     return gl.convert_layout(gl.reshape(x, [64, COLUMNS]), accumulator_layout(COLUMNS))
+
+
+@gluon.jit
+def lost_rows(acc, row_sum):
+    """Whether a row's O or sum is not finite: AT_ONCE, its scores were more than 2^127 over its reference."""
+    total = gl.sum(acc, axis=1)
+    total = gl.maximum(total, -total) + gl.convert_layout(row_sum, total.type.layout)
+    return gl.max(gl.where(total < float("inf"), 0, 1), axis=0) > 0
 
 
 @gluon.jit

@@ -1,0 +1,87 @@
+"""The two products of the forward, Q K^T and P V, what goes with them, and the copy of a tile."""
+
+# Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# ruff: noqa: N803, N806
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+
+from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
+from tilewise.backends.hopper.scores import rescale
+
+__all__ = [
+    "issue_output",
+    "issue_scores",
+    "load_tile",
+    "rescale_output",
+    "scale_output",
+    "wait_output",
+]
+
+
+@gluon.jit
+def load_tile(desc, smem, slot, ready, span, head, row, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr):
+    """Start the copy of a tile, all its columns, into a slot."""
+    tma.async_copy_global_to_shared(desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), ready, smem[0].index(slot))
+    if D_REST:
+        tma.async_copy_global_to_shared(desc[1], tile_at(span, head, row, D, C.IS_VARLEN), ready, smem[1].index(slot))
+
+
+@gluon.jit
+def issue_scores(q_smem, q_slot, k_smem, k_slot, C: gl.constexpr):
+    """Start S = Q K^T."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    D: gl.constexpr = C.D
+    D_REST: gl.constexpr = C.D_REST
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
+    q = q_smem[0].index(q_slot).reshape([64, D])
+    k = k_smem[0].index(k_slot).reshape([BLOCK_N, D])
+    scores = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if D_REST:
+        q = q_smem[1].index(q_slot).reshape([64, D_REST])
+        k = k_smem[1].index(k_slot).reshape([BLOCK_N, D_REST])
+        scores = warpgroup_mma(q, k.permute([1, 0]), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def issue_output(p, v_smem, slot, acc, acc_rest, C: gl.constexpr):
+    """Start O += P V."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    DV: gl.constexpr = C.DV
+    DV_REST: gl.constexpr = C.DV_REST
+    acc = warpgroup_mma(p, v_smem[0].index(slot).reshape([BLOCK_N, DV]), acc, is_async=True)
+    if DV_REST:
+        p_rest = gl.convert_layout(p, left_operand_layout(accumulator_layout(DV_REST)))
+        acc_rest = warpgroup_mma(p_rest, v_smem[1].index(slot).reshape([BLOCK_N, DV_REST]), acc_rest, is_async=True)
+    return acc, acc_rest
+
+
+@gluon.jit
+def wait_output(acc, acc_rest, p, C: gl.constexpr):
+    """O after every product issued so far; naming p keeps its registers alive until then."""
+    if C.DV_REST:
+        acc, acc_rest, p = warpgroup_mma_wait(0, deps=[acc, acc_rest, p])
+    else:
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    return acc, acc_rest
+
+
+@gluon.jit
+def scale_output(acc, acc_rest, factor, C: gl.constexpr):
+    """Multiply the rows of O."""
+    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, accumulator_layout(C.DV)))[:, None]
+    if C.DV_REST:
+        acc_rest = acc_rest * gl.convert_layout(factor, gl.SliceLayout(1, accumulator_layout(C.DV_REST)))[:, None]
+    return acc, acc_rest
+
+
+@gluon.jit
+def rescale_output(acc, acc_rest, factor, C: gl.constexpr):
+    """Multiply the rows of O by what a tile of scores left of them."""
+    acc = rescale(acc, factor, C.DV, C)
+    if C.DV_REST:
+        acc_rest = rescale(acc_rest, factor, C.DV_REST, C)
+    return acc, acc_rest
