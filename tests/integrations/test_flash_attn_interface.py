@@ -289,3 +289,13 @@ def test_scheduler_metadata_is_harmless() -> None:
     q, cache = randn(1, 1, 2, 8), randn(1, 4, 2, 8)
     with_it = fa3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, scheduler_metadata=metadata)
     assert torch.equal(with_it, fa3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths))  # type: ignore[arg-type]
+
+
+def test_chunks_and_descales_that_make_no_sense() -> None:
+    x = torch.zeros(2, 8, 4, 16)
+    with pytest.raises(tw.InvalidProblem, match="attention_chunk: expected an integer >= 0, got -3"):
+        fa3.flash_attn_func(x, x, x, attention_chunk=-3)
+    e4m3 = x.to(torch.float8_e4m3fn)
+    for wrong in (torch.ones(2), torch.ones(2, 3), torch.ones(5, 4)):
+        with pytest.raises(tw.InvalidProblem, match="q_descale, k_descale, v_descale: expected"):
+            fa3.flash_attn_func(e4m3, e4m3, e4m3, q_descale=wrong)

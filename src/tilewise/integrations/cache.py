@@ -41,6 +41,22 @@ class Store:
             name = "cache_batch_idx" if self.batch_idx is not None else "cache_leftpad"
             raise Unsupported(f"{name} with a paged cache: permute or shift the rows of the page table instead")
 
+    def check(self, batch: int) -> None:
+        """Shapes and dtypes, on a CPU contents too: what is written or read through them is not judged again."""
+        if self.k.dim() != 4 or self.v.dim() != 4 or self.k.shape[:3] != self.v.shape[:3]:
+            got = f"{tuple(self.k.shape)} and {tuple(self.v.shape)}"
+            fix = "(batch, capacity, kv_heads, dim), or pages with a table."
+            raise InvalidProblem("k_cache, v_cache", "4 dimensions each, equal but for the last one", got, fix)
+        fix = "One number a sequence, as int32."
+        for name, numbers, bound in (
+            ("cache_batch_idx", self.batch_idx, len(self.k)), ("cache_leftpad", self.leftpad, self.capacity + 1)
+        ):  # fmt: skip
+            if numbers is not None:
+                _check_integers(name, numbers, (batch,), fix)
+                _check_bound(name, numbers, bound, "rows and slots of the cache", fix)
+        if self.table is not None:
+            _check_integers("block_table", self.table, (batch, *self.table.shape[1:2]), "A row of pages a sequence.")
+
     @property
     def capacity(self) -> int:
         """Tokens a sequence may have."""
@@ -114,11 +130,14 @@ def append_and_attend(
     `descales` belong to a store in e4m3, which is not attended without them, and mean nothing to another one.
     """
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+    store.check(batch)
+    _check_lengths(seqlens, batch)
     if k is None or v is None:
         _reject_without_new_tokens(k, v, rotary)
         total: Lengths = store.k.shape[1] if seqlens is None and store.table is None else _given(seqlens)
     else:
         before = _given(seqlens)
+        _check_new(k, v, store, None if cu_seqlens_k_new is not None else batch)
         if rotary is not None:
             base = before if rotary.offsets is None else rotary.offsets
             q = rotary.turn(q, _tokens(q, cu_seqlens_q, base, spread=rotary.spread)[1])
@@ -159,6 +178,32 @@ def _tokens(x: Tensor, cu_seqlens: Tensor | None, base: Lengths, *, spread: bool
     return sequence, (index if spread else torch.zeros_like(index)) + start
 
 
+def _check_integers(name: str, tensor: Tensor, shape: tuple[int, ...], fix: str) -> None:
+    if tensor.dtype not in (torch.int32, torch.int64) or tuple(tensor.shape) != shape:
+        got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise InvalidProblem(name, f"a tensor of integers of shape {shape}", got, fix)
+
+
+def _check_lengths(seqlens: Any, batch: int) -> None:
+    fix = "An int for all sequences, or int32 (batch,)."
+    if isinstance(seqlens, Tensor):
+        _check_integers("cache_seqlens", seqlens, (batch,), fix)
+    elif seqlens is not None and (not isinstance(seqlens, int) or seqlens < 0):
+        raise InvalidProblem("cache_seqlens", "the tokens already in the cache", repr(seqlens), fix)
+
+
+def _check_new(k: Tensor, v: Tensor, store: Store, batch: int | None) -> None:
+    """New rows as the store has them, of so many sequences or packed."""
+    for name, new, old in (("k", k, store.k), ("v", v, store.v)):
+        rows = ("total",) if batch is None else (batch, "seqlen")
+        heads = tuple(old.shape[2:])
+        fits = new.dim() == len(rows) + 2 and tuple(new.shape[-2:]) == heads and new.shape[:-2] == k.shape[:-2]
+        if not fits or (batch is not None and new.shape[0] != batch) or new.device != old.device:
+            expected = f"({', '.join(map(str, (*rows, *heads)))}) on {old.device} as the cache is"
+            fix = "Append K and V of as many tokens for every sequence of q, or pack them with cu_seqlens_k_new."
+            raise InvalidProblem(name, expected, f"{tuple(new.shape)} on {new.device}", fix)
+
+
 def _append(store: Store, k: Tensor, v: Tensor, tokens: tuple[Tensor, Tensor], batch: int) -> None:
     sequence, position = tokens
     for name, new, old in (("k", k, store.k), ("v", v, store.v)):
@@ -171,16 +216,21 @@ def _append(store: Store, k: Tensor, v: Tensor, tokens: tuple[Tensor, Tensor], b
     fix = "Give the sequence more room in the cache (or more pages in its table)."
     _check_bound("cache_seqlens", position, store.capacity, "tokens of capacity", fix)
     rows = (k, v) if k.dim() == 3 else (k.flatten(0, 1), v.flatten(0, 1))
-    write_rows(*rows, store.k, store.v, store.slots(sequence, position).flatten())
+    slots = store.slots(sequence, position).flatten()
+    _check_bound(
+        "block_table", slots, store.k.shape[0] * store.k.shape[1], "slots of all pages", "Name pages there are."
+    )
+    write_rows(*rows, store.k, store.v, slots)
 
 
 def _check_bound(name: str, position: Tensor, bound: int, what: str, fix: str) -> None:
     """Contents are looked at on a CPU only; on a GPU that would make the CPU wait."""
     if position.device.type != "cpu" or torch.compiler.is_compiling() or position.numel() == 0:
         return
-    last = int(position.max())
-    if last >= bound:
-        raise InvalidProblem(name, f"positions below {bound}, the {what}", last, fix)
+    first, last = (int(end) for end in position.aminmax())
+    if first < 0 or last >= bound:
+        got = first if first < 0 else last
+        raise InvalidProblem(name, f"positions below {bound}, the {what}", got, fix)
 
 
 def _per_sequence(total: Lengths, batch: int, q: Tensor) -> Tensor:

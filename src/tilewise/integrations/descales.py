@@ -13,6 +13,7 @@ from tilewise.integrations.translation import places
 
 __all__ = ["Descale", "Descales", "rescaled"]
 
+NAMES = "q_descale, k_descale, v_descale"
 Descale = Tensor | None
 Three = tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]
 
@@ -67,10 +68,21 @@ def rescaled(out: Tensor, scale: Tensor | None) -> Tensor:
     return out if scale is None else (out.float() * scale).to(out.dtype)
 
 
+def _repeated(descale: Tensor, heads: int) -> Tensor:
+    """(batch, heads, 1) of descales (batch, kv_heads)."""
+    if descale.dim() != 2 or not descale.shape[1] or heads % descale.shape[1]:
+        fix = "One factor for every K/V head of every sequence."
+        raise InvalidProblem(NAMES, f"(batch, kv_heads), {heads} heads a multiple", tuple(descale.shape), fix)
+    return descale.repeat_interleave(heads // descale.shape[1], 1)[..., None]
+
+
 def _per_head(descales: list[Descale], batch: int, data: Tensor) -> Tensor:
     """(batch, heads, 1): the product of descales, each repeated for the heads it serves."""
     heads = data.shape[-2]
-    given = [d.float().repeat_interleave(heads // d.shape[1], 1)[..., None] for d in descales if d is not None]
+    given = [_repeated(d.float(), heads) for d in descales if d is not None]
+    if any(len(factor) not in (1, batch) for factor in given):
+        fix = "A row a sequence, or one for all."
+        raise InvalidProblem(NAMES, f"{batch} rows or 1", [len(factor) for factor in given], fix)
     product = torch.ones(1, 1, 1, dtype=torch.float32, device=data.device)
     for factor in given:
         product = product * factor
@@ -79,7 +91,7 @@ def _per_head(descales: list[Descale], batch: int, data: Tensor) -> Tensor:
 
 def _per_row(descale: Tensor, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Descales for every row and head of dense or packed rows, (..., heads, 1)."""
-    descale = descale.repeat_interleave(rows.shape[-2] // descale.shape[1], 1)[..., None]
+    descale = _repeated(descale, rows.shape[-2])
     if cu_seqlens is None:
         return descale[:, None] if rows.dim() == 4 else descale
     sequence, _ = places(cu_seqlens, rows.shape[0])

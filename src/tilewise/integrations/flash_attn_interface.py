@@ -70,7 +70,7 @@ def flash_attn_func(
 ) -> Result:
     """Attention of q (batch, seqlen_q, heads, dim) to k, v; (out, lse) with `return_attn_probs`."""
     del num_splits, pack_gqa, sm_margin
-    flags = _flags(softmax_scale, causal, window_size, softcap, deterministic)
+    flags = _flags(softmax_scale, causal, window_size, softcap, deterministic, attention_chunk)
     fp8 = q.dtype == torch.float8_e4m3fn
     if fp8 and qv is None and not attention_chunk:
         made = Descales(q_descale, k_descale, v_descale).containers(q, k, v, len(q), "bshd")
@@ -147,7 +147,7 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention of packed sequences, of which the first `seqused_*` rows count; other rows give 0 and lse -inf."""
     del num_splits, pack_gqa, sm_margin
-    flags = _flags(softmax_scale, causal, window_size, softcap, deterministic)
+    flags = _flags(softmax_scale, causal, window_size, softcap, deterministic, attention_chunk)
     fp8 = q.dtype == torch.float8_e4m3fn
     max_seqlen_q, max_seqlen_k = length(max_seqlen_q), length(max_seqlen_k)
     if fp8 and qv is None and not attention_chunk and seqused_q is None and seqused_k is None:
@@ -210,6 +210,7 @@ def flash_attn_with_kvcache(
     """
     del scheduler_metadata, num_splits, pack_gqa, sm_margin
     _reject_for_caches(q, qv, rotary_cos)
+    _check_chunk(attention_chunk)
     store = cache.Store(k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad)
     spread = causal or window_size != UNBOUNDED
     rotary = cache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, spread=spread, offsets=rotary_seqlens)
@@ -273,8 +274,14 @@ def get_scheduler_metadata(
 
 
 def _flags(
-    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, deterministic: bool
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+    attention_chunk: int,
 ) -> dict[str, Any]:
+    _check_chunk(attention_chunk)
     return {
         "causal": flag_of("causal", causal),
         "window": window_of(window_size),
@@ -282,6 +289,11 @@ def _flags(
         "scale": softmax_scale,
         "deterministic": True if flag_of("deterministic", deterministic) else None,
     }
+
+
+def _check_chunk(attention_chunk: object) -> None:
+    if not isinstance(attention_chunk, int) or attention_chunk < 0:
+        raise InvalidProblem("attention_chunk", "an integer >= 0", repr(attention_chunk), "0 switches it off.")
 
 
 def _lengthened(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, fp8: bool) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from tilewise.errors import InvalidProblem
+
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 
 
@@ -17,6 +19,10 @@ def unpad_input(
     `attention_mask` (batch, seqlen), bool or 0/1, marks the tokens that count. Tokens of `unused_mask` are packed
     too, as room that nobody attends to: cu_seqlens and max_seqlen then include them, seqused (batch,) does not.
     """
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if mask is not None and mask.shape != hidden_states.shape[:2]:
+            fix = "It marks tokens of hidden_states."
+            raise InvalidProblem(name, f"shape {tuple(hidden_states.shape[:2])}", tuple(mask.shape), fix)
     allotted = attention_mask if unused_mask is None else attention_mask + unused_mask
     seqlens = allotted.sum(-1, dtype=torch.int32)
     indices = allotted.flatten().nonzero().flatten()
