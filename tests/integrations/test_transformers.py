@@ -366,3 +366,8 @@ def test_old_releases_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.__version__", "4.57.6")
     with pytest.raises(tw.Unsupported, match=r"4\.57\.6 is older than 5\.17"):
         register()
+
+
+def test_one_name_to_ignore_is_not_its_letters() -> None:
+    with pytest.raises(tw.InvalidProblem, match="ignore: expected a collection of names, got 'block_indices'"):
+        register(ignore="block_indices")

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tilewise.errors import Unsupported
+from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations.transformers.forward import attention_forward
 from tilewise.integrations.transformers.masks import attention_mask_function
 
@@ -39,6 +39,8 @@ def register(*, ignore: Iterable[str] = ()) -> None:
     if release < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise Unsupported(f"transformers {transformers.__version__} is older than {oldest}; upgrade transformers")
+    if isinstance(ignore, str):  # which would be a collection of letters
+        raise InvalidProblem("ignore", "a collection of names", repr(ignore), f"Pass [{ignore!r}].")
     forward = functools.partial(attention_forward, ignore=frozenset(ignore))
     for name in (NAME, FLASH_NAME):
         transformers.AttentionInterface.register(name, forward)
