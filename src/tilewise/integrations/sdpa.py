@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -52,7 +52,9 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, q, q, is_causal=True).shape
         torch.Size([1, 2, 4, 8])
     """
-    _check_arguments(query, key, value, attn_mask, is_causal)
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if not (all(isinstance(tensor, Tensor) for tensor in tensors) and isinstance(is_causal, bool)):
+        _refuse(query, key, value, attn_mask, is_causal)
     if attn_mask is not None and is_causal:
         fix = "Fold the triangle into attn_mask, or call tilewise.attention, which takes both causal= and mask=."
         raise InvalidProblem("attn_mask", "None because is_causal is True", tuple(attn_mask.shape), fix)
@@ -77,13 +79,12 @@ def scaled_dot_product_attention(
     return out if lead is None else out.reshape(*lead, *out.shape[-2:])
 
 
-def _check_arguments(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any) -> None:
-    """What is asked for shapes and dtypes before tilewise judges it."""
+def _refuse(query: object, key: object, value: object, attn_mask: object, is_causal: object) -> NoReturn:
+    """Say which of these is of another type than torch's own function takes."""
     for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if not isinstance(tensor, Tensor) and not (name == "attn_mask" and tensor is None):
             raise InvalidProblem(name, "a torch.Tensor", type(tensor).__name__, "Convert it with torch.as_tensor.")
-    if not isinstance(is_causal, bool):
-        raise InvalidProblem("is_causal", "True or False", repr(is_causal), "Pass a Python bool.")
+    raise InvalidProblem("is_causal", "True or False", repr(is_causal), "Pass a Python bool.")
 
 
 def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, tuple[int | None, int | None] | None, Tensor, Tensor]:
