@@ -78,7 +78,8 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = (q @ k.mT * HEAD_DIM**-0.5).masked_fill(
         torch.ones(TOKENS, TOKENS, device=q.device).triu(1).bool(), -torch.inf
     )
-    return (scores.softmax(-1) @ v).transpose(1, 2)
+    out: Tensor = scores.softmax(-1) @ v
+    return out.transpose(1, 2)
 
 
 class Layer(nn.Module):
