@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tilewise import dispatch, validation
 from tilewise.device import DEVICES
+from tilewise.distributed import blocks
 from tilewise.distributed.heads import assign
 from tilewise.distributed.pieces import Layout, Piece, pairs_of, pieces, ring_steps
 from tilewise.distributed.sharding import Chunk, shard_of
@@ -168,3 +171,20 @@ def test_heads_are_assigned_once_with_their_keys(world: int, heads: int, kv_head
         per_kv = a.num_heads // len(a.kv_heads)
         served = [kv for kv in a.kv_heads for _ in range(per_kv)]
         assert served == [head * kv_heads // heads for head in range(a.first, a.last)]
+
+
+def test_numbers_on_a_gpu_are_kept_by_the_stream_that_copied_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of a graph by nobody: they are there only once it is replayed."""
+    current = SimpleNamespace(cuda_stream=1, capturing=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current.capturing)
+    monkeypatch.setattr(blocks, "_new_index_tensor", lambda *_: object())
+    blocks._kept_index_tensor.cache_clear()
+    made = functools.partial(blocks._index_tensor, (0, 7), torch.int32, torch.device("cuda", 0))
+    first = made()
+    assert made() is first
+    current.cuda_stream = 2
+    assert made() is not first
+    current.capturing = True
+    assert made() is not made()
+    blocks._kept_index_tensor.cache_clear()

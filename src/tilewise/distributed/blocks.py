@@ -216,9 +216,26 @@ def _packed_block(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> 
     return Block(_problem(call, piece, operands), operands, None, 0)
 
 
-@functools.lru_cache(maxsize=1024)
 def _index_tensor(values: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> Tensor:
-    """Numbers of a piece on its device; by way of pinned memory, because a plain copy would stop the host."""
+    """Numbers of a piece on its device, made once for each stream, which copies them before it reads them.
+
+    What is captured in a graph is filled when that is replayed, and lies in its pool: it is of no use to other calls.
+    """
+    if where.type != "cuda":
+        return _kept_index_tensor(values, dtype, where, 0)
+    if torch.cuda.is_current_stream_capturing():
+        return _new_index_tensor(values, dtype, where)
+    return _kept_index_tensor(values, dtype, where, torch.cuda.current_stream(where).cuda_stream)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept_index_tensor(values: tuple[int, ...], dtype: torch.dtype, where: torch.device, stream: int) -> Tensor:
+    del stream
+    return _new_index_tensor(values, dtype, where)
+
+
+def _new_index_tensor(values: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> Tensor:
+    """By way of pinned memory, because a plain copy would stop the host."""
     if where.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=where)
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(where, non_blocking=True)
