@@ -224,14 +224,15 @@ def test_what_is_compiled_offline_is_what_runs(gpu: Any, h200: FakeCuda, compile
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("length", [100, 300, 4096])
+@pytest.mark.parametrize(("length", "batch"), [(100, 1), (128, 40), (300, 1), (300, 40), (4096, 1), (4096, 5)])
 @pytest.mark.parametrize("device", ["h200", "a100"])
-def test_explain_names_the_tile_that_runs(dim: int, length: int, device: str) -> None:
+def test_explain_names_the_tile_that_runs(dim: int, length: int, batch: int, device: str) -> None:
     spec = devices.named(device)
     offline = importlib.import_module("tilewise.backends.triton.offline")
     for flags in ({}, {"causal": True}, {"window_left": 50}, {"softcap": 20.0}):
-        problem = replace(problem_of(operands_of(16, dim=dim), **flags)[0], seqlen_q=length, seqlen_k=length)
-        (call,) = offline.calls_of(replace(problem, total_q=length, total_k=length), spec)
+        problem = replace(problem_of(operands_of(16, dim=dim), **flags)[0], batch=batch, num_heads=32, num_kv_heads=32)
+        problem = replace(problem, seqlen_q=length, seqlen_k=length, total_q=batch * length, total_k=batch * length)
+        (call,) = offline.calls_of(problem, spec)
         shape = TRITON.tile_shape(problem, spec)
         assert (shape.block_m, shape.block_n) == (call.arguments["BLOCK_M"], call.arguments["BLOCK_N"]), flags
 
@@ -284,6 +285,30 @@ def test_the_driver_gets_the_descriptors_of_hopper_kernels(h200: FakeCuda) -> No
     assert got["lse_ptr"] == lse.data_ptr()
     assert got["sizes.num_tiles"] == 3 * 8  # 128 rows a tile
     assert h200.seen().threads == 384
+
+
+def test_the_driver_gets_the_specialised_forward_of_triton(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three warpgroups, and tensor maps whose boxes are what one of those that compute takes of a query tile."""
+    boxes: list[list[int]] = []
+    plain = driver.TensorMaps.__init__
+
+    def noted(maps: Any, tile: Any, meta: Any) -> None:
+        plain(maps, tile, meta)
+        boxes.append(list(maps._rest[0]))
+
+    monkeypatch.setattr(driver.TensorMaps, "__init__", noted)
+    problem, ready = problem_of(operands_of(256, dim=128, heads=8, batch=16), causal=True, scale=0.5)
+    forward = triton_launch.forward_pass(problem, devices.named("h200"), -1, launching.raw_views(ready))
+    results: list[tuple[Tensor, Tensor]] = []
+    got = launched_parameters(h200, forward.launches, lambda: results.append(TRITON.forward(problem, ready)))
+    ((out, lse),) = results
+    assert boxes == [[64, 64], [1, 1, 128, 64], [1, 1, 128, 64]]
+    assert got["q_desc"] == (ready.q.data_ptr(), 16 * 8 * 256, 128, 128, 1)
+    assert got["k_desc"] == (ready.k.data_ptr(), 16, 8, 256, 128, 8 * 256 * 128, 256 * 128, 128, 1)
+    assert (got["q_box.rows_per_batch"], got["q_box.rows_per_head"], got["q_box.cols_per_head"]) == (8 * 256, 256, 0)
+    assert (got["out.ptr"], got["lse.ptr"]) == (out.data_ptr(), lse.data_ptr())
+    assert got["num_items"] == 2 * 8 * 16
+    assert (h200.seen().grid, h200.seen().threads) == ((131, 1, 1), 384)
 
 
 def test_tensor_maps_are_encoded_once_for_an_address(h200: FakeCuda) -> None:

@@ -161,6 +161,16 @@ def test_forward_on_hopper(head_dim: int, programs: int, seqlen_k: int) -> None:
         assert programs * 128 * -(-built.registers // 8) * 8 <= 65536
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_specialised_forward(head_dim: int, causal: bool) -> None:
+    q, k = (torch.zeros(16, heads, 100, head_dim, dtype=BF16) for heads in (8, 4))
+    built = build(calls_with("dense", Operands(q, k, k), "h200", causal=causal)[0], "h200")
+    assert_fits(built, "h200")
+    assert (built.name, built.serialised) == ("specialised_forward_kernel", False)
+    assert built.spilled <= 16  # the number of the thread, once a query tile
+
+
 def test_decode_kernels() -> None:
     calls = calls_of("h200", 128, BF16, seqlen_q=1, causal=True)
     forward = [call for call in calls if call.kernel.__name__ in ("decode_kernel", "combine_kernel")]

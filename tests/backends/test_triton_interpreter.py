@@ -8,6 +8,7 @@ Triton decides when a kernel is defined whether it is interpreted, so these test
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 from pathlib import Path
@@ -44,7 +45,7 @@ SAMPLE = (
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 def test_tile_ranges_in_the_interpreter() -> None:
-    interpret(str(HERE), "-k", "mirror or slots or joined or boxes")
+    interpret(str(HERE), "-k", "mirror or slots or joined or boxes or specialised")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
@@ -226,3 +227,40 @@ def test_boxes(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(packed[:38].double(), want[:38], rtol=0, atol=2e-6)
     assert not packed[55:].any()
     assert [made_here["q_desc"] is not None for made_here in made] == [True] * 3  # and not by pointers
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning:triton")  # of its own
+@pytest.mark.parametrize(
+    ("causal", "seqlen_q", "seqlen_k"),
+    [(False, 48, 32), (False, 37, 53), (True, 48, 48), (True, 53, 20)],
+    ids=["whole", "ragged", "causal", "few_keys"],
+)
+def test_specialised_forward(causal: bool, seqlen_q: int, seqlen_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every program walks over several tiles, shared heads, both layouts; NaN in one head stays there."""
+    torch.manual_seed(0)
+    specialising = importlib.import_module("tilewise.backends.triton.specialising")
+    passes = importlib.import_module("tilewise.backends.triton.passes")
+    made: list[Any] = []
+
+    def noted(plan: Any, views: Any) -> Any:
+        made.append(specialising.specialised_call(plan, views))
+        return dataclasses.replace(made[-1], grid=(3, 1, 1))
+
+    monkeypatch.setattr(passes, "specialised_call", noted)
+    q, k, v = (torch.randn(2, h, n, 16).half() for h, n in ((2, seqlen_q), (1, seqlen_k), (1, seqlen_k)))
+    v[1] = torch.nan
+    options: dict[str, Any] = {"causal": causal, "backend": "triton", "return_lse": True}
+    with configs.overridden({"forward": configs.Config(16, 16, 4, 2, specialised=True)}):
+        out, lse = tilewise.attention(q, k, v, **options)
+        q2, k2, v2 = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        other, other_lse = tilewise.attention(q2, k2, v2, layout="bshd", **options)
+    assert len(made) == 2
+    want, want_lse = tilewise.attention(
+        q.double(), k.double(), v.double(), backend="reference", return_lse=True, causal=causal
+    )
+    out, other, want = (x[0] for x in (out, other.transpose(1, 2), want))  # not the one of NaN
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-3)
+    torch.testing.assert_close(lse.double(), want_lse.double(), rtol=0, atol=1e-5)
+    assert torch.equal(other, out)
+    assert torch.equal(other_lse, lse)

@@ -42,6 +42,12 @@ def dense(head_dim: int, **flags: Any) -> None:
     backward(tw.attention(q, k, v, backend="triton", **flags), q, k, v)
 
 
+def many_tiles(**flags: Any) -> None:
+    """Enough query tiles for the forward with warps of their own for loading, where there is one."""
+    q, k, v = (normal(8, heads, 100, 128).detach() for heads in (16, 4, 4))
+    tw.attention(q, k, v, backend="triton", **flags)
+
+
 def packed() -> None:
     """Mixed lengths, an empty sequence and rows that belong to none."""
     q, k, v = (normal(240, 2, 64) for _ in range(3))
@@ -64,10 +70,13 @@ def paged() -> None:
 
 
 def main(which: str) -> None:
-    """Run everything, or the broken kernel."""
+    """Run everything, many query tiles, or the broken kernel."""
     torch.manual_seed(0)
     if which == "broken":
         out_of_bounds_kernel[(1,)](torch.zeros(64).cuda(), 64)
+    elif which == "many_tiles":
+        many_tiles()
+        many_tiles(causal=True)
     else:
         dense(64, causal=True)
         dense(128, window=(40, 3), softcap=20.0)

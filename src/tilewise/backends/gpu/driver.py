@@ -210,9 +210,21 @@ def direct_launch(call: KernelCall, compiled: Any, names: Sequence[str]) -> Dire
     """The fastest way to start a compiled kernel; None if it is not open here or the kernel needs more than parameters:
     scratch memory, a cluster, an attribute.
     """
+    _describe_shares(call, compiled)
     about = compiled.metadata
     scratch = about.global_scratch_size or about.profile_scratch_size
     if not is_direct() or scratch or about.num_ctas != 1 or about.launch_cooperative_grid or about.launch_pdl:
         return None
     launch = _launcher()
     return None if launch is None else DirectLaunch(call, compiled, names, launch)
+
+
+def _describe_shares(call: KernelCall, compiled: Any) -> None:
+    """Correct what Triton 3.6 says of tiles whose rows it deals out, for both ways to start a kernel: it copies shares
+    but describes whole tiles, and a tensor map of those would write over the next share.
+    """
+    metas = getattr(compiled.metadata, "tensordesc_meta", None) or ()
+    tiles = [value for _, value in _parameters(types_of(call).signature, call.ordered) if isinstance(value, Tile)]
+    for tile, meta in zip(tiles, metas, strict=False):
+        if tile.shares > 1:
+            meta["block_size"] = [tile.block[0] // tile.shares, *meta["block_size"][1:]]

@@ -19,7 +19,8 @@ from tilewise.backends.triton.traits import Box, Grid4, Lengths, Rows
 from tilewise.problem import AttentionProblem
 
 __all__ = [
-    "STAT_TILE", "Views", "box_descriptors", "dense_rows", "key_descriptors", "key_rows", "packed_rows", "page_rows",
+    "STAT_TILE", "Views", "box_descriptors", "box_of", "dense_rows", "key_descriptors", "key_rows", "matrix_of",
+    "packed_rows", "page_rows",
     "query_descriptors", "query_rows", "rows_allocation", "scale_arguments", "score_arguments", "single_address",
     "stat_descriptors", "stat_rows", "stored_rows", "workspace_rows",
 ]  # fmt: skip
@@ -156,17 +157,17 @@ def box_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> di
     batch = 1 if packed else problem.batch
     rows_q, rows_k = (problem.total_q, problem.total_k) if packed else (problem.seqlen_q, problem.seqlen_k)
     found = {
-        "q_desc": _box(arguments["q"], batch, problem.num_heads, rows_q, config.block_m, problem.head_dim),
-        "k_desc": _box(arguments["k"], batch, problem.num_kv_heads, rows_k, config.block_n, problem.head_dim),
-        "v_desc": _box(arguments["v"], batch, problem.num_kv_heads, rows_k, config.block_n, problem.head_dim_v),
-        "out_desc": _box(arguments["out"], batch, problem.num_heads, rows_q, config.block_m, problem.head_dim_v),
+        "q_desc": box_of(arguments["q"], batch, problem.num_heads, rows_q, config.block_m, problem.head_dim),
+        "k_desc": box_of(arguments["k"], batch, problem.num_kv_heads, rows_k, config.block_n, problem.head_dim),
+        "v_desc": box_of(arguments["v"], batch, problem.num_kv_heads, rows_k, config.block_n, problem.head_dim_v),
+        "out_desc": box_of(arguments["out"], batch, problem.num_heads, rows_q, config.block_m, problem.head_dim_v),
     }
     if None in found.values():
         return dict.fromkeys(found)
     return found | {"out_desc": None} if packed else found
 
 
-def _box(rows: Rows, batch: int, heads: int, num_rows: int, block: int, dim: int) -> Tile | None:
+def box_of(rows: Rows, batch: int, heads: int, num_rows: int, block: int, dim: int) -> Tile | None:
     """The rows as (batch, heads, rows, columns), if TMA can address them so."""
     if not rows.ptr.aligned or 0 in (batch, heads, num_rows):
         return None
@@ -213,7 +214,7 @@ def _descriptors(
 ) -> dict[str, Any]:
     """Both or neither: one compiled kernel less. `dims` are the head dim and the tile's width."""
     on = on and all(dim == width for dim, width in dims.values())
-    found = {n: _described(plan, arguments[n], heads, num_rows, block, d) for n, (d, _) in dims.items()} if on else {}
+    found = {n: matrix_of(plan, arguments[n], heads, num_rows, block, d) for n, (d, _) in dims.items()} if on else {}
     result: dict[str, Any] = {}
     for name in dims:
         pair = found.get(name) if None not in found.values() else None
@@ -221,7 +222,7 @@ def _descriptors(
     return result
 
 
-def _described(plan: Plan, rows: Rows, heads: int, num_rows: int, block: int, dim: int) -> tuple[Tile, Box] | None:
+def matrix_of(plan: Plan, rows: Rows, heads: int, num_rows: int, block: int, dim: int) -> tuple[Tile, Box] | None:
     """A view of the rows as one matrix, if they have one row stride and TMA's alignment."""
     if not rows.ptr.aligned:
         return None

@@ -1,8 +1,14 @@
-"""Which tile a pass of a problem gets on a device. Nothing here needs Triton, so that `explain()` can ask."""
+"""Which tile, and which forward kernel, a problem gets on a device. Nothing here needs Triton, so that `explain()` can
+ask.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
+from importlib import metadata
+
+import torch
 
 from tilewise.backends.triton import configs
 from tilewise.backends.triton.configs import Config, Pass
@@ -10,14 +16,65 @@ from tilewise.backends.triton.traits import element_size, is_plain, is_rich, til
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
-__all__ = ["config_of"]
+__all__ = ["config_of", "is_specialisable"]
+
+# What the compiler makes of the forward with warps of their own for loading has to be read before it is trusted, see
+# forward_specialised.py; that was done for these. tests/backends/test_triton_specialised.py reads it again.
+READ_RELEASES = ("3.6.0",)
 
 
-def config_of(problem: AttentionProblem, device: DeviceSpec, direction: Pass) -> Config:
-    """The tile of one pass; few keys have their own where they were measured, with plain scores and no padding."""
+def config_of(problem: AttentionProblem, device: DeviceSpec, direction: Pass, *, general: bool = False) -> Config:
+    """The tile of one pass; few keys have their own where they were measured, with plain scores and no padding.
+
+    `general`: of the forward kernel that takes every problem.
+    """
+    special = None if general or direction != "forward" else _specialised(problem, device)
+    if special is not None:
+        return special
     width = max(tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8)))
     short = is_plain(problem) and problem.seqlen_k <= configs.SHORT_KEYS
     config = configs.choose(direction, device, element_size(problem), width, is_rich(problem, direction), short)
     # Heads one after the other were measured with dense rows and heads that share nothing.
     measured = problem.kind == "dense" and problem.group_size == 1
     return config if measured or configs.overrides() is not None else replace(config, heads_per_wave=None)
+
+
+def _specialised(problem: AttentionProblem, device: DeviceSpec) -> Config | None:
+    """The tile of the forward with warps of their own for loading, where it is the faster one or an experiment's."""
+    if not is_specialisable(problem):
+        return None
+    override = (configs.overrides() or {}).get("forward")
+    if override is not None:
+        return override if override.specialised else None
+    row = configs.SPECIALISED.get(problem.head_dim)
+    if row is None or not device.has_wgmma or not _fills(problem, device, row.config.block_m):
+        return None
+    return row.config if problem.seqlen_k <= (row.full_keys if problem.band[1] is None else row.causal_keys) else None
+
+
+def is_specialisable(problem: AttentionProblem) -> bool:
+    """Whether the forward with warps of their own for loading computes it: dense and plain, at most causal, and by a
+    compiler whose work was read.
+    """
+    left, right = problem.band
+    dense = problem.kind == "dense" and problem.head_dim == problem.head_dim_v and problem.dtype != torch.float32
+    banded = left is not None or right not in (None, 0)
+    plain = is_plain(problem) and not (banded or problem.has_sinks or problem.dropout > 0.0)
+    return dense and plain and _release() in READ_RELEASES
+
+
+def _fills(problem: AttentionProblem, device: DeviceSpec, block_m: int) -> bool:
+    """Whether query tiles are not mostly empty, and few multiprocessors without one in the last round."""
+    tiles = problem.batch * problem.num_heads * -(-problem.seqlen_q // block_m)
+    rounds = -(-tiles // device.num_sms)
+    enough = tiles >= configs.SPECIALISED_SHARE * rounds * device.num_sms
+    return enough and problem.seqlen_q > block_m // 2
+
+
+@functools.cache
+def _release() -> str:
+    """The installed Triton, without what a builder added to its number."""
+    try:
+        return metadata.version("triton").split("+")[0]
+    except metadata.PackageNotFoundError:
+        return ""

@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tilewise.device import DeviceSpec
 
@@ -26,6 +26,7 @@ class Config:
     all tiles are. `hold_queries`: in registers, for 16 bits and sm_90. `heads_per_wave`: None means as many as keep
     their rows in L2. `max_registers` a thread, so that as many programs fit a multiprocessor as shared memory allows.
     `joined`: in the backward, tiles that a band masks share the pipelined loop of those that need no mask.
+    `specialised`: the forward with warps of their own for loading, which bring `num_stages` tiles.
     """
 
     block_m: int
@@ -39,6 +40,7 @@ class Config:
     joined: bool = False
     boxes: bool = False
     hold_queries: bool = False
+    specialised: bool = False
 
 
 # More partial results than this are not worth merging; starting and finishing a program costs as much as reading this
@@ -101,6 +103,26 @@ _HOPPER_SHORT: dict[Pass, Table] = {
         128: Config(64, 32, 4, 3, boxes=True, hold_queries=True, max_registers=168),
     },
 }
+
+
+class Specialised(NamedTuple):
+    """The tile of the forward with warps of their own for loading, and the most keys for which it is the faster one."""
+
+    config: Config
+    full_keys: int
+    causal_keys: int
+
+
+# In us as above; the kernel is in forward_specialised.py.
+SPECIALISED: dict[int, Specialised] = {
+    # 70 106 185, 77 102 149 (the tile above in the same run: 87 115 182, 92 107 139)
+    64: Specialised(Config(128, 128, 4, 2, specialised=True), 256, 256),
+    # 74 79 132, 75 76 102 (83 110 175, 78 91 122); N = 2048 450, 285 (541, 315), 4096 871, 612 (1027, 547)
+    128: Specialised(Config(128, 128, 4, 2, specialised=True), 1 << 31, 2048),
+}
+# How full the rounds of query tiles have to be: one a multiprocessor and round. D=128, N = 512 full, 0.73 of two rounds
+# 21 us (19 above), 0.81 of three 30 (35).
+SPECIALISED_SHARE = 0.75
 
 # This table and the next three were not measured on such devices or problems, nor were the rows of 512 anywhere: they
 # are what compiles into the registers and shared memory there are (tests/backends/test_triton_aot.py).
@@ -248,7 +270,7 @@ def choose(direction: Pass, device: DeviceSpec, itemsize: int, block_d: int, ric
     choosing.py.
     """
     override = (overrides() or {}).get(direction)
-    if override is not None:
+    if override is not None and not override.specialised:
         return override
     width = max(64, block_d)
     if direction in _EVERYWHERE:

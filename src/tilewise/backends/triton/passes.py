@@ -36,6 +36,7 @@ from tilewise.backends.triton.arguments import (
 from tilewise.backends.triton.configs import MAX_SPLITS, Config
 from tilewise.backends.triton.lists import is_listed, listed_heads, listed_tiles, listing_arguments, work_address
 from tilewise.backends.triton.planning import Plan
+from tilewise.backends.triton.specialising import specialised_call
 from tilewise.backends.triton.traits import of_rows, padded
 
 __all__ = [
@@ -62,8 +63,11 @@ COMBINED_ELEMENTS = 8192
 
 
 def forward_calls(plan: Plan, views: Views) -> list[KernelCall]:
-    """The forward kernel."""
-    problem, config = plan.problem, plan.config("forward")
+    """The forward kernel, after the one that lists the tiles of packed sequences."""
+    specialised = specialised_call(plan, views)
+    if specialised is not None:
+        return [specialised]
+    problem, config = plan.problem, plan.config("forward", general=True)
     arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views)
     boxes = box_descriptors(plan, arguments, config)
     boxed = boxes["q_desc"] is not None
