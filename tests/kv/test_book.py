@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tilewise.kv.book
+import tilewise.kv.rows
+import tilewise.kv.written
 from tilewise.errors import InvalidProblem, OutOfPages
 from tilewise.kv import PageBook
 
@@ -29,6 +30,7 @@ class Model:
         self.tokens: dict[int, list[int]] = {}
         self.known: dict[int, int] = {}
         self.contents: dict[int, tuple[int, ...]] = {}
+        self.batch: list[int] = []
         self.steps = self.refused = 0
 
     def add(self, tokens: list[int]) -> int:
@@ -145,6 +147,8 @@ def play(seed: int, operations: int, *, num_pages: int, page_size: int, sharing:
         elif choice < 0.5:
             request = rng.choice(live)
             model.known[request] = book.reuse(request)
+        elif choice < 0.75:
+            decode(model, rng)
         else:
             step(model, rng, live)
         if number % 32 == 0 or number > operations - 20:
@@ -170,12 +174,27 @@ def step(model: Model, rng: random.Random, live: list[int]) -> None:
         model.step(counts, ids)
 
 
+def decode(model: Model, rng: random.Random) -> None:
+    """The batch of the time before goes on by a token or several, as long as its requests can."""
+    ready = [r for r in model.tokens if not model.book.pending(r) and 0 < model.known[r] < model.book.max_seqlen]
+    if not model.batch or not set(model.batch) <= set(ready):
+        model.batch = rng.sample(ready, rng.randint(0, min(8, len(ready))))
+    some_unknown = rng.random() < 0.2
+    for _ in range(rng.randint(1, 6)):
+        if not model.batch or any(model.known[request] == model.book.max_seqlen for request in model.batch):
+            break
+        ids = {r: None if some_unknown and rng.random() < 0.2 else rng.randrange(2) for r in model.batch}
+        model.step(dict.fromkeys(model.batch, 1), ids)
+
+
 @pytest.mark.parametrize(("page_size", "collide"), [(4, False), (1, True)], ids=["", "hashes collide"])
 def test_ten_thousand_operations_against_the_model(
     page_size: int, collide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if more pages were filled in a step than are entered into the index at once.
-    monkeypatch.setattr(tilewise.kv.book, "MOST_AT_ONCE", 1 if collide else 64)
+    monkeypatch.setattr(tilewise.kv.written, "LEAST_AT_ONCE", 1 if collide else 64)
+    monkeypatch.setattr(tilewise.kv.rows, "NOTED", 8)
+    monkeypatch.setattr(tilewise.kv.rows, "SPREAD", 4)
     book = play(7 * page_size, 10_000, num_pages=40, page_size=page_size, sharing=True, collide=collide)
     stats = book.stats()
     assert collide or stats.evictions > 0
@@ -293,7 +312,7 @@ def test_pages_of_a_step_are_shared_only_once_they_are_written() -> None:
 
 
 def test_pages_that_wait_to_be_remembered_are_missed_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tilewise.kv.book, "MOST_AT_ONCE", 1)
+    monkeypatch.setattr(tilewise.kv.written, "LEAST_AT_ONCE", 1)
     book = PageBook(12, 4)
     requests = [book.add([*range(16), n]) for n in range(2)]
     advance(book, requests)

@@ -7,7 +7,7 @@ batch is done by NumPy on arrays indexed by a request's *row*; Python loops only
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 
 from tilewise.errors import InvalidProblem, OutOfPages
 from tilewise.kv.pages import PageAllocator
-from tilewise.kv.prefix import Entry, Ids, Key, PrefixIndex, depth_of, hash_page, known_ids, page_of
-from tilewise.kv.rows import Changes, Ints, Rows, consecutive
+from tilewise.kv.prefix import Ids, Key, PrefixIndex, depth_of, hash_page, known_ids, page_of
+from tilewise.kv.requests import Batch, Request
+from tilewise.kv.rows import ALL, Changes, Ints, Rows, consecutive
 from tilewise.kv.stats import CacheStats
+from tilewise.kv.written import WrittenPages
 
 __all__ = ["CacheStats", "PageBook", "Step"]
 
 Tokens = Sequence[int]
-
-# Pages that a step enters into the index: 2 us each. 256 requests with pages of 16 fill 16 a step, all of them at once.
-MOST_AT_ONCE = 32
 
 
 def require_sizes(**sizes: object) -> None:
@@ -45,7 +44,8 @@ class Step(NamedTuple):
 
     `slots` is where each of them goes, counted through all pages. `changed` are the entries of the table that were
     written since the step before, `copies` the (from, to) pages whose contents must be copied first, all read before
-    any is written.
+    any is written. `previous` has the slots of the step before where every request of it has one token more now, and
+    nothing was written to the table but the pages that some of them took for it: the others' are the next slots.
     """
 
     requests: tuple[int, ...]
@@ -55,35 +55,15 @@ class Step(NamedTuple):
     slots: Ints
     changed: Changes
     copies: list[tuple[int, int]]
-
-
-class _Request:
-    """The part of a request that has no place in an array: its known tokens, and how far the index knows them."""
-
-    __slots__ = ("entry", "row", "tokens", "traceable")
-
-    def __init__(self, row: int, tokens: Ids[int]) -> None:
-        self.row = row
-        self.tokens = tokens
-        self.entry: Entry | None = None
-        # False from the first token whose id is not known, where the index cannot follow, and of a finished request.
-        self.traceable = True
+    previous: Ints | None = None
 
 
 class _Filled(NamedTuple):
     """Pages that the last step filled: page number `numbers[i]` of a request in row `rows[i]`."""
 
-    states: list[_Request]
+    states: list[Request]
     rows: Ints
     numbers: Ints
-
-
-class _Written(NamedTuple):
-    """Pages that are full: page number `numbers[i]` of a request is at `pages[i]`."""
-
-    states: list[_Request]
-    numbers: list[int]
-    pages: list[int]
 
 
 class PageBook:
@@ -116,15 +96,15 @@ class PageBook:
         self.index = PrefixIndex(page_size, key)
         self.pages = PageAllocator(num_pages, self.index.forget)
         self.rows = Rows(max_requests, -(-self.max_seqlen // page_size))
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, Request] = {}
         self._next_request = 0
         self._prompt_tokens = self._hit_tokens = self._copies = 0
         self._filled: _Filled | None = None
-        # The requests of the last step, if none of them was freed.
-        self._batch: tuple[tuple[int, ...], list[_Request], Ints] | None = None
-        # Pages that are written and not in the index yet, step after step, and how many of the first step's are.
-        self._written: deque[_Written] = deque()
-        self._entered = 0
+        # That of the last step, if none of its requests was freed.
+        self._batch: Batch | None = None
+        self._written = WrittenPages(self.index, self.pages, self.rows)
+        # Requests of the last step, and pages that it took if it only decoded.
+        self._work = 0, 0
 
     @property
     def table(self) -> NDArray[np.int32]:
@@ -154,7 +134,7 @@ class PageBook:
 
         Worth a call before the first step of a request that waited while others with the same prefix were computed.
         """
-        self._remember()
+        self._written.enter()
         state = self._state(request)
         row, size = state.row, self.page_size
         length, known = int(self.lengths[row]), depth_of(state.entry)
@@ -167,6 +147,7 @@ class PageBook:
         for page in pages:
             self.pages.hold(page)
         state.entry = found[-1]
+        self._interrupt()
         self.rows.write(row, known, pages)
         self.lengths[row] = length = depth_of(state.entry) * size
         self._hit_tokens += size * len(found)
@@ -174,10 +155,11 @@ class PageBook:
 
     def fork(self, request: int) -> int:
         """A request with the same tokens over the same pages; whoever appends to a shared page first copies it."""
-        self._remember()
+        self._written.enter()
         parent = self._state(request)
         row, used = parent.row, self.num_pages_of(request)
         child = self._new_request(int(self.rows.prompts[row]), self._ids_of(parent)[:])
+        self._interrupt()
         state = self._requests[child]
         state.entry, state.traceable = parent.entry, parent.traceable
         pages = self.table[row, :used].tolist()
@@ -185,12 +167,13 @@ class PageBook:
             self.pages.hold(page)
         self.rows.write(state.row, 0, pages)
         self.lengths[state.row] = self.lengths[row]
+        self.rows.forget_ids(state.row, len(state.tokens))
         self.rows.tail_shared[[row, state.row]] = True
         return child
 
     def free(self, request: int) -> None:
         """The request is finished: its pages go back at once, those the index knows stay remembered until needed."""
-        self._remember()
+        self._written.enter()
         state, used = self._state(request), self.num_pages_of(request)
         # From the end: a page must not be forgotten before the ones that follow it.
         for page in self.table[state.row, :used][::-1].tolist():
@@ -203,7 +186,7 @@ class PageBook:
 
     def truncate(self, request: int, length: int) -> None:
         """Drop tokens from the end (a rejected draft, the rest of a prompt); pages that become empty go back."""
-        self._remember()
+        self._written.enter()
         state, used, rows = self._state(request), self.num_pages_of(request), self.rows
         if not is_within(length, self.lengths[state.row]):
             expected = f"between 0 and {self.lengths[state.row]}, the tokens it has"
@@ -213,12 +196,12 @@ class PageBook:
             self.pages.drop(page, remembered=page in self.index)
         while state.entry is not None and depth_of(state.entry) > length // self.page_size:
             state.entry = self.index.parent(state.entry)
-        rows.lengths[state.row] = length
+        del self._ids_of(state)[length:]
+        rows.lengths[state.row], rows.prompts[state.row] = length, min(int(rows.prompts[state.row]), length)
+        rows.forget_ids(state.row, len(state.tokens))
         # The last page may now be one that others hold, or that the index knows as full.
         rows.tail_shared[state.row] = True
-        del self._ids_of(state)[length:]
-        rows.known[state.row] = len(state.tokens)
-        rows.prompts[state.row] = min(int(rows.prompts[state.row]), length)
+        self._interrupt()
 
     # Steps
 
@@ -226,7 +209,10 @@ class PageBook:
         self, requests: Sequence[int], counts: Sequence[int] | None = None, tokens: Sequence[int | None] | None = None
     ) -> Step:
         """Make room for the next tokens of some requests: see `PagedKVCache.step`."""
-        states, rows = self._states(requests)
+        batch = self._batch_of(requests)
+        if batch.slots is not None and (counts is None or _are_ones(counts, len(batch.rows))):
+            return self._decode(batch, batch.slots, tokens)
+        rows = batch.rows
         before = self.lengths[rows]
         new = self._counted(requests, rows, before, counts)
         ids, given = self._checked_tokens(requests, rows, before, new, tokens)
@@ -236,27 +222,27 @@ class PageBook:
         self._check_room(requests, after, int((needed - owned).sum()) + len(copied))
         copies = self._take(rows, owned, needed, copied)
         self.lengths[rows] = after
-        self._note_ids(states, rows, before, ids, given)
+        self._note_ids(batch, before, ids, given)
         first = before // self.page_size
         full = after // self.page_size - first
         places = np.repeat(np.arange(len(rows)), full)
-        self._filled = _Filled([states[place] for place in places.tolist()], rows[places], consecutive(first, full))
-        return Step(
-            tuple(requests), rows, new, before, self._slots(rows, before, new), self.rows.taken_changes(), copies
-        )
+        self._fill(batch, places, consecutive(first, full))
+        slots, self._work = self._slots(rows, before, new), (len(rows), 0)
+        if bool((after >= self.rows.prompts[rows]).all()):
+            batch.slots = slots if len(slots) == len(rows) else slots[np.cumsum(new) - 1]
+        return Step(batch.requests, rows, new, before, slots, self.rows.taken_changes(), copies)
 
     def commit(self) -> None:
         """The K and V of the last step are written: its full pages may be shared from now on.
 
-        A page that another request filled with the same tokens first, in this step or before, is given back for it:
-        equal prompts that come together end up on the same pages. The pages given back stay as they are until the
-        next step. Of many pages some are left for later, at the latest when somebody asks for what they may change.
+        A page that another request filled with the same tokens first, in this step or before, is given back for it.
+        The pages given back stay as they are until the next step. Of many pages some are left for later, at the latest
+        when somebody asks for what they may change.
         """
         filled, self._filled = self._filled, None
-        if filled is not None and filled.states and self.prefix_sharing:
-            pages = self.table[filled.rows, filled.numbers].tolist()
-            self._written.append(_Written(filled.states, filled.numbers.tolist(), pages))
-        self._remember(MOST_AT_ONCE)
+        if filled is not None and self.prefix_sharing:
+            self._written.add(*filled)
+        self._written.enter_some(*self._work)
 
     # Questions
 
@@ -287,14 +273,14 @@ class PageBook:
 
     def pages_for(self, tokens: Tokens) -> int:
         """How many available pages a prompt would take: its new pages, and the idle ones it would share."""
-        self._remember()
+        self._written.enter()
         prompt = known_ids(tokens)
         known = self.index.follow(prompt[:-1]) if self.prefix_sharing else ()
         return -(-len(prompt) // self.page_size) - sum(not self.pages.is_idle(page_of(entry)) for entry in known)
 
     def available_pages(self) -> int:
         """Pages that could be taken now."""
-        self._remember()
+        self._written.enter()
         return self.pages.available
 
     @property
@@ -304,7 +290,7 @@ class PageBook:
 
     def stats(self) -> CacheStats:
         """Counted now, over the pages of all requests."""
-        self._remember()
+        self._written.enter()
         held, wasted = self.pages.held, sum(self.page_size - filled for filled in self._partly_filled().values())
         return CacheStats(
             num_pages=self.pages.num_pages, pages_free=self.pages.available - self.pages.idle,
@@ -330,7 +316,7 @@ class PageBook:
                     tails.pop(page, None)
         return tails
 
-    def _state(self, request: int) -> _Request:
+    def _state(self, request: int) -> Request:
         state = self._requests.get(request)
         if state is None:
             seen = is_within(request, self._next_request - 1)
@@ -338,10 +324,10 @@ class PageBook:
             raise InvalidProblem("request", "a request that was added and not freed", got, "add() returns its number.")
         return state
 
-    def _states(self, requests: Sequence[int]) -> tuple[list[_Request], Ints]:
-        """Of a step's requests, each of which is there once, and their rows; decoding batches come again and again."""
-        if self._batch is not None and self._batch[0] == tuple(requests):
-            return self._batch[1:]
+    def _batch_of(self, requests: Sequence[int]) -> Batch:
+        """A step's requests, each of which is there once; decoding batches come again and again."""
+        if self._batch is not None and self._batch.requests == tuple(requests):
+            return self._batch
         try:
             states = list(map(self._requests.__getitem__, requests))
         except KeyError:
@@ -349,14 +335,43 @@ class PageBook:
         if len(set(requests)) < len(requests):
             twice = [r for n, r in enumerate(requests) if r in requests[:n]]
             raise InvalidProblem("requests", "each request once", f"{twice[0]} twice", "Give it a larger count.")
-        rows = np.array([state.row for state in states], np.int64)
-        self._batch = tuple(requests), states, rows
-        return states, rows
+        self._batch = Batch(requests, states)
+        return self._batch
+
+    def _interrupt(self) -> None:
+        """The next step is not just one token more for everybody."""
+        if self._batch is not None:
+            self._batch.slots = None
+
+    def _decode(self, batch: Batch, last: Ints, tokens: Sequence[int | None] | None) -> Step:
+        """The next token of requests whose last ones are in slots `last`: the same as `step`, in fewer operations."""
+        rows, size = batch.rows, self.page_size
+        before = self.lengths[rows]
+        ids, given = self._checked_ids(batch, before, tokens)
+        after, out = before + 1, np.nonzero(before % size == 0)[0]
+        self._check_room(batch.requests, after, len(out))
+        slots, previous = last + 1, None if self.rows.is_changed else last
+        if len(out):
+            pages = np.array(self.pages.take_many(len(out)), np.int64)
+            self.rows.write_each(rows[out], before[out] // size, pages)
+            slots[out] = pages * size
+        self.lengths[rows] = after
+        self._note_ids(batch, before, ids, given)
+        full = np.nonzero(after % size == 0)[0]
+        self._fill(batch, full, after[full] // size - 1)
+        batch.slots, self._work = slots, (len(rows), len(out))
+        return Step(batch.requests, rows, batch.ones, before, slots, self.rows.taken_changes(), [], previous)
+
+    def _fill(self, batch: Batch, places: Ints, numbers: Ints) -> None:
+        """Note that the step fills page number `numbers[i]` of the request in a place of the batch."""
+        self._filled = None
+        if len(places):
+            self._filled = _Filled([batch.states[place] for place in places.tolist()], batch.rows[places], numbers)
 
     def _new_request(self, prompt: int, tokens: Ids[int]) -> int:
         self.rows.check_room()
         request, self._next_request = self._next_request, self._next_request + 1
-        self._requests[request] = _Request(self.rows.claim(prompt, len(tokens)), tokens)
+        self._requests[request] = Request(self.rows.claim(prompt), tokens)
         return request
 
     def _checked_tokens(
@@ -377,29 +392,37 @@ class PageBook:
             place = int(bad.argmax())
             fix = "An id names one token behind the prompt; the prompt's own ids are known."
             raise InvalidProblem("tokens", f"None for request {requests[place]}", tokens[place], fix)
-        found = np.asarray(tokens) if given is None else None
-        # One by one takes 28 us for 256, and finds what is no id; NumPy takes 12.
-        if found is None or found.dtype != np.int64 or found.ndim != 1:
-            some = known_ids(token for token in tokens if token is not None)
-            found = np.array(some, np.int64)
-        return found, given
+        return np.array(known_ids(token for token in tokens if token is not None), np.int64), given
 
-    def _note_ids(
-        self, states: list[_Request], rows: Ints, before: Ints, ids: Ints, given: NDArray[np.bool_] | None
-    ) -> None:
+    def _checked_ids(
+        self, batch: Batch, before: Ints, tokens: Sequence[int | None] | None
+    ) -> tuple[Ints, NDArray[np.bool_] | None]:
+        """As `_checked_tokens`, of a batch that only decodes."""
+        if isinstance(tokens, list) and len(tokens) == len(batch.rows):
+            try:
+                # All at once takes 6 us for 256, one by one 28; None and what is no id are found there.
+                return np.frombuffer(array("q", tokens), np.int64), None
+            except (TypeError, OverflowError):
+                pass
+        return self._checked_tokens(batch.requests, batch.rows, before, batch.ones, tokens)
+
+    def _note_ids(self, batch: Batch, before: Ints, ids: Ints, given: NDArray[np.bool_] | None) -> None:
         """Tokens behind the prompt, as far as all ids before them are known: after unknown ones an id says nothing."""
-        if not len(ids):
-            return
-        places = np.arange(len(rows)) if given is None else np.nonzero(given)[0]
-        follows = self.rows.known[rows[places]] == before[places]
-        places = places[follows]
-        for place in self.rows.note(rows[places], ids[follows]).tolist():
-            self._ids_of(states[places[place]])
+        rows = batch.rows
+        follows = self.rows.known[rows] == ALL
+        if given is not None:
+            unknown = ~given & (before >= self.rows.prompts[rows])
+            self.rows.known[rows[unknown]] = np.minimum(self.rows.known[rows[unknown]], before[unknown])
+            ids, follows = ids[follows[given]], follows & given
+        elif not follows.all():
+            ids = ids[follows]
+        places = np.nonzero(follows)[0]
+        for place in places[self.rows.note(rows[places], before[places], ids)].tolist():
+            self._ids_of(batch.states[place])
 
-    def _ids_of(self, state: _Request) -> Ids[int]:
+    def _ids_of(self, state: Request) -> Ids[int]:
         """All ids that are known of a request."""
-        state.tokens.frombytes(self.rows.taken_ids(state.row))
-        return state.tokens
+        return self.rows.moved_ids(state.row, state.tokens)
 
     def _counted(self, requests: Sequence[int], rows: Ints, before: Ints, counts: Sequence[int] | None) -> Ints:
         """Tokens to append for each request; without `counts` the rest of the prompt, or one."""
@@ -471,29 +494,7 @@ class PageBook:
         slots: Ints = pages * self.page_size + position % self.page_size
         return slots
 
-    def _remember(self, left: int = 1 << 62) -> None:
-        """Enter written pages into the index, all of them or some, as far as their tokens are known."""
-        while left and self._written:
-            first, (states, numbers, pages) = self._entered, self._written[0]
-            self._entered = last = min(first + left, len(states))
-            for place in range(first, last):
-                self._enter(states[place], numbers[place], pages[place])
-            left -= last - first
-            if last == len(states):
-                self._written.popleft()
-                self._entered = 0
 
-    def _enter(self, state: _Request, number: int, page: int) -> None:
-        """One written page into the index; where another one holds the same tokens, the request gets that one."""
-        before, entry, stop = state.entry, None, (number + 1) * self.page_size
-        follows = state.traceable and depth_of(before) == number
-        if follows and (len(state.tokens) >= stop or len(self._ids_of(state)) >= stop):
-            entry = self.index.insert(before, state.tokens[stop - self.page_size : stop].tobytes(), page)
-        if entry is None:
-            state.traceable = False
-            return
-        state.entry = entry
-        if (known := page_of(entry)) != page:
-            self.pages.hold(known)
-            self.rows.write(state.row, number, [known])
-            self.pages.drop(page)
+def _are_ones(counts: object, number: int) -> bool:
+    """Whether these are so many ones."""
+    return isinstance(counts, list) and len(counts) == number == counts.count(1) and {*map(type, counts)} <= {int}

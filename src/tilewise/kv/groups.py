@@ -48,7 +48,8 @@ class PrefixGroups:
 
     def follow(self, step: Step, page_size: int) -> None:
         """What was found is kept if it must still hold; to be told of every step."""
-        if self._rows is None:
+        # Where every request has a token more and pages are new ones of its own, what was shared still is.
+        if self._rows is None or (step.previous is not None and step.rows is self._rows):
             return
         shareable = step.before // page_size
         if not np.array_equal(step.rows, self._rows) or bool((shareable < self._shareable).any()):

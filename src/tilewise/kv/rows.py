@@ -12,17 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.errors import InvalidProblem
+from tilewise.kv.prefix import Ids
 
-__all__ = ["Changes", "Ints", "Rows", "consecutive"]
+__all__ = ["ALL", "Changes", "Ints", "Rows", "consecutive"]
 
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
 
 # A table as wide as most requests will ever be does not grow while they decode; what nobody touches takes no memory.
 FIRST_ROWS, FIRST_COLUMNS = 16, 1024
-# Ids that are noted for a request before they are moved to its others: not for all at the same time, but over so many
-# steps.
-NOTED, SPREAD = 64, 32
+# The latest ids of a request that are noted here, and steps over which those of a batch are moved to the others.
+NOTED, SPREAD = 256, 128
+# `known` of a request all of whose ids are known.
+ALL = 1 << 62
 
 
 def consecutive(first: Ints, counts: Ints) -> Ints:
@@ -47,9 +49,10 @@ class Changes(NamedTuple):
 
 class Rows:
     """The arrays: `table[row]` names pages, `lengths` counts tokens in the cache, `prompts` those of the prompt,
-    `known` the first ones whose ids are known; `tail_shared` says that others may hold the last, partly filled page.
-    The latest ids of requests are noted here for a whole batch at a time, and moved to each request's when somebody
-    looks: appending to 256 arrays took 15 us a step, and 0.2 to 0.4 ms when all of them, equally long, had to grow.
+    `known` the first ones whose ids are known where not ALL are; `tail_shared` says that others may hold the last,
+    partly filled page. The latest ids of requests are noted here for a whole batch at a time, token i of a request in
+    place i % NOTED of its row, and moved to each request's when somebody looks: appending to 256 arrays took 15 us a
+    step, and 0.2 to 0.4 ms when all of them, equally long, had to grow.
     """
 
     def __init__(self, max_requests: int | None, max_pages: int) -> None:
@@ -62,7 +65,8 @@ class Rows:
         self.known: Ints = np.zeros(rows, np.int64)
         self.tail_shared: NDArray[np.bool_] = np.zeros(rows, np.bool_)
         self._noted: Ints = np.zeros((rows, NOTED), np.int64)
-        self._num_noted: Ints = np.zeros(rows, np.int64)
+        # The first token of a row that is noted, unless so many came since.
+        self._noted_from: Ints = np.zeros(rows, np.int64)
         self._free = list(range(rows - 1, -1, -1))
         self._changed: list[Changes] = []
 
@@ -73,13 +77,13 @@ class Rows:
             fix = "Free one first, or make the cache for more."
             raise InvalidProblem("requests", expected, self.max_requests + 1, fix)
 
-    def claim(self, prompt: int, known: int) -> int:
-        """A row for a request without tokens in the cache."""
+    def claim(self, prompt: int) -> int:
+        """A row for a request without tokens in the cache, the ids of whose prompt are known."""
         if not self._free:
             self._double()
         row = self._free.pop()
-        self.lengths[row], self.prompts[row], self.known[row], self.tail_shared[row] = 0, prompt, known, False
-        self._num_noted[row] = 0
+        self.lengths[row], self.prompts[row], self.known[row], self.tail_shared[row] = 0, prompt, ALL, False
+        self._noted_from[row] = prompt
         return row
 
     def release(self, row: int) -> None:
@@ -92,7 +96,7 @@ class Rows:
         columns = np.arange(column, column + len(pages))
         self.write_each(np.full(len(pages), row), columns, np.array(pages, np.int32))
 
-    def write_each(self, rows: Ints, columns: Ints, pages: NDArray[np.int32]) -> None:
+    def write_each(self, rows: Ints, columns: Ints, pages: NDArray[np.integer]) -> None:
         """Name a page in each of some places."""
         needed, width = int(columns.max(initial=-1)) + 1, self.table.shape[1]
         if needed > width:
@@ -100,19 +104,37 @@ class Rows:
         self.table[rows, columns] = pages
         self._changed.append(Changes(rows, columns))
 
-    def note(self, rows: Ints, ids: Ints) -> Ints:
-        """One more id for each of some rows; returns the places of those whose ids must be taken now."""
-        places = self._num_noted[rows]
-        self._noted[rows, places] = ids
-        self._num_noted[rows] = places + 1
-        self.known[rows] += 1
-        return np.nonzero(places + rows % SPREAD >= NOTED - 1)[0]
+    def note(self, rows: Ints, at: Ints, ids: Ints) -> Ints:
+        """The ids of tokens behind the prompt: of `rows[i]` that of token `at[i]`, all before it being known; returns
+        which of them must be moved in this step.
+        """
+        self._noted[rows, at % NOTED] = ids
+        return np.nonzero((at + rows) % SPREAD == 0)[0]
 
-    def taken_ids(self, row: int) -> bytes:
-        """The ids noted for a row since this was asked the last time."""
-        count = int(self._num_noted[row])
-        self._num_noted[row] = 0
-        return self._noted[row, :count].tobytes()
+    def moved_ids(self, row: int, ids: Ids[int]) -> Ids[int]:
+        """All ids that are known of a row's request, of which the first ones are given and become all."""
+        first, last = len(ids), min(int(self.known[row]), int(self.lengths[row]))
+        if first < last:
+            ids.frombytes(self._noted[row].take(np.arange(first, last), mode="wrap").tobytes())
+        return ids
+
+    def noted_ids(self, rows: Ints, first: Ints, count: int) -> tuple[bytes, NDArray[np.bool_]]:
+        """The ids of `count` tokens from `first[i]` on of every `rows[i]`, and of which rows all of them are noted."""
+        lengths, known = self.lengths[rows], self.known[rows]
+        there = (first >= self._noted_from[rows]) & (first >= lengths - NOTED) & (first + count <= known)
+        places = (first[:, None] + np.arange(count)) % NOTED
+        return self._noted[rows[:, None], places].tobytes(), there
+
+    def forget_ids(self, row: int, known: int) -> None:
+        """Of a request whose first `known` ids are known, and noted nowhere; its length is what it is from now on."""
+        length = max(int(self.prompts[row]), int(self.lengths[row]))
+        self.known[row] = ALL if known >= length else known
+        self._noted_from[row] = length
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether there are changes that nobody has taken."""
+        return bool(self._changed)
 
     def taken_changes(self) -> Changes:
         """What was written since this was asked the last time."""
@@ -123,8 +145,8 @@ class Rows:
         rows = len(self.lengths)
         self.table = _grown(self.table, (2 * rows, self.table.shape[1]))
         self._noted = _grown(self._noted, (2 * rows, NOTED))
-        self.lengths, self.prompts, self.known, self._num_noted = (
-            _grown(array, (2 * rows,)) for array in (self.lengths, self.prompts, self.known, self._num_noted)
+        self.lengths, self.prompts, self.known, self._noted_from = (
+            _grown(array, (2 * rows,)) for array in (self.lengths, self.prompts, self.known, self._noted_from)
         )
         self.tail_shared = _grown(self.tail_shared, (2 * rows,))
         self._free = list(range(2 * rows - 1, rows - 1, -1))

@@ -65,6 +65,11 @@ def running_totals(counts: Ints) -> Ints:
     return np.concatenate(([0], np.cumsum(counts)))
 
 
+def same_numbers(a: Ints, b: Ints) -> bool:
+    """Whether two arrays are equal; a batch that comes again has the same ones, and comparing them takes 4 us."""
+    return a is b or np.array_equal(a, b)
+
+
 class Tables:
     """Makes the tensors of a step."""
 
@@ -93,9 +98,10 @@ class Tables:
 
     def parts(self, step: Step, groups: list[PrefixGroup]) -> Parts:
         """Prefixes, the rows of their queries, and how many pages each place leaves out of its own table."""
-        if self._parts is None or self._parts[0] is not groups or not np.array_equal(self._parts[1], step.counts):
-            self._parts = groups, step.counts, self._new_parts(step, groups)
-        return self._parts[2]
+        known = self._parts
+        if known is None or known[0] is not groups or not same_numbers(known[1], step.counts):
+            known = self._parts = groups, step.counts, self._new_parts(step, groups)
+        return known[2]
 
     def _new_parts(self, step: Step, groups: list[PrefixGroup]) -> Parts:
         size, table = self.book.page_size, self.book.table
@@ -179,6 +185,13 @@ class SentPrefixes(NamedTuple):
     places: Tensor
 
 
+class Sent(NamedTuple):
+    """The last step's slots on the host, and slots and lengths on the device: see `_one_more`."""
+
+    slots: Ints
+    buffer: Tensor
+
+
 class StagedTables(Tables):
     """For a GPU: a mirror on the device, brought up to date by one copy a step."""
 
@@ -188,7 +201,11 @@ class StagedTables(Tables):
         # The rows of the last step and their table on the device, which is right while nothing in the mirror changes.
         self._last_rows: Ints = np.empty(0, np.int64)
         self._gathered = self._lengths = torch.empty(0, dtype=torch.int64, device=device)
+        self._last: Sent | None = None
+        self._one_more: tuple[int, Tensor] | None = None
         self._prefixes: SentPrefixes | None = None
+        # The tables behind the last prefixes, right as long.
+        self._own: Tensor | None = None
         # What the mirror does not have yet; more than one step's worth only where a device failed in between.
         self._unsent: list[Changes] = []
         seats = book.rows.max_requests or 0
@@ -198,28 +215,42 @@ class StagedTables(Tables):
 
     def batch(self, step: Step) -> BatchTables:
         """The step's tables."""
+        follows = self._last is not None and step.previous is self._last.slots and not self._unsent
+        if self._last is not None and follows and not len(step.changed.rows):
+            return self._following(step, self._last)
         after = step.before + step.counts
         packed = len(step.slots) != len(step.counts)
         total = running_totals(step.counts) if packed else np.empty(0, np.int64)
         self._unsent.append(step.changed)
         places, pages = self._changes()
-        (rows, slots, flat), (lengths, starts, entries) = self._send(
-            (step.rows, step.slots, places), (after, total, pages)
-        )
+        stage, buffer = self._send((step.rows, places, step.slots), (after, total, pages))
+        (rows, flat, slots), (lengths, starts, entries) = stage.views(buffer)
         columns = self.columns(after)
-        same = not len(places) and self._gathered.shape[-1] == columns and np.array_equal(step.rows, self._last_rows)
+        same = not len(places) and self._gathered.shape[-1] == columns and same_numbers(step.rows, self._last_rows)
         self._enter(flat, entries)
         self._last_rows, self._lengths = step.rows, lengths
         if not same:
             self._gathered = self._mirror[:, :columns].index_select(0, rows)
+        self._last = None if packed else Sent(step.slots, stage.middle(buffer))
         return BatchTables(self._gathered, lengths, starts if packed else None, slots)
+
+    def _following(self, step: Step, last: Sent) -> BatchTables:
+        """The tables of a step that has one token more for every request of the last one: nothing is sent."""
+        number = len(step.slots)
+        if self._one_more is None or self._one_more[0] != number:
+            self._one_more = number, torch.from_numpy(_one_more(number)).to(self.device)
+        buffer = last.buffer + self._one_more[1]
+        slots, lengths = buffer.split_with_sizes(_halves(number))
+        self._last, self._lengths = Sent(step.slots, buffer), lengths.view(torch.int32)[:number]
+        return BatchTables(self._gathered, self._lengths, None, slots[:number])
 
     def fixed(self, step: Step) -> BatchTables:
         """The tables of all seats."""
         self._unsent.append(step.changed)
         places, pages = self._changes()
         if len(places):
-            (flat,), (entries,) = self._send((places,), (pages,))
+            stage, buffer = self._send((places,), (pages,))
+            (flat,), (entries,) = stage.views(buffer)
             self._enter(flat, entries)
         self._unsent = []
         seats = len(self.book.lengths)
@@ -231,18 +262,19 @@ class StagedTables(Tables):
 
     def shared(self, step: Step, groups: list[PrefixGroup]) -> SharedPrefix:
         """The hint for the step's groups; `batch` of the same step came before."""
-        parts = self.parts(step, groups)
-        columns = self.columns(step.before + step.counts - parts.shift * self.book.page_size)
-        sent = self._prefixes
-        if sent is None or sent.parts is not parts or sent.places.shape[1] != columns:
-            sent = self._prefixes = self._sent(parts, columns)
+        parts, sent = self.parts(step, groups), self._prefixes
+        if sent is None or sent.parts is not parts or self._own is None:
+            columns = self.columns(step.before + step.counts - parts.shift * self.book.page_size)
+            if sent is None or sent.parts is not parts or sent.places.shape[1] != columns:
+                sent = self._prefixes = self._sent(parts, columns)
+            self._own = self._mirror.view(-1).take(sent.places)
         return SharedPrefix(
             parts.groups,
             sent.block_table,
             sent.seqlens_k,
             sent.cu_seqlens_q,
             None if parts.rows is None else sent.rows,
-            self._mirror.view(-1).take(sent.places),
+            self._own,
             self._lengths - sent.tokens,
         )
 
@@ -250,10 +282,11 @@ class StagedTables(Tables):
         # The places are computed here: 2048 of them take 10 us, and on the device five launches.
         width = self._mirror.shape[1]
         wanted = np.minimum(parts.shift[:, None] + np.arange(columns), width - 1) + self._last_rows[:, None] * width
-        (places, rows), (lengths, starts, prefix, tokens) = self._send(
+        stage, buffer = self._send(
             (wanted.ravel(), np.empty(0, np.int64) if parts.rows is None else parts.rows),
             (parts.seqlens_k, parts.cu_seqlens_q, parts.block_table.ravel(), parts.shift * self.book.page_size),
         )
+        (places, rows), (lengths, starts, prefix, tokens) = stage.views(buffer)
         prefix = prefix.view(parts.block_table.shape)
         return SentPrefixes(parts, prefix, lengths, starts, rows, tokens, places.view(wanted.shape))
 
@@ -267,7 +300,7 @@ class StagedTables(Tables):
         if tuple(old.shape) != table.shape:
             self._mirror = torch.zeros(table.shape, dtype=old.dtype, device=self.device)
             self._mirror[: old.shape[0], : old.shape[1]] = old
-            self._prefixes, self._last_rows = None, np.empty(0, np.int64)
+            self._prefixes, self._own, self._last_rows = None, None, np.empty(0, np.int64)
         changed = Changes.joined(self._unsent)
         return changed.rows * table.shape[1] + changed.columns, table[changed.rows, changed.columns].astype(np.int64)
 
@@ -276,15 +309,13 @@ class StagedTables(Tables):
         if places.numel():
             # One kernel; index_put_ takes several, and 0.1 ms of the host.
             self._mirror.view(-1).scatter_(0, places, pages)
-            self._last_rows = np.empty(0, np.int64)
+            self._last_rows, self._own = np.empty(0, np.int64), None
         self._unsent = []
 
-    def _send(
-        self, longs: tuple[Ints, ...], ints: tuple[NDArray[np.integer], ...]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def _send(self, longs: tuple[Ints, ...], ints: tuple[NDArray[np.integer], ...]) -> tuple[Stage, Tensor]:
         """int64 and int32 arrays to the device in one copy that the host does not wait for."""
         stage = _stage(tuple(map(len, longs)), tuple(map(len, ints)))
-        return stage.views(stage.filled(longs, ints, self._pinned).to(self.device, non_blocking=True))
+        return stage, stage.filled(longs, ints, self._pinned).to(self.device, non_blocking=True)
 
 
 class Stage:
@@ -316,6 +347,22 @@ class Stage:
         longs, ints = buffer.split_with_sizes(self._halves)
         narrow = ints.view(torch.int32).split_with_sizes(self._ints)
         return list(longs.split_with_sizes(self._longs)[::2]), list(narrow[::2])
+
+    def middle(self, buffer: Tensor) -> Tensor:
+        """The last of the int64 and the first of the int32 arrays in such a buffer, which lie together."""
+        longs, ints = sum(self._longs[-2:]), sum(self._ints[:2]) // 2
+        return buffer.narrow(0, self._halves[0] - longs, longs + ints)
+
+
+def _halves(number: int) -> list[int]:
+    """What so many slots and lengths take of a stage, in int64."""
+    return [number + number % 2, (number + -number % 4) // 2]
+
+
+def _one_more(number: int) -> Ints:
+    """What is added to the slots and lengths of a step, as they lie in a stage, for a token more of each."""
+    longs, ints = _halves(number)
+    return np.concatenate((np.ones(longs, np.int64), np.ones(2 * ints, np.int32).view(np.int64)))
 
 
 def _places(sizes: list[int], first: int) -> list[slice]:

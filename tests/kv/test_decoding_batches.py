@@ -1,0 +1,150 @@
+"""A decoding batch that comes again takes a shorter way: it must give what the long one gives."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+import tilewise.kv.written
+from tilewise.errors import InvalidProblem, OutOfPages
+from tilewise.kv import PageBook
+from tilewise.kv.tables import HostTables, StagedTables, Tables
+
+PAGE = 4
+
+
+def cache_of(tables: type[Tables], num_pages: int = 400) -> tw.PagedKVCache:
+    cache = tw.PagedKVCache(num_pages, PAGE, 1, 1, 4, dtype=torch.float32, device="cpu", max_requests=16, max_seqlen=80)
+    cache._tables = tables(cache.book, cache.device)
+    return cache
+
+
+def run(cache: tw.PagedKVCache, requests: list[int], **options: Any) -> None:
+    rows = cache.step(requests, **options)
+    cache.append(*torch.zeros(2, rows, 1, 4).unbind())
+
+
+def seen(cache: tw.PagedKVCache) -> tuple[Any, ...]:
+    """All that a step's tensors say, the unused part of tables left out."""
+    lengths, hint = cache.seqlens().tolist(), cache.shared_prefix()
+    table = [pages[: -(-n // PAGE)] for pages, n in zip(cache.block_table().tolist(), lengths, strict=True)]
+    dtypes = [t.dtype for t in (cache.block_table(), cache.seqlens(), cache.slots())]
+    own: Any = None
+    if hint is not None:
+        own_lengths = hint.own_seqlens.tolist()
+        own = [pages[: -(-n // PAGE)] for pages, n in zip(hint.own_table.tolist(), own_lengths, strict=True)]
+        own = own_lengths, own, hint.groups, hint.block_table.tolist(), hint.seqlens_k.tolist()
+    return lengths, table, cache.slots().tolist(), dtypes, own
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7])
+def test_the_short_way_gives_what_the_long_one_gives(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same steps on the host's tables with the batch forgotten before each, and on staged ones."""
+    rng, short, long = random.Random(number), cache_of(StagedTables), cache_of(HostTables)
+    prompts = [[*range(9), *[n] * (n + 1)] for n in range(number)]
+    requests = [short.add(prompt) for prompt in prompts]
+    assert requests == [long.add(prompt) for prompt in prompts]
+    sent = 0
+    plain = StagedTables._send
+    monkeypatch.setattr(StagedTables, "_send", lambda self, *given: (counted(), plain(self, *given))[1])
+
+    def counted() -> None:
+        nonlocal sent
+        sent += 1
+
+    for step in range(50):
+        tokens = None if step < 1 else [rng.randrange(3) for _ in requests]
+        if step in (9, 30):
+            requests.append(short.fork(requests[0]))
+            assert requests[-1] == long.fork(requests[0])
+            tokens = None
+        if step in (17, 31):
+            for cache in (short, long):
+                cache.truncate(requests[-1], cache.length(requests[-1]) - 2)
+        if step == 40:
+            for cache in (short, long):
+                cache.free(requests[0])
+            tokens = (tokens or [])[1:]
+            del requests[0]
+        long.book._batch = None
+        for cache in (short, long):
+            run(cache, requests, tokens=tokens, fixed=step in (20, 21, 35))
+        assert seen(short) == seen(long)
+        if step == 25:
+            short = copy.deepcopy(short)
+    # Sent are the steps in which a page is taken or something else has happened.
+    assert number > 1 or sent < 35
+    assert short.stats() == long.stats()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "entered when somebody asks"])
+def test_ids_are_known_after_many_steps(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than are noted, moved to their requests in between."""
+    if late:
+        monkeypatch.setattr(tilewise.kv.written, "LEAST_AT_ONCE", 0)
+    book = PageBook(400, PAGE)
+    requests = [book.add([n, n]) for n in range(2)]
+    first, second = ([n, n, *((3 + step) % modulus for step in range(700))] for n, modulus in ((0, 11), (1, 13)))
+    for step in range(700):
+        book.step(requests, tokens=None if step == 0 else [first[1 + step], second[1 + step]])
+        book.commit()
+    assert book.length(book.add([*second[:701], 0])) == 700
+    assert book.length(book.add([*first[:302], 20, 20, 20])) == 300
+    # A request that goes back far, into the middle of a page, and on by another way.
+    book.truncate(requests[0], 101)
+    for token in (7, 7, 7):
+        book.step(requests[:1], tokens=[token])
+        book.commit()
+    assert book.length(book.add([*first[:101], 7, 7, 7, 0])) == 104
+
+
+def test_an_id_behind_an_unknown_one_says_nothing() -> None:
+    book = PageBook(60, 2)
+    request = book.add([1, 2])
+    for tokens in (None, [3], [4], [None], [6], [7], [8]):
+        book.step([request], tokens=tokens)
+        book.commit()
+    assert book.length(book.add([1, 2, 3, 4, 0, 6, 7, 8, 9])) == 4
+    # What is left after a cut is known again.
+    book = PageBook(60, 4)
+    request = book.add([1])
+    for tokens in (None, [None]):
+        book.step([request], tokens=tokens)
+        book.commit()
+    book.truncate(request, 1)
+    for token in (2, 3, 4, 5):
+        book.step([request], tokens=[token])
+        book.commit()
+    assert book.length(book.add([1, 2, 3, 4, 9])) == 4
+
+
+def test_what_a_decoding_batch_cannot_have_changes_nothing() -> None:
+    book = PageBook(4, 2, max_seqlen=6)
+    requests = [book.add([1, 2]), book.add([3, 4])]
+    for tokens in (None, [5, 6], [7, 8]):
+        book.step(requests, tokens=tokens)
+        book.commit()
+    before = book.stats(), [book.pages_of(request) for request in requests]
+    bad: list[tuple[type[Exception], dict[str, Any]]] = [
+        (OutOfPages, {}),
+        (InvalidProblem, {"tokens": [1]}),
+        (InvalidProblem, {"tokens": [1, 1.5]}),
+        (InvalidProblem, {"counts": [1.0, 1.0]}),
+        (InvalidProblem, {"counts": [1, 0]}),
+    ]
+    for error, arguments in bad:
+        with pytest.raises(error):
+            book.step(requests, **arguments)
+        assert (book.stats(), [book.pages_of(request) for request in requests]) == before
+    book.free(requests.pop())
+    for _ in range(2):
+        book.step(requests, tokens=[1])
+        book.commit()
+    with pytest.raises(InvalidProblem, match="at most max_seqlen = 6"):
+        book.step(requests, tokens=[1])
+    assert book.length(requests[0]) == 6
