@@ -50,6 +50,7 @@ RECORDS = {
     "pages of 16": Recorded({**PAGED, "page_size": 16}, 32),
     "pages of 64": Recorded(PAGED, 32, fast=True),
     "one sequence in pages": Recorded({**PAGED, "batch": 1, "total_q": 1}, 32),
+    "two sequences in pages": Recorded({**PAGED, "batch": 2, "total_q": 2}, 32),
     "four sequences in pages": Recorded({**PAGED, "batch": 4, "total_q": 4}, 32),
     "several tokens from pages": Recorded({**PAGED, **SEVERAL}, 32),
     "e4m3 pages": Recorded(FP8, 64, hot_spills=2, fast=True),

@@ -83,7 +83,7 @@ def guess_pages(paging, program, sizes, C: gl.constexpr):
     They are read together with the lengths, which say where it does begin. Columns past the bound on lengths are not
     touched; ids past a sequence's end may be anything and are not used.
     """
-    batch_idx, row = guess(program, sizes, C)
+    batch_idx, row = guess(program, sizes)
     width = (sizes.seqlen_k + C.PAGE_SIZE - 1) // C.PAGE_SIZE
     first = max(min(row // C.PAGE_SIZE - PAGES_AHEAD // 2, width - PAGES_AHEAD), 0)
     columns = columns_from(first)
@@ -160,24 +160,25 @@ def producer(k_desc, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C
     guessed = ()
     if C.IS_PAGED:
         guessed = guess_pages(paging, program, sizes, C)
-    _, flat, end, batch_idx, head, tile = locate(lengths, asked, program, sizes, 1, C)
+    _, flat, end, batch_idx, head, tile, span = locate(lengths, asked, program, sizes, 1, C)
     while flat < end:
-        _, seqlen_q, k_start, seqlen_k = spans_of(lengths, batch_idx, sizes, True, C)
+        _, seqlen_q, k_start, seqlen_k = span
         first, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
-        span = (batch_idx, k_start, seqlen_k)
+        keys = (batch_idx, k_start, seqlen_k)
         steps = min(count - tile, end - flat)
         row = (first + tile) * BLOCK_N
         pages = first_pages(paging, guessed, batch_idx, row, seqlen_k, C)
         for _i in range(steps):
             # The next tile's pages are asked for before this one waits for a slot.
             following = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
-            fetch(k_desc, pipe.k_smem, at, pipe.k_ring, span, head, row, pages, paging[2], C.D, C)
-            fetch(v_desc, pipe.v_smem, at, pipe.v_ring, span, head, row, pages, paging[3], C.DV, C)
+            fetch(k_desc, pipe.k_smem, at, pipe.k_ring, keys, head, row, pages, paging[2], C.D, C)
+            fetch(v_desc, pipe.v_smem, at, pipe.v_ring, keys, head, row, pages, paging[3], C.DV, C)
             at = at.next()
             row += BLOCK_N
             pages = following
         flat += steps
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
+        span = spans_of(lengths, batch_idx, sizes, flat < end, C)
         tile = tile * 0
 
 
@@ -328,9 +329,9 @@ def consumer(
     asked = ()
     if asks_first(C):
         asked = ask(lengths, sizes, 4, C)
-    total, flat, end, batch_idx, head, tile = locate(lengths, asked, program, sizes, 4, C)
+    total, flat, end, batch_idx, head, tile, span = locate(lengths, asked, program, sizes, 4, C)
     while flat < end:
-        q_start, seqlen_q, _, seqlen_k = spans_of(lengths, batch_idx, sizes, True, C)
+        q_start, seqlen_q, _, seqlen_k = span
         first, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
         steps = min(count - tile, end - flat)
         row = (first + tile) * BLOCK_N
@@ -367,6 +368,7 @@ def consumer(
                     head, C)  # fmt: skip
         flat += steps
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
+        span = spans_of(lengths, batch_idx, sizes, flat < end, C)
         tile = tile * 0
 
 

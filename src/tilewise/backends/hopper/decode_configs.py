@@ -41,8 +41,8 @@ MERGED_PARTS, MERGED_NUMBERS = 16, 64 * 128
 # Programs that share an item at most: one of them merges what all of them leave.
 MAX_PARTS = 32
 # Numbers of sequences that kernels are compiled for, because so few are searched in less code: 1 x 2048 keys in pages
-# of 64 take 7.47 us instead of 7.64, 2 x 512 6.09 instead of 6.38.
-FEW_SEQUENCES = (1, 4)
+# of 64 take 7.47 us instead of 7.64, 2 x 512 6.09 instead of 6.38, and with one for two of them 5.94 instead of 6.10.
+FEW_SEQUENCES = (1, 2, 4)
 # Fewer CTAs than SMs, up to this share, if items then are not cut, or all alike: 128 instead of 132 read 4354 instead
 # of 4177 GB/s at 16 x 8192, 4256 instead of 4130 at 1 x 131072. Memory keeps all of them waiting either way.
 EVEN = 0.85

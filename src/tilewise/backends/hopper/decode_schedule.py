@@ -32,9 +32,10 @@ SCAN = gl.constexpr(128)
 
 
 class DecodeSizes(NamedTuple):
-    """The numbers of a launch that no kernel is specialised on."""
+    """The numbers of a launch that no kernel is specialised on; `pace` is how many sequences a share has on average."""
 
     batch: int
+    pace: float
     num_kv_heads: int
     seqlen_q: int
     seqlen_k: int
@@ -101,7 +102,7 @@ def ask_lengths(lengths, first, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr)
 @gluon.jit
 def ask(lengths, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
     """What the search for a share's sequence begins with, asked for before it is needed: (queries, keys) of the first
-    SCAN sequences, or of each of C.FEW.
+    SCAN sequences, or of each of C.FEW, whose first rows follow.
     """
     if C.FEW == 0:
         return ask_lengths(lengths, 0, sizes, NUM_WARPS, C)
@@ -109,9 +110,24 @@ def ask(lengths, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
         FEW: gl.constexpr = C.FEW
         few = ()
         for i in gl.static_range(FEW):
-            _, seqlen_q, _, seqlen_k = spans_of(lengths, gl.to_tensor(i), sizes, i < sizes.batch, C)
-            few = few + ((gl.where(i < sizes.batch, seqlen_q, 0), seqlen_k),)  # noqa: RUF005  (Triton knows no unpacking)
+            q_start, seqlen_q, k_start, seqlen_k = spans_of(lengths, gl.to_tensor(i), sizes, i < sizes.batch, C)
+            span = (gl.where(i < sizes.batch, seqlen_q, 0), seqlen_k, q_start, k_start)
+            few = few + (span,)  # noqa: RUF005  (Triton knows no unpacking)
         return few
+
+
+@gluon.jit
+def _span_among_few(few, batch_idx, C: gl.constexpr):
+    """As `spans_of`, of one of C.FEW sequences whose spans are there: nobody waits for a load that depends on one."""
+    FEW: gl.constexpr = C.FEW
+    seqlen_q, seqlen_k, q_start, k_start = few[0]
+    for i in gl.static_range(1, FEW):
+        here = batch_idx == i
+        seqlen_q = gl.where(here, few[i][0], seqlen_q)
+        seqlen_k = gl.where(here, few[i][1], seqlen_k)
+        q_start = gl.where(here, few[i][2], q_start)
+        k_start = gl.where(here, few[i][3], k_start)
+    return q_start, seqlen_q, k_start, seqlen_k
 
 
 @gluon.jit
@@ -207,8 +223,8 @@ def _find_sequence(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: g
 
 @gluon.jit
 def locate(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
-    """(total, first tile, last + 1, sequence, head, tile within that item) of this program's share; `asked` is what
-    `ask` says where that is wanted (see `asks_first`).
+    """(total, first tile, last + 1, sequence, head, tile within that item, its span) of this program's share; `asked`
+    is what `ask` says where that is wanted (see `asks_first`), a span what `spans_of` says.
     """
     if C.IS_UNIFORM:
         _, count = key_tiles_of(sizes.seqlen_q, gl.to_tensor(sizes.seqlen_k), sizes, C)
@@ -218,20 +234,20 @@ def locate(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: gl.conste
         batch_idx = item // sizes.num_kv_heads
         head = item - batch_idx * sizes.num_kv_heads
         tile = begin - item * count
+        span = spans_of(lengths, batch_idx, sizes, True, C)
     else:
         total, begin, batch_idx, before = _find_sequence(lengths, asked, program, sizes, NUM_WARPS, C)
-        _, seqlen_q, _, seqlen_k = spans_of(lengths, batch_idx, sizes, True, C)
-        _, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
+        span = _span_among_few(asked, batch_idx, C) if C.FEW else spans_of(lengths, batch_idx, sizes, True, C)
+        _, count = key_tiles_of(span[1], span[3], sizes, C)
         head = (begin - before) // max(count, 1)
         tile = begin - before - head * count
-    return total, begin, share_of(total, program + 1, C), batch_idx, head, tile
+    return total, begin, share_of(total, program + 1, C), batch_idx, head, tile, span
 
 
 @gluon.jit
-def guess(program, sizes, C: gl.constexpr):
+def guess(program, sizes):
     """(sequence, key row) where this program's share begins if all sequences are as long as they may be."""
-    programs = gl.num_programs(0) * C.LANES
-    place = program.to(gl.float32) * (sizes.batch * 1.0 / programs)
+    place = program.to(gl.float32) * sizes.pace
     batch_idx = min(place.to(gl.int32), sizes.batch - 1)
     heads = (place - batch_idx) * sizes.num_kv_heads
     return batch_idx, ((heads - heads.to(gl.int32)) * sizes.seqlen_k).to(gl.int32)

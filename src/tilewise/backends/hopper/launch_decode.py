@@ -108,6 +108,7 @@ def decode_arguments(
         "cap_scale": 0.0 if problem.softcap is None else problem.scale / problem.softcap,
         "sizes": DecodeSizes(
             batch=problem.batch,
+            pace=problem.batch / (programs * config.LANES),
             num_kv_heads=problem.num_kv_heads,
             seqlen_q=tokens_of(problem, packed_queries=config.PACKED_Q),
             seqlen_k=problem.seqlen_k,
