@@ -20,7 +20,7 @@ from tilewise.kv.prefix import Ids, Key, PrefixIndex, depth_of, hash_page, known
 from tilewise.kv.requests import Batch, Request
 from tilewise.kv.rows import ALL, Changes, Ints, Rows, consecutive
 from tilewise.kv.stats import CacheStats
-from tilewise.kv.written import WrittenPages
+from tilewise.kv.written import Full, WrittenPages
 
 __all__ = ["CacheStats", "PageBook", "Step"]
 
@@ -58,14 +58,6 @@ class Step(NamedTuple):
     previous: Ints | None = None
 
 
-class _Filled(NamedTuple):
-    """Pages that the last step filled: page number `numbers[i]` of a request in row `rows[i]`."""
-
-    states: list[Request]
-    rows: Ints
-    numbers: Ints
-
-
 class PageBook:
     """Requests over a pool of pages. Every method either does all it is asked or raises and changes nothing.
 
@@ -99,7 +91,7 @@ class PageBook:
         self._requests: dict[int, Request] = {}
         self._next_request = 0
         self._prompt_tokens = self._hit_tokens = self._copies = 0
-        self._filled: _Filled | None = None
+        self._filled: Full | None = None
         # That of the last step, if none of its requests was freed.
         self._batch: Batch | None = None
         self._written = WrittenPages(self.index, self.pages, self.rows)
@@ -226,7 +218,7 @@ class PageBook:
         first = before // self.page_size
         full = after // self.page_size - first
         places = np.repeat(np.arange(len(rows)), full)
-        self._fill(batch, places, consecutive(first, full))
+        self._filled = Full(batch, places, consecutive(first, full)) if len(places) else None
         slots, self._work = self._slots(rows, before, new), (len(rows), 0)
         if bool((after >= self.rows.prompts[rows]).all()):
             batch.slots = slots if len(slots) == len(rows) else slots[np.cumsum(new) - 1]
@@ -241,7 +233,7 @@ class PageBook:
         """
         filled, self._filled = self._filled, None
         if filled is not None and self.prefix_sharing:
-            self._written.add(*filled)
+            self._written.add(filled)
         self._written.enter_some(*self._work)
 
     # Questions
@@ -310,7 +302,7 @@ class PageBook:
                 page = int(self.table[state.row, length // self.page_size])
                 tails[page] = max(tails.get(page, 0), length % self.page_size)
         # After `truncate` a page may be the end of one request and full in another.
-        if any(self.pages.references[page] > 1 for page in tails):
+        if any(self.pages.holders(page) > 1 for page in tails):
             for state in self._requests.values():
                 for page in self.table[state.row, : self.lengths[state.row] // self.page_size].tolist():
                     tails.pop(page, None)
@@ -358,15 +350,9 @@ class PageBook:
         self.lengths[rows] = after
         self._note_ids(batch, before, ids, given)
         full = np.nonzero(after % size == 0)[0]
-        self._fill(batch, full, after[full] // size - 1)
+        self._filled = Full(batch, full, after[full] // size - 1) if len(full) else None
         batch.slots, self._work = slots, (len(rows), len(out))
         return Step(batch.requests, rows, batch.ones, before, slots, self.rows.taken_changes(), [], previous)
-
-    def _fill(self, batch: Batch, places: Ints, numbers: Ints) -> None:
-        """Note that the step fills page number `numbers[i]` of the request in a place of the batch."""
-        self._filled = None
-        if len(places):
-            self._filled = _Filled([batch.states[place] for place in places.tolist()], batch.rows[places], numbers)
 
     def _new_request(self, prompt: int, tokens: Ids[int]) -> int:
         self.rows.check_room()
@@ -450,7 +436,7 @@ class PageBook:
         for place in suspects:
             page = int(self.table[rows[place], before[place] // self.page_size])
             # Of several holders in one step the last one keeps the page, unless the index knows it.
-            left = waiting.setdefault(page, self.pages.references[page])
+            left = waiting.setdefault(page, self.pages.holders(page))
             if left > 1 or page in self.index:
                 shared.append(place)
                 waiting[page] = left - 1

@@ -8,6 +8,7 @@ pool.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -27,13 +28,23 @@ class PageAllocator:
 
     def __init__(self, num_pages: int, evicted: Callable[[int], None] = lambda _page: None) -> None:
         self.num_pages = num_pages
-        self.references = [0] * num_pages
+        # Arrays, because the garbage collector walks through lists: 0.4 ms for 20,000 pages, in the middle of a step.
+        self._references = array("q", bytes(8 * num_pages))
         self.shared = 0
         self.evictions = 0
         self._evicted = evicted
         # A stack: the page that was freed last is the likeliest to be in a cache.
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = array("q", range(num_pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def references(self) -> list[int]:
+        """The holders of every page."""
+        return self._references.tolist()
+
+    def holders(self, page: int) -> int:
+        """How many requests hold a page."""
+        return self._references[page]
 
     @property
     def available(self) -> int:
@@ -64,30 +75,31 @@ class PageAllocator:
             self._evicted(page)
         else:
             raise OutOfPages(f"all {self.num_pages} pages are held")
-        self.references[page] = 1
+        self._references[page] = 1
         return page
 
     def take_many(self, count: int) -> list[int]:
         """As many calls of `take`; the caller knows that they are available."""
         quick = min(count, len(self._free))
-        pages = self._free[len(self._free) - quick :][::-1]
+        pages = self._free[len(self._free) - quick :].tolist()[::-1]
         del self._free[len(self._free) - quick :]
+        references = self._references
         for page in pages:
-            self.references[page] = 1
+            references[page] = 1
         return pages + [self.take() for _ in range(count - quick)]
 
     def hold(self, page: int) -> None:
         """One more holder of a page that is held or idle."""
-        count = self.references[page] + 1
-        self.references[page] = count
+        count = self._references[page] + 1
+        self._references[page] = count
         if count == 1:
             del self._idle[page]
         self.shared += count == 2
 
     def drop(self, page: int, *, remembered: bool = False) -> None:
         """One holder less; the last one leaves the page free, or idle if it is `remembered`."""
-        count = self.references[page] - 1
-        self.references[page] = count
+        count = self._references[page] - 1
+        self._references[page] = count
         self.shared -= count == 1
         if count == 0:
             if remembered:

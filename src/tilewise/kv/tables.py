@@ -32,6 +32,8 @@ __all__ = ["BatchTables", "HostTables", "StagedTables", "Tables", "round_columns
 MIN_COLUMNS = 8
 # The slot of a row that is not to be written.
 NO_SLOT = -1
+# An array of no numbers, which nobody writes to.
+NONE: Ints = np.empty(0, np.int64)
 
 
 class BatchTables(NamedTuple):
@@ -199,9 +201,10 @@ class StagedTables(Tables):
         super().__init__(book, device)
         self._mirror = torch.from_numpy(book.table).to(device, copy=True)
         # The rows of the last step and their table on the device, which is right while nothing in the mirror changes.
-        self._last_rows: Ints = np.empty(0, np.int64)
+        self._last_rows: Ints = NONE
         self._gathered = self._lengths = torch.empty(0, dtype=torch.int64, device=device)
         self._last: Sent | None = None
+        self._rows: tuple[Ints, Tensor] | None = None
         self._one_more: tuple[int, Tensor] | None = None
         self._prefixes: SentPrefixes | None = None
         # The tables behind the last prefixes, right as long.
@@ -220,17 +223,21 @@ class StagedTables(Tables):
             return self._following(step, self._last)
         after = step.before + step.counts
         packed = len(step.slots) != len(step.counts)
-        total = running_totals(step.counts) if packed else np.empty(0, np.int64)
+        total = running_totals(step.counts) if packed else NONE
         self._unsent.append(step.changed)
         places, pages = self._changes()
-        stage, buffer = self._send((step.rows, places, step.slots), (after, total, pages))
+        # The rows of a batch that comes again are there.
+        known = self._rows is not None and self._rows[0] is step.rows
+        stage, buffer = self._send((NONE if known else step.rows, places, step.slots), (after, total, pages))
         (rows, flat, slots), (lengths, starts, entries) = stage.views(buffer)
+        if self._rows is None or not known:
+            self._rows = step.rows, rows
         columns = self.columns(after)
         same = not len(places) and self._gathered.shape[-1] == columns and same_numbers(step.rows, self._last_rows)
         self._enter(flat, entries)
         self._last_rows, self._lengths = step.rows, lengths
         if not same:
-            self._gathered = self._mirror[:, :columns].index_select(0, rows)
+            self._gathered = self._mirror[:, :columns].index_select(0, self._rows[1])
         self._last = None if packed else Sent(step.slots, stage.middle(buffer))
         return BatchTables(self._gathered, lengths, starts if packed else None, slots)
 
@@ -283,7 +290,7 @@ class StagedTables(Tables):
         width = self._mirror.shape[1]
         wanted = np.minimum(parts.shift[:, None] + np.arange(columns), width - 1) + self._last_rows[:, None] * width
         stage, buffer = self._send(
-            (wanted.ravel(), np.empty(0, np.int64) if parts.rows is None else parts.rows),
+            (wanted.ravel(), NONE if parts.rows is None else parts.rows),
             (parts.seqlens_k, parts.cu_seqlens_q, parts.block_table.ravel(), parts.shift * self.book.page_size),
         )
         (places, rows), (lengths, starts, prefix, tokens) = stage.views(buffer)
@@ -300,7 +307,7 @@ class StagedTables(Tables):
         if tuple(old.shape) != table.shape:
             self._mirror = torch.zeros(table.shape, dtype=old.dtype, device=self.device)
             self._mirror[: old.shape[0], : old.shape[1]] = old
-            self._prefixes, self._own, self._last_rows = None, None, np.empty(0, np.int64)
+            self._prefixes, self._own, self._last_rows = None, None, NONE
         changed = Changes.joined(self._unsent)
         return changed.rows * table.shape[1] + changed.columns, table[changed.rows, changed.columns].astype(np.int64)
 
@@ -309,7 +316,7 @@ class StagedTables(Tables):
         if places.numel():
             # One kernel; index_put_ takes several, and 0.1 ms of the host.
             self._mirror.view(-1).scatter_(0, places, pages)
-            self._last_rows, self._own = np.empty(0, np.int64), None
+            self._last_rows, self._own = NONE, None
         self._unsent = []
 
     def _send(self, longs: tuple[Ints, ...], ints: tuple[NDArray[np.integer], ...]) -> tuple[Stage, Tensor]:
