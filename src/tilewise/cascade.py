@@ -44,7 +44,7 @@ L2_SPEED = 2.0
 CPU_MERGE_SECONDS = 2e-9
 # By device: who attends prefixes and merges them in one pass, and whose kernel merges rows where nobody does. The fp64
 # reference is merged by torch.
-ATTENDERS = {"cuda": "triton"}
+ATTENDERS = {"cpu": "cpu", "cuda": "triton"}
 MERGERS = {"cpu": "cpu", "cuda": "triton"}
 MERGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

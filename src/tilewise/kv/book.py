@@ -344,7 +344,7 @@ class PageBook:
         self._check_room(batch.requests, after, len(out))
         slots, previous = last + 1, None if self.rows.is_changed else last
         if len(out):
-            pages = np.array(self.pages.take_many(len(out)), np.int64)
+            pages = self.pages.take_many(len(out))
             self.rows.write_each(rows[out], before[out] // size, pages)
             slots[out] = pages * size
         self.lengths[rows] = after
@@ -466,7 +466,7 @@ class PageBook:
         self.rows.tail_shared[rows] = False
         more = needed - owned
         if more.any():
-            taken = np.array(self.pages.take_many(int(more.sum())), np.int32)
+            taken = self.pages.take_many(int(more.sum()))
             self.rows.write_each(np.repeat(rows, more), consecutive(owned, more), taken)
         return copies
 

@@ -12,6 +12,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tilewise.errors import OutOfPages
 
 __all__ = ["PageAllocator"]
@@ -78,15 +81,15 @@ class PageAllocator:
         self._references[page] = 1
         return page
 
-    def take_many(self, count: int) -> list[int]:
+    def take_many(self, count: int) -> NDArray[np.int64]:
         """As many calls of `take`; the caller knows that they are available."""
         quick = min(count, len(self._free))
-        pages = self._free[len(self._free) - quick :].tolist()[::-1]
+        pages = np.frombuffer(self._free[len(self._free) - quick :], np.int64)[::-1]
         del self._free[len(self._free) - quick :]
-        references = self._references
-        for page in pages:
-            references[page] = 1
-        return pages + [self.take() for _ in range(count - quick)]
+        np.frombuffer(self._references, np.int64)[pages] = 1
+        if quick < count:
+            pages = np.append(pages, [self.take() for _ in range(count - quick)])
+        return pages
 
     def hold(self, page: int) -> None:
         """One more holder of a page that is held or idle."""

@@ -215,6 +215,7 @@ class StagedTables(Tables):
         # Slots and lengths of all seats, brought by one copy.
         self._stage = Stage((seats,), (seats,))
         self._seats = torch.empty(self._stage.size, dtype=torch.int64, device=device)
+        self._load_kernels()
 
     def batch(self, step: Step) -> BatchTables:
         """The step's tables."""
@@ -297,6 +298,16 @@ class StagedTables(Tables):
         prefix = prefix.view(parts.block_table.shape)
         return SentPrefixes(parts, prefix, lengths, starts, rows, tokens, places.view(wanted.shape))
 
+    def _load_kernels(self) -> None:
+        """What steps launch, once: a GPU loads a kernel when it is first asked for, which takes 0.1 ms or more."""
+        zeros = np.zeros(2, np.int64)
+        stage, buffer = self._send((zeros,), (zeros,))
+        (places,), (pages,) = stage.views(buffer)
+        table = torch.zeros((2, 2), dtype=self._mirror.dtype, device=self.device)
+        table.view(-1).scatter_(0, places, pages)
+        launched = table.index_select(0, places), table.view(-1).take(places), pages - pages, buffer + buffer
+        del launched
+
     @property
     def _pinned(self) -> bool:
         return self.device.type == "cuda"
@@ -337,6 +348,7 @@ class Stage:
         self._halves = [sum(self._longs), sum(self._ints) // 2]
         self.size = sum(self._halves)
         self._long_places, self._int_places = _places(self._longs, 0), _places(self._ints, 2 * self._halves[0])
+        self._cuts = _cuts(self._longs), _cuts(self._ints)
 
     def filled(self, longs: tuple[Ints, ...], ints: tuple[NDArray[np.integer], ...], pinned: bool) -> Tensor:
         """A buffer on the host with the arrays in it; where it is pinned, torch keeps it until its copy is done."""
@@ -352,8 +364,7 @@ class Stage:
     def views(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The arrays in such a buffer; all at once, because a slice takes 3 us."""
         longs, ints = buffer.split_with_sizes(self._halves)
-        narrow = ints.view(torch.int32).split_with_sizes(self._ints)
-        return list(longs.split_with_sizes(self._longs)[::2]), list(narrow[::2])
+        return _arrays(longs, *self._cuts[0]), _arrays(ints.view(torch.int32), *self._cuts[1])
 
     def middle(self, buffer: Tensor) -> Tensor:
         """The last of the int64 and the first of the int32 arrays in such a buffer, which lie together."""
@@ -370,6 +381,19 @@ def _one_more(number: int) -> Ints:
     """What is added to the slots and lengths of a step, as they lie in a stage, for a token more of each."""
     longs, ints = _halves(number)
     return np.concatenate((np.ones(longs, np.int64), np.ones(2 * ints, np.int32).view(np.int64)))
+
+
+def _cuts(sizes: list[int]) -> tuple[list[int], list[int]]:
+    """The runs of these sizes that are not empty, and which of them every other run is (-1: an empty one)."""
+    there = [place for place, size in enumerate(sizes) if size]
+    found = [there.index(place) if sizes[place] else -1 for place in range(0, len(sizes), 2)]
+    return [sizes[place] for place in there], found
+
+
+def _arrays(half: Tensor, sizes: list[int], found: list[int]) -> list[Tensor]:
+    """The arrays of a half of a buffer: see `_cuts`."""
+    parts = half.split_with_sizes(sizes) if sizes else ()
+    return [parts[at] if at >= 0 else half[:0] for at in found]
 
 
 def _places(sizes: list[int], first: int) -> list[slice]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
@@ -29,23 +30,21 @@ def check_values(problem: AttentionProblem, operands: Operands) -> None:
     assert operands.seqlens_k is not None
     assert operands.block_table is not None
     assert problem.page_size is not None
-    lengths = operands.seqlens_k.tolist()
-    for index, length in enumerate(lengths):
-        if not 0 <= length <= problem.seqlen_k:
-            expected = f"lengths between 0 and max_pages * page_size = {problem.seqlen_k}"
-            fix = "Give the sequence more pages in block_table."
-            raise InvalidProblem("seqlens_k", expected, f"{length} at sequence {index}", fix)
+    # As arrays: 64 rows of 66 pages take 20 us, one by one 150.
+    lengths = operands.seqlens_k.cpu().numpy()
+    for index in np.nonzero((lengths < 0) | (lengths > problem.seqlen_k))[0].tolist():
+        expected = f"lengths between 0 and max_pages * page_size = {problem.seqlen_k}"
+        fix = "Give the sequence more pages in block_table."
+        raise InvalidProblem("seqlens_k", expected, f"{lengths[index]} at sequence {index}", fix)
     num_pages = operands.k.shape[0]
-    # Only the columns in use: a table sized for the longest context would be converted whole at every call.
-    columns = -(-max(lengths, default=0) // problem.page_size)
-    table = operands.block_table[:, :columns].tolist()
-    for index, (length, pages) in enumerate(zip(lengths, table, strict=True)):
-        used = -(-length // problem.page_size)
-        bad = next((page for page in pages[:used] if not 0 <= page < num_pages), None)
-        if bad is not None:
-            expected = f"page numbers below num_pages = {num_pages} for every page in use"
-            fix = "Entries past the sequence's last page may be anything; this one is read."
-            raise InvalidProblem("block_table", expected, f"{bad} at sequence {index}", fix)
+    used = -(-lengths // problem.page_size)
+    # Only the columns in use: a table sized for the longest context would be read whole at every call.
+    table = operands.block_table[:, : int(used.max(initial=0))].cpu().numpy()
+    bad = ((table < 0) | (table >= num_pages)) & (np.arange(table.shape[1]) < used[:, None])
+    for index in np.nonzero(bad.any(1))[0].tolist():
+        expected = f"page numbers below num_pages = {num_pages} for every page in use"
+        fix = "Entries past the sequence's last page may be anything; this one is read."
+        raise InvalidProblem("block_table", expected, f"{table[index][bad[index]][0]} at sequence {index}", fix)
 
 
 def _longest(side: str, cu_seqlens: Tensor | None, total: int, given: int | None) -> int | None:

@@ -89,6 +89,22 @@ class CpuBackend:
 
         launch_quantising.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
 
+    def splits_prefixes(self, problem: AttentionProblem, _num_rows: int, device: DeviceSpec) -> bool:
+        """Whether `attend_prefixes` is for such groups."""
+        return self.supports(problem, device) is None
+
+    def attend_prefixes(
+        self, problem: AttentionProblem, operands: Operands, num_rows: int, rows: Tensor | None, out: Tensor,
+        lse: Tensor,
+    ) -> None:  # fmt: skip
+        """Groups of query rows to their prefixes, worked into what they have of their own keys: see
+        tilewise.cascade.
+        """
+        from tilewise.backends.cpu import launch
+
+        q = operands.q[:num_rows] if rows is None else operands.q.index_select(0, rows)
+        launch.forward_into(problem, operands._replace(q=q), rows, out, lse)
+
     def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
         """Rows of a partial result over other keys worked into `out` and `lse`: see tilewise.cascade."""
         from tilewise.backends.cpu import launch_partial_rows

@@ -117,15 +117,35 @@ def weigh_run(p: int, ws: int, v: int, ahead: int, size: int, first: int, count:
 
 
 @driver
+def entry_of(p: int, item: int) -> int:
+    """Where the schedule's entry of an item is."""
+    return field(p, f.SCHEDULE) + item // field(p, f.UNITS) * ENTRY_BYTES
+
+
+@driver
+def key_ahead(p: int, batch: int, kv_head: int, row: int, last: int, following: int) -> int:
+    """The address of the key that is scored a tile after `row`: of the same item, or of the following one, if there is
+    one (not -1) and it has keys.
+    """
+    other = batch if following < 0 else load_i64(entry_of(p, following))
+    length = k_length(p, other)
+    if row + BLOCK_N <= last or following < 0 or length == 0:
+        return kv_address(p, f.K, batch, kv_head, min(row + BLOCK_N, last))
+    first = load_i64(entry_of(p, following) + 24) * field(p, f.CHUNK) + row % BLOCK_N
+    other_head = following % field(p, f.UNITS) * field(p, f.HEADS_PER_UNIT) // field(p, f.GROUP_SIZE)
+    return kv_address(p, f.K, other, other_head, min(first, length - 1))
+
+
+@driver
 def weigh_tile(
-    p: int, ws: int, batch: int, kv_head: int, num_rows: int, count: int, k0: int, end: int, last: int
+    p: int, ws: int, batch: int, kv_head: int, num_rows: int, count: int, k0: int, end: int, last: int, following: int
 ) -> None:
-    """Values of keys [k0, end) into the running results; the rows of K of the next tile are prefetched."""
+    """Values of keys [k0, end) into the running results; the rows of K that are scored next are prefetched."""
     row = k0
     while row < end:
         size = part_length(p, f.V, row, end)
         v = kv_address(p, f.V, batch, kv_head, row)
-        ahead = kv_address(p, f.K, batch, kv_head, min(row + BLOCK_N, last))
+        ahead = key_ahead(p, batch, kv_head, row, last, following)
         s = ws + field(p, f.WS_SCORES) + 4 * PANEL * (row - k0)
         for first in range(0, num_rows, count):
             factor = e4m3_factor(p, f.V, batch, kv_head + first // count, row)
@@ -158,10 +178,9 @@ def softmax_tile(p: int, ws: int, batch: int, count: int, k0: int, size: int) ->
 
 
 @driver
-def decode_item(p: int, ws: int, item: int) -> None:
-    """One work item."""
-    unit = item % field(p, f.UNITS)
-    place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * ENTRY_BYTES
+def decode_item(p: int, ws: int, item: int, following: int) -> None:
+    """One work item; the thread takes `following` next, -1 if nobody knows."""
+    unit, place = item % field(p, f.UNITS), entry_of(p, item)
     batch, first_row, count = load_i64(place), load_i64(place + 8), load_i64(place + 16)
     chunk, num_chunks = load_i64(place + 24), load_i64(place + 32)
     head, block_m = unit * field(p, f.HEADS_PER_UNIT), field(p, f.BLOCK_M)
@@ -181,7 +200,7 @@ def decode_item(p: int, ws: int, item: int) -> None:
         size = min(BLOCK_N, last + 1 - k0)
         score_tile(p, ws, batch, kv_head, count, rows, k0, k0 + size)
         softmax_tile(p, ws, batch, count, k0, size)
-        weigh_tile(p, ws, batch, kv_head, count, rows, k0, k0 + size, last)
+        weigh_tile(p, ws, batch, kv_head, count, rows, k0, k0 + size, last, following)
         k0 += BLOCK_N
     if num_chunks == 1:
         finish_rows(p, batch, head, first_row, count, acc)
@@ -191,11 +210,13 @@ def decode_item(p: int, ws: int, item: int) -> None:
 
 @driver
 def decode(p: int) -> None:
-    """What each thread runs: take work items until none is left."""
-    counters = p + 8 * f.BLOCK_FIELDS
+    """What each thread runs: take work items, some at a time, until none is left."""
+    counters, some, num_items = p + 8 * f.BLOCK_FIELDS, field(p, f.ITEMS_AT_ONCE), field(p, f.NUM_ITEMS)
     ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
     while True:
-        item = atomic_add(counters + 64, 1)
-        if item >= field(p, f.NUM_ITEMS):
+        first = atomic_add(counters + 64, some)
+        if first >= num_items:
             break
-        decode_item(p, ws, item)
+        end = min(first + some, num_items)
+        for item in range(first, end):
+            decode_item(p, ws, item, item + 1 if item + 1 < end else -1)

@@ -22,7 +22,17 @@ from tilewise.numerics import LOG2E, dropout_threshold
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Block", "Values", "forward", "problem_fields", "put", "put_operands", "run_items", "template_of"]
+__all__ = [
+    "Block",
+    "Values",
+    "forward",
+    "forward_into",
+    "problem_fields",
+    "put",
+    "put_operands",
+    "run_items",
+    "template_of",
+]
 
 DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 # Row tables hold 10 numbers of 4 bytes per row (features.ROW_FIELDS), panel bounds 6 of 8 bytes.
@@ -34,6 +44,10 @@ MICROSECONDS_PER_THREAD = 40
 # Work that a thread does in a microsecond, roughly: 30 to 110 GFLOP/s on vectors of 4 to 16 lanes, 400 with a matrix
 # unit, and 10 GB/s of K and V in decode.
 FLOPS_PER_LANE, FLOPS_WITH_MATRIX, DECODED_BYTES = 7_000, 400_000, 10_000
+
+# Items of decoding that a thread takes at a time at most, and times that it takes some at least: the first keys of an
+# item are fetched ahead while the one before is finished.
+MOST_AT_ONCE, TURNS = 8, 8
 
 # Which dimension is the batch (or page), the head and the row; None where a tensor has no such stride.
 STRIDE_ORDER: dict[str, tuple[int | None, int | None, int | None]] = {
@@ -420,6 +434,21 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     return out, lse
 
 
+def forward_into(problem: AttentionProblem, operands: Operands, rows: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    """A packed or paged pass whose rows are worked into results over other keys: its first row into row `rows[0]` (0)
+    and so on. `out` and `lse` are contiguous and of the problem's shapes.
+    """
+    keep: list[Tensor] = []
+    call = packed_call(problem, operands, *lengths(problem, operands))
+    values = call.values[:]
+    put_operands(values, problem, operands, out, lse, keep)
+    values[f.IS_MERGED] = 1
+    if rows is not None:
+        keep.append(rows.to(torch.int64).contiguous())
+        values[f.MERGED_ROWS] = keep[-1].data_ptr()
+    run_items(call.program, values, call.plan, call.workspace_bytes, call.threads)
+
+
 def forward_program(problem: AttentionProblem) -> str:
     """The program for a forward pass."""
     if schedule.decodes(problem):
@@ -439,6 +468,7 @@ def run_items(name: str, values: Values, plan: Schedule, workspace_bytes: int, c
     values[f.NUM_ITEMS], values[f.UNITS], values[f.HEADS_PER_UNIT] = items, plan.units, plan.heads_per_unit
     values[f.SCHEDULE], values[f.BLOCK_M], values[f.CHUNK] = plan.entries.data_ptr(), plan.block_m, plan.chunk
     values[f.WORKSPACE], values[f.WORKSPACE_BYTES] = workspace.data_ptr(), workspace_bytes
+    values[f.ITEMS_AT_ONCE] = max(1, min(MOST_AT_ONCE, items // (TURNS * count)))
     if plan.split:
         partial_bytes = 4 * plan.block_m * (values[f.DIM_V_PADDED] + 2)
         partials = torch.empty(items * partial_bytes, dtype=torch.uint8, device="cpu")

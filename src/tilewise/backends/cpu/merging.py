@@ -9,15 +9,25 @@ from __future__ import annotations
 
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.compiler import driver
-from tilewise.backends.cpu.intrinsics import atomic_add, exp2, field, fma, load_f32, log2, scalar_bits, store_f32
-from tilewise.backends.cpu.packing import add_rows, copy_rows, fill, store_row
+from tilewise.backends.cpu.intrinsics import (
+    atomic_add,
+    exp2,
+    field,
+    fma,
+    load_f32,
+    load_i64,
+    log2,
+    scalar_bits,
+    store_f32,
+)
+from tilewise.backends.cpu.packing import add_rows, copy_rows, fill, mix_sums, store_row
 from tilewise.backends.cpu.scoring import q_length, q_start
 from tilewise.numerics import LOG2E
 
 __all__ = ["finish_rows", "merge_chunks"]
 
 MINUS_INF = float("-inf")
-LOG2E_F32 = float(LOG2E)
+LOG2E_F32, LN2 = float(LOG2E), float(1.0 / LOG2E)
 
 
 @driver
@@ -28,8 +38,30 @@ def natural(p: int, top: float, rest: float) -> float:
 
 
 @driver
+def work_in(p: int, head: int, row: int, source: int, inverse: float, lse: float) -> None:
+    """A row of packed results, over other keys than what is there, into that. A side without keys has lse -inf."""
+    target = load_i64(field(p, f.MERGED_ROWS) + 8 * row) if field(p, f.MERGED_ROWS) != 0 else row
+    lse_at = field(p, f.LSE) + head * field(p, f.LSE_HEAD) + 4 * target
+    mine = load_f32(lse_at)
+    # A row that is NaN stays so.
+    if lse == MINUS_INF or not mine >= MINUS_INF:
+        return
+    top, keep, share = max(mine, lse), lse, lse
+    if lse > MINUS_INF:
+        # The larger one counts 1, also where it is infinite.
+        keep = 1.0 if mine == top else exp2((mine - top) * LOG2E_F32)
+        share = 1.0 if lse == top else exp2((lse - top) * LOG2E_F32)
+    total = keep + share
+    store_f32(lse_at, top + log2(total) * LN2 if lse > MINUS_INF else lse)
+    out = field(p, f.OUT) + target * field(p, f.OUT_ROW) + head * field(p, f.OUT_HEAD)
+    mix_sums(out, source, field(p, f.HEAD_DIM_V), field(p, f.DTYPE), keep / total, share / total * inverse)
+
+
+@driver
 def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block: int) -> None:
-    """Fold the sinks in, divide by the row sums, write out and lse. A row without keys or sink gives 0 and -inf."""
+    """Fold the sinks in, divide by the row sums, write out and lse, or work them into what is there. A row without keys
+    or sink gives 0 and -inf.
+    """
     width, q_len, start = field(p, f.DIM_V_PADDED), q_length(p, batch), q_start(p, batch)
     maxima = block + 4 * field(p, f.BLOCK_M) * width
     sums = maxima + 4 * field(p, f.BLOCK_M)
@@ -56,9 +88,12 @@ def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block
             if not sink >= MINUS_INF:  # NaN, which max() and exp2() pass by
                 total, lse = sink, sink
         inverse = factor / total if total > 0.0 else (0.0 if total == 0.0 else total)
-        out = out_base + head * field(p, f.OUT_HEAD) + row * field(p, f.OUT_ROW)
-        store_row(block + 4 * r * width, field(p, f.HEAD_DIM_V), out, field(p, f.DTYPE), inverse)
-        store_f32(lse_base + head * field(p, f.LSE_HEAD) + 4 * row, lse)
+        if field(p, f.IS_MERGED) != 0:
+            work_in(p, head, start + row, block + 4 * r * width, inverse, lse)
+        else:
+            out = out_base + head * field(p, f.OUT_HEAD) + row * field(p, f.OUT_ROW)
+            store_row(block + 4 * r * width, field(p, f.HEAD_DIM_V), out, field(p, f.DTYPE), inverse)
+            store_f32(lse_base + head * field(p, f.LSE_HEAD) + 4 * row, lse)
         row += 1
 
 

@@ -56,7 +56,11 @@ LSE_TO_LOG2_LOW, WS_LSE_LOW = range(139, 141)
 # block, and the rows of a block (0: all rows of a head share one).
 Q_DTYPE = 141
 Q_SCALES, K_SCALES, V_SCALES = range(142, 157, 5)
-BLOCK_FIELDS = 157
+# Items of decoding that a thread takes at a time.
+ITEMS_AT_ONCE = 157
+# Whether rows are worked into results that are there (0: no), and which rows of them they are (0: their own numbers).
+IS_MERGED, MERGED_ROWS = 158, 159
+BLOCK_FIELDS = 160
 
 # Bits of WORK: what a backward pass produces.
 MAKES_DQ, MAKES_DKV, MAKES_DBIAS = 1, 2, 4

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tilewise.backends.cpu import launch_partial_rows as f
 from tilewise.backends.cpu.compiler import driver, kernel
-from tilewise.backends.cpu.emit import BF16, FP16, FP32, ITEM_BYTES, Emitter, Value
+from tilewise.backends.cpu.emit import Emitter, Value
 from tilewise.backends.cpu.intrinsics import atomic_add, exp2, field, load_f32, load_i64, log2, store_f32
-from tilewise.backends.cpu.packing import by_dtype, elements
+from tilewise.backends.cpu.packing import emit_mix
 from tilewise.numerics import LOG2E
 
 __all__ = ["merge_rows"]
@@ -17,25 +17,8 @@ LOG2E_F32, LN2 = float(LOG2E), float(1.0 / LOG2E)
 
 @kernel("iiiiff")
 def mix_row(e: Emitter, out: Value, part: Value, dim: Value, dtype: Value, keep: Value, share: Value) -> None:
-    """out[dim] = keep * out + share * part, in fp32; what has no weight does not count, whatever is in it."""
-    b = e.b
-
-    def weighted(values: Value, weight: Value, lanes: int) -> Value:
-        weights = e.splat(weight, lanes)
-        none = b.fcmp_ordered("==", weights, e.f32s(0.0, lanes))
-        return b.fmul(b.select(none, e.f32s(0.0, lanes), values), weights)
-
-    def convert(code: int) -> None:
-        def mix(i: Value, lanes: int) -> None:
-            at = b.mul(i, e.i64(ITEM_BYTES[code]))
-            place = b.add(out, at)
-            kept = weighted(e.load_as_f32(place, code, lanes), keep, lanes)
-            other = weighted(e.load_as_f32(b.add(part, at), code, lanes), share, lanes)
-            e.store_from_f32(place, b.fadd(kept, other), code)
-
-        elements(e, dim, mix)
-
-    by_dtype(e, dtype, (FP32, BF16, FP16), convert)
+    """out[dim] = keep * out + share * part[dim], both of a dtype: see `emit_mix`."""
+    emit_mix(e, out, part, dim, dtype, keep, share, None)
 
 
 @driver
