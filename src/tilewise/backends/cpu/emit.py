@@ -76,25 +76,6 @@ class Emitter:
             found.append(self.b.add(found[-1], stride_bytes))
         return found
 
-    def rows_in_threes(self, address: Value, stride_bytes: Value, count: int) -> Callable[[Value], list[Value]]:
-        """Addresses of `count` rows, an offset into each: a function of the offset, for a loop over it.
-
-        Every third row has a register of its own, and those behind it are one and two strides away, which an
-        instruction of x86 adds by itself. Left alone LLVM computes one row's address from the one before, for every
-        load.
-        """
-        hide = ir.InlineAsm(ir.FunctionType(I64, [I64]), "", "=r,0", side_effect=False)
-        firsts = [
-            self.b.call(hide, [self.b.add(address, self.b.mul(self.i64(i), stride_bytes))]) for i in range(0, count, 3)
-        ]
-        steps = [self.i64(0), stride_bytes, self.b.mul(self.i64(2), stride_bytes)]
-
-        def at(offset: Value) -> list[Value]:
-            moved = [self.b.add(first, offset) for first in firsts]
-            return [self.b.add(moved[i // 3], steps[i % 3]) for i in range(count)]
-
-        return at
-
     # Memory
 
     def load(self, address: Value, kind: Any = None, align: int = 4) -> Value:

@@ -35,14 +35,14 @@ def scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: 
     """s[score_keys][panel] = k[score_keys][head_dim] . q[head_dim][panel]; running_max = max(running_max, s)."""
     isa, b = e.isa, e.b
     keys, vectors, panel = isa.score_keys, isa.query_vectors, isa.panel
-    k_rows = e.rows_in_threes(k, k_stride, keys)
+    k_rows = e.rows(k, k_stride, keys)
 
     def step(d: Value, *acc: Value) -> list[Value]:
         sums = list(acc)
-        k_at = k_rows(b.mul(d, e.i64(4)))
+        offset = b.mul(d, e.i64(4))
         q_row = b.add(q, b.mul(d, e.i64(4 * panel)))
         for u in range(isa.score_unroll):
-            weights = _multipliers(e, k_at, u)
+            weights = _multipliers(e, [b.add(row, offset) for row in k_rows], u)
             for w in range(len(weights[0])):
                 queries = e.load_vectors(e.at(q_row, (u * len(weights[0]) + w) * panel), vectors)
                 for i in range(keys):
