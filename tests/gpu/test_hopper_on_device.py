@@ -32,6 +32,7 @@ REPEATS = 1000
 # More tiles than SMs, so that the counter hands them out in another order every time; lengths are odd on purpose.
 SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
     "d64": (2, 16, 16, 1100, 64, 64),
+    "d64, later heads prepared beside": (8, 16, 16, 1024, 64, 64),
     "d128 grouped": (2, 32, 8, 900, 128, 128),
     "d192/128": (2, 16, 16, 700, 192, 128),
     "d256": (2, 16, 8, 700, 256, 256),
@@ -82,6 +83,21 @@ def test_a_thousand_deterministic_backwards_are_equal_to_the_bit(
         return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
     assert count_of_others(again(), again) == 0
+
+
+@pytest.mark.parametrize(
+    "shape", [SHAPES["d64, later heads prepared beside"], SHAPES["d128 grouped"]], ids=["d64", "d128"]
+)
+def test_deterministic_gradients_do_not_depend_on_the_order_of_sequences(
+    shape: tuple[int, int, int, int, int, int],
+) -> None:
+    """Which heads come first decides who prepares them, and when; not a bit of the result."""
+    q, k, v, dout = inputs(*shape)
+    grads = torch.autograd.grad(attend(q, k, v, causal=True, deterministic=True)[0], (q, k, v), dout)
+    turned = [t.detach().flip(0).contiguous().requires_grad_() for t in (q, k, v)]
+    out, _ = attend(turned[0], turned[1], turned[2], causal=True, deterministic=True)
+    for a, b in zip(grads, torch.autograd.grad(out, turned, dout.flip(0).contiguous()), strict=True):
+        assert torch.equal(a, b.flip(0))
 
 
 def sanitizer() -> str | None:
