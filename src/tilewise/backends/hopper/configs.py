@@ -59,16 +59,21 @@ D64_QUAD = ForwardTile(BLOCK_N=64, NUM_STAGES=4, CTAS_PER_SM=2)
 # Voting: causal N = 256/4096 87/654 -> 82/633 us, packed mix 353 -> 338, a window of 1024 at 16384 403 -> 373 (with two
 # warpgroups 417). Not without a mask, where the first tile would get one for it: full N = 256/1024 91/304 -> 94/306.
 D64_QUAD_BANDED = replace(D64_QUAD, IS_LAZY=True, VOTES=True)
+D64_QUAD_AT_ONCE = replace(D64_QUAD, IS_LAZY=True, AT_ONCE=True)
 # Three warpgroups, 4 stages: 412/506/541 full, 428/520 causal at 4k/16k. Merged barriers pay with three consumers.
 D64_BANDED = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False, SPLIT_SUM=False)
 # Lazy: full at 4k/16k 499/511 -> 505/539, causal at 16k 541 -> 514. With split sums 489/525.
 D64_FULL = replace(D64_BANDED, IS_LAZY=True)
 # At once: full at 2k/4k/16k 465/473/513 -> 520/543/595 (cuDNN 440/441/451), packed mix 489 -> 527.
 D64_AT_ONCE = replace(D64_FULL, AT_ONCE=True, PIN_EXP=True, SPLIT_SUM=True)
+# Causal at 16k 524 -> 548. Pinned, its loops spill (107 times).
+D64_BANDED_AT_ONCE = replace(D64_AT_ONCE, PIN_EXP=False)
 # Separate K and V barriers: 419/576/623 -> 454/597/656 causal.
 D128_BANDED = ForwardTile()
 # Lazy and early: full at 4k/16k 724/666 -> 745/698, causal 643/667 -> 660/644.
 D128_FULL = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
+# At once: full at 4k/16k 683/678 -> 703/728, causal 594/729 -> 626/796, but at 1k 614 -> 559 and 458 -> 421.
+D128_AT_ONCE = ForwardTile(IS_LAZY=True, AT_ONCE=True)
 # As two column parts 128 + 64 instead of padding to 256. Voting: 4k 672 -> 757 full (cuDNN 670), 579 -> 648 causal.
 D192 = ForwardTile(
     BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True, IS_LAZY=True, VOTES=True
@@ -83,6 +88,8 @@ QUAD_BANDED_SEQLEN_K, QUAD_SEQLEN_K = 4096, 1024
 # Query rows up to which too much of a tile of 192 is empty or masked: a third at 256 without a band. Of packed ones
 # the mean counts: 16 of 7 to 4096 tokens, causal, 338 us, with two warpgroups 368, with three 387.
 QUAD_BANDED_ROWS, QUAD_ROWS = 2048, 512
+# Keys, of packed sequences the mean, from which P at once is ahead of what it adds to the end of a query block.
+AT_ONCE_KEYS = 1024
 # dK and dV of wider heads do not fit into the registers of one warpgroup. Resting at D=128 (N=1k/4k/16k, causal):
 # 343/511/577 -> 343/521/599; at D=64, where half a warpgroup's tile is hidden, it cost 6 to 10 %.
 MAX_NARROW_HEAD_DIM = 128
@@ -282,25 +289,34 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     )
 
 
-def _large_p(problem: AttentionProblem) -> bool:
-    """Whether P may be as large as fp32 goes, and what is lost nevertheless can be fetched again: not from pages."""
-    return problem.dtype == torch.bfloat16 and problem.page_size is None
+def _at_once(problem: AttentionProblem, keys: int) -> bool:
+    """Whether P may be as large as fp32 goes, what is lost nevertheless can be fetched again, and keys are so many.
+
+    Not from pages, and not with other columns than Q has, through whose shared memory they would come.
+    """
+    plain = problem.page_size is None and problem.softcap is None and problem.head_dim_v == problem.head_dim
+    return problem.dtype == torch.bfloat16 and plain and keys >= AT_ONCE_KEYS
 
 
 def _forward_tile(problem: AttentionProblem) -> ForwardTile:
     width = max(sum(column_parts(problem.head_dim)), sum(column_parts(problem.head_dim_v)))
     banded = has_right(problem) or has_left(problem)
+    packed = problem.kind != "dense"
+    rows = problem.total_q // problem.batch if packed else problem.seqlen_q
+    at_once = _at_once(problem, rows if packed else problem.seqlen_k)
     if width == 64:
-        packed = problem.kind != "dense"
-        rows = problem.total_q // problem.batch if packed else problem.seqlen_q
         few_keys = not packed and problem.seqlen_k <= (QUAD_BANDED_SEQLEN_K if banded else QUAD_SEQLEN_K)
         # Softcap and left edges do not fit into the 160 registers of three warpgroups (64 spills in the hot loops).
         crowded = problem.softcap is not None or has_left(problem)
         if crowded or few_keys or rows <= (QUAD_BANDED_ROWS if banded else QUAD_ROWS):
-            return D64_QUAD_BANDED if banded else D64_QUAD
+            if not banded:
+                return D64_QUAD
+            return D64_QUAD_AT_ONCE if at_once else D64_QUAD_BANDED
         if banded:
-            return D64_BANDED
-        return D64_AT_ONCE if _large_p(problem) else D64_FULL
+            return D64_BANDED_AT_ONCE if at_once else D64_BANDED
+        return D64_AT_ONCE if at_once else D64_FULL
     if width == 128:
+        if at_once and not has_left(problem):
+            return D128_AT_ONCE
         return D128_BANDED if banded else D128_FULL
     return D192 if width == 192 else D256

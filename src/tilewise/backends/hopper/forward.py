@@ -348,24 +348,25 @@ def consumer(
             acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
         acc, acc_rest = issue_output(p_operand, pipe.v_smem, at.slot, acc, acc_rest, C)
         row_ref, row_sum = whole_rows(row_ref, row_sum, C)
-        if C.AT_ONCE:
-            acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
-            if lost_rows(acc, row_sum):
-                acc, row_ref, row_sum = attend_again(
-                    kv_desc, q_lane.slot, last, count, row, q_span, kv_span, head, scale_log2, cap_scale, sizes, pipe,
-                    WARPGROUP, C)  # fmt: skip
-            pipe.q_ring.release(q_lane)
-        factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
-        if DIVIDES_LATE:
-            head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
-        store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         if not C.AT_ONCE:
-            acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
+            factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
+            if DIVIDES_LATE:
+                head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
+            store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
+        acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
         if C.MERGE_KV:
             pipe.k_ring.release(at)
         else:
             pipe.v_ring.release(at)
         at = at.next()
+        if C.AT_ONCE:
+            if lost_rows(acc, row_sum):
+                acc, row_ref, row_sum = attend_again(
+                    kv_desc, q_lane.slot, last, count, row, q_span, kv_span, head, scale_log2, cap_scale, sizes, pipe,
+                    WARPGROUP, C)  # fmt: skip
+            pipe.q_ring.release(q_lane)
+            factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
+            store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         acc, acc_rest = scale_output(acc, acc_rest, factor, C)
         store_output(acc, acc_rest, out_desc, WARPGROUP, q_span, head, row, pipe, C)
         if C.OUT_IN_Q:
