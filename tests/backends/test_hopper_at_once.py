@@ -1,0 +1,58 @@
+"""P from the reference of before: rows whose scores outgrow it slowly, and rows that are lost and computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gluon_emulator import MODE
+from test_hopper_protocol import PACKED, Case, check_forward, emulated  # noqa: F401  (emulated is a fixture)
+
+pytestmark = pytest.mark.slow
+
+CASES = {
+    "d64": Case(seqlens=(300, 600), tile="D64_AT_ONCE"),
+    "d64 whole tiles": Case(seqlens=(100, 256), sinks=True, tile="D64_AT_ONCE"),
+    "d64 causal": Case(seqlens=(200, 600), causal=True, tile="D64_BANDED_AT_ONCE"),
+    "d64 causal, four warpgroups": Case(seqlens=(300, 300), batch=2, causal=True, tile="D64_QUAD_AT_ONCE"),
+    "d64 window": Case(seqlens=(200, 400), window=(150, 20), sinks=True, tile="D64_QUAD_AT_ONCE"),
+    "d128": Case(128, seqlens=(200, 400), tile="D128_AT_ONCE"),
+    "d128 causal": Case(128, seqlens=(300, 300), causal=True, tile="D128_AT_ONCE"),
+    "packed": Case(64, lengths=PACKED, padding=2, tile="D64_AT_ONCE"),
+    "packed causal": Case(64, lengths=PACKED, padding=2, causal=True, tile="D64_QUAD_AT_ONCE"),
+}
+# How much scores grow from one end of the keys to the other: within a tile by less and by more than 2^127.
+RISES = [pytest.param(0.0, id="even"), pytest.param(2000.0, id="lost")]
+Emulated = Callable[[str], Any]
+
+
+def use(tile: str | None, emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Compute every forward with a row of the table."""
+    configs = emulated("configs")
+    emulated("launch").forward_pass.cache_clear()
+    monkeypatch.setattr(configs, "_forward_tile", lambda _: getattr(configs, tile or ""))
+
+
+@pytest.mark.parametrize("rising", RISES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_forward(case: Case, rising: float, emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    MODE.late_loads = bool(rising)
+    use(case.tile, emulated, monkeypatch)
+    check_forward(replace(case, rising=rising), emulated)
+
+
+@pytest.mark.parametrize("tile", ["D64_AT_ONCE", "D64_QUAD_AT_ONCE"])
+def test_references_follow_scores_that_outgrow_them_slowly(
+    tile: str,
+    emulated: Emulated,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More than 2^127 in all, 2^20 from tile to tile: nothing is lost, so nothing needs to be computed again."""
+    MODE.late_loads = False
+    for name in ("forward", "forward_quad"):
+        monkeypatch.setattr(emulated(name), "lost_rows", lambda *_: False)
+    use(tile, emulated, monkeypatch)
+    check_forward(Case(seqlens=(64, 1300), heads=(1, 1), rising=40), emulated)
