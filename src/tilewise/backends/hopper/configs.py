@@ -59,20 +59,22 @@ D64_QUAD = ForwardTile(BLOCK_N=64, NUM_STAGES=4, CTAS_PER_SM=2)
 # Voting: causal N = 256/4096 87/654 -> 82/633 us, packed mix 353 -> 338, a window of 1024 at 16384 403 -> 373 (with two
 # warpgroups 417). Not without a mask, where the first tile would get one for it: full N = 256/1024 91/304 -> 94/306.
 D64_QUAD_BANDED = replace(D64_QUAD, IS_LAZY=True, VOTES=True)
+# At once: packed mix 338 -> 308 us; causal see AT_ONCE_KEYS. A window of 1024 at 16384 371 -> 351, not taken yet.
 D64_QUAD_AT_ONCE = replace(D64_QUAD, IS_LAZY=True, AT_ONCE=True)
 # Three warpgroups, 4 stages: 412/506/541 full, 428/520 causal at 4k/16k. Merged barriers pay with three consumers.
 D64_BANDED = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False, SPLIT_SUM=False)
 # Lazy: full at 4k/16k 499/511 -> 505/539, causal at 16k 541 -> 514. With split sums 489/525.
 D64_FULL = replace(D64_BANDED, IS_LAZY=True)
-# At once: full at 2k/4k/16k 465/473/513 -> 520/543/595 (cuDNN 440/441/451), packed mix 489 -> 527.
+# At once: full at 2k/4k/16k 474/488/514 -> 531/551/602 (cuDNN 446/447/452), packed mix 503 -> 543.
 D64_AT_ONCE = replace(D64_FULL, AT_ONCE=True, PIN_EXP=True, SPLIT_SUM=True)
-# Causal at 16k 524 -> 548. Pinned, its loops spill (107 times).
+# Causal at 16k 544 -> 560, again 510 -> 533. Pinned, its loops spill (107 times).
 D64_BANDED_AT_ONCE = replace(D64_AT_ONCE, PIN_EXP=False)
 # Separate K and V barriers: 419/576/623 -> 454/597/656 causal.
 D128_BANDED = ForwardTile()
 # Lazy and early: full at 4k/16k 724/666 -> 745/698, causal 643/667 -> 660/644.
 D128_FULL = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
-# At once: full at 4k/16k 683/678 -> 703/728, causal 594/729 -> 626/796, but at 1k 614 -> 559 and 458 -> 421.
+# At once: full at 1k/2k/4k/16k 655/693/656/670 -> 594/669/670/719, causal 498/591/599/629 -> 470/580/639/707, packed
+# mix 614 -> 601: the end of a block costs more.
 D128_AT_ONCE = ForwardTile(IS_LAZY=True, AT_ONCE=True)
 # As two column parts 128 + 64 instead of padding to 256. Voting: 4k 672 -> 757 full (cuDNN 670), 579 -> 648 causal.
 D192 = ForwardTile(
@@ -89,7 +91,8 @@ QUAD_BANDED_SEQLEN_K, QUAD_SEQLEN_K = 4096, 1024
 # the mean counts: 16 of 7 to 4096 tokens, causal, 338 us, with two warpgroups 368, with three 387.
 QUAD_BANDED_ROWS, QUAD_ROWS = 2048, 512
 # Keys, of packed sequences the mean, from which P at once is ahead of what it adds to the end of a query block.
-AT_ONCE_KEYS = 1024
+# Causal, D=64, N = 256/512/1024/2048/4096: 77/107/173/292/573 -> 82/107/165/270/513 us; see D128_AT_ONCE.
+AT_ONCE_KEYS = {64: 1024, 128: 4096}
 # dK and dV of wider heads do not fit into the registers of one warpgroup. Resting at D=128 (N=1k/4k/16k, causal):
 # 343/511/577 -> 343/521/599; at D=64, where half a warpgroup's tile is hidden, it cost 6 to 10 %.
 MAX_NARROW_HEAD_DIM = 128
@@ -289,13 +292,15 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     )
 
 
-def _at_once(problem: AttentionProblem, keys: int) -> bool:
-    """Whether P may be as large as fp32 goes, what is lost nevertheless can be fetched again, and keys are so many.
+def _at_once(problem: AttentionProblem, keys: int, width: int) -> bool:
+    """Whether P may be as large as fp32 goes, what is lost nevertheless can be fetched again, and it was timed.
 
-    Not from pages, and not with other columns than Q has, through whose shared memory they would come.
+    What is fetched again comes through the shared memory of O, and not from pages.
     """
-    plain = problem.page_size is None and problem.softcap is None and problem.head_dim_v == problem.head_dim
-    return problem.dtype == torch.bfloat16 and plain and keys >= AT_ONCE_KEYS
+    windowed = has_left(problem) or (has_right(problem) and problem.band[1] != 0)
+    plain = problem.page_size is None and problem.softcap is None and not windowed
+    fits = problem.dtype == torch.bfloat16 and problem.head_dim == problem.head_dim_v == width
+    return plain and fits and keys >= AT_ONCE_KEYS.get(width, math.inf)
 
 
 def _forward_tile(problem: AttentionProblem) -> ForwardTile:
@@ -303,7 +308,7 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
     banded = has_right(problem) or has_left(problem)
     packed = problem.kind != "dense"
     rows = problem.total_q // problem.batch if packed else problem.seqlen_q
-    at_once = _at_once(problem, rows if packed else problem.seqlen_k)
+    at_once = _at_once(problem, rows if packed else problem.seqlen_k, width)
     if width == 64:
         few_keys = not packed and problem.seqlen_k <= (QUAD_BANDED_SEQLEN_K if banded else QUAD_SEQLEN_K)
         # Softcap and left edges do not fit into the 160 registers of three warpgroups (64 spills in the hot loops).
@@ -316,7 +321,7 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
             return D64_BANDED_AT_ONCE if at_once else D64_BANDED
         return D64_AT_ONCE if at_once else D64_FULL
     if width == 128:
-        if at_once and not has_left(problem):
+        if at_once and not packed:
             return D128_AT_ONCE
         return D128_BANDED if banded else D128_FULL
     return D192 if width == 192 else D256
