@@ -169,8 +169,8 @@ def producer(k_desc, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C
         row = (first + tile) * BLOCK_N
         pages = first_pages(paging, guessed, batch_idx, row, seqlen_k, C)
         for _i in range(steps):
-            # The next tile's pages are asked for once K is on its way: 2 x 512 keys 6.02 -> 5.91 us, 4 x 512 8.00 -> 7.85
-            # (bf16; from e4m3 pages as it was, before the wait for a slot).
+            # The next tile's pages are asked for once K is on its way: 2 x 512 keys 6.02 -> 5.91 us, 4 x 512 8.00 ->
+            # 7.85; from e4m3 pages, where that was not measured, before the wait for a slot.
             if C.IS_FP8:
                 following = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
             fetch(k_desc, pipe.k_smem, at, pipe.k_ring, keys, head, row, pages, paging[2], C.D, C)
