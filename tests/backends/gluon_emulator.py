@@ -54,10 +54,11 @@ class Grid:
         clocks = [self.written.clock(parent) for _ in calls]
 
         def run(call: Callable[[], None], clock: Clock) -> None:
-            vars(HERE).update(place, products=[], stores=[], clock=clock)
+            vars(HERE).update(place, products=[], stores=[], landing=[], clock=clock)
             try:
                 call()
                 assert not HERE.stores, "a role ended with a TMA store in flight"
+                await_writes()
             except BaseException as error:
                 self.errors.append(error)
 
@@ -249,20 +250,29 @@ def load_box(desc: Descriptor, corner: list[Any], barrier: Slots, target: Memory
 
 
 def store_box(desc: Descriptor, corner: list[Any], source: Memory, add: bool = False) -> None:
-    def land() -> None:
-        offsets, inside = desc.addresses(corner)
+    offsets, inside = desc.addresses(corner)
+
+    def land(values: Tensor) -> None:
         flat = Pointer(desc.base).flat
         HERE.grid.written.write(HERE.clock, desc.base, offsets[inside])
         with HERE.grid.atomics:
-            old = flat[offsets[inside]] if add else 0
-            flat[offsets[inside]] = source.data.view(desc.block_shape)[inside] + old
+            flat[offsets[inside]] = values + (flat[offsets[inside]] if add else 0)
 
-    HERE.stores.append(land)
+    HERE.stores.append(lambda: HERE.landing.append((land, source.data.view(desc.block_shape)[inside])))
 
 
 def store_wait(pending: int) -> None:
+    """The buffers of all but the last ones are read; what was in them arrives whenever it likes."""
     while len(HERE.stores) > pending:
         HERE.stores.pop(0)()
+
+
+def await_writes() -> None:
+    """All has arrived."""
+    store_wait(0)
+    for land, values in HERE.landing:
+        land(values)
+    HERE.landing.clear()
 
 
 def assembly(
@@ -272,6 +282,8 @@ def assembly(
     if found := re.match(r"bar\.(sync|arrive) (\d+|\$1), (\d+);", text):
         index = int(args[0]) if found.group(2) == "$1" else int(found.group(2))
         HERE.named.join(index, int(found.group(3)), waits=found.group(1) == "sync")
+    if text.startswith("cp.async.bulk.wait_group 0"):
+        await_writes()
     if "fence.acq_rel.gpu" in text:
         HERE.fenced = True
     if text.startswith("ld.acquire"):

@@ -25,8 +25,9 @@ from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.dq_tiles import add_block, row_units
+from tilewise.backends.hopper.finishing import count_done, ring_tile
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.preparing import Progress, await_prepared, preparer
+from tilewise.backends.hopper.preparing import await_prepared, preparer
 from tilewise.backends.hopper.primitives import barrier_sync, exp2, uniform
 from tilewise.backends.hopper.row_statistics import make_row_tiles
 from tilewise.backends.hopper.schedule import (
@@ -42,6 +43,7 @@ from tilewise.backends.hopper.schedule import (
     right_of,
     row_tile_of,
     spans_at,
+    take_any,
     take_tile,
     whole_query_tiles,
 )
@@ -108,7 +110,7 @@ def load_queries(q_desc, dout_desc, stats_desc, units_desc, pipe, at, span, head
 
 @gluon.jit
 def producer(
-    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, progress, counter_ptr, work_ptr, sizes, pipe,
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, progress_ptr, counter_ptr, work_ptr, ahead, sizes, pipe,
     C: gl.constexpr,
 ):  # fmt: skip
     """Feed the rings."""
@@ -117,6 +119,10 @@ def producer(
     key_turn = start(1)
     tile_turn = first_turn(C)
     tile = gl.program_id(0)
+    if C.FINISHES:
+        tile = take_any(counter_ptr, sizes.num_tiles)
+        pipe.tiles.send(tile_turn, tile)
+        tile_turn = tile_turn.next()
     if C.IS_VARLEN:
         num_entries = gl.load(work_ptr)
         tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
@@ -128,7 +134,7 @@ def producer(
         row_tile = row_tile_of(item * group, q_span, sizes, C)
         lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
         if C.AHEAD:
-            await_prepared(item, progress, sizes)
+            await_prepared(item, progress_ptr, ahead, sizes, C)
         if lo < hi:  # the first query tile ahead of K and V: its place in the ring is free before theirs
             at = load_queries(
                 q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group, row_tile, lo, C
@@ -153,7 +159,10 @@ def producer(
             tile_turn = tile_turn.next()
             tile = announce(taken, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
         else:
-            tile = next_tile(counter_ptr, sizes)
+            if C.FINISHES:
+                tile = take_any(counter_ptr, sizes.num_tiles)
+            else:
+                tile = next_tile(counter_ptr, sizes)
             pipe.tiles.send(tile_turn, tile)
             tile_turn = tile_turn.next()
 
@@ -297,7 +306,7 @@ def store_key_gradients(
 
 @gluon.jit
 def consumer(
-    dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe,
+    dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, progress_ptr, ahead, sizes, pipe,
     WARPGROUP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Sum dK and dV of 64 of the tile's keys, over all query tiles of all query heads of the group."""
@@ -305,7 +314,10 @@ def consumer(
     at = start(C.NUM_STAGES)
     key_turn = start(1)
     tile_turn = first_turn(C)
-    tile = uniform(first_tile(pipe.tiles, tile_turn, C))
+    tile = first_tile(pipe.tiles, tile_turn, C)
+    if C.FINISHES:
+        tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
+    tile = uniform(tile)
     while tile < sizes.num_tiles:
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 4, C)
         kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
@@ -316,11 +328,14 @@ def consumer(
         begin, end = whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C)
         dk = gl.zeros([64, D], gl.float32, accumulator_layout(D))
         dv = gl.zeros([64, D], gl.float32, accumulator_layout(D))
-        tma.store_wait(0)  # the last tile's dK and dV have left the dS and dQ buffers
-        barrier_sync(8, 256)
+        if not C.FINISHES:
+            tma.store_wait(0)  # the last tile's dK and dV have left the dS and dQ buffers
+            barrier_sync(8, 256)
         pipe.key_ring.wait(key_turn)
         for g in range(sizes.group_size):
             row = row_tile_of(item * sizes.group_size + g, q_span, sizes, C)
+            if C.FINISHES:
+                row = ring_tile(item, g, ahead, sizes)
             seeing = lo
             if C.SKIP_HIDDEN and WARPGROUP == 1:
                 seeing = first_seeing_tile(first + 64, lo, hi, seqlen_q, seqlen_k, sizes, C)
@@ -345,6 +360,8 @@ def consumer(
             dk, dv, dk_desc, dv_desc, kv_span, kv_head, first + WARPGROUP * 64, scale, key_turn, pipe, WARPGROUP, C
         )
         key_turn = key_turn.next()
+        if C.FINISHES:  # also: this tile's dK and dV have left the dS and dQ buffers
+            count_done(item, progress_ptr, sizes, WARPGROUP)
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
         tile = uniform(tile)
     tma.store_wait(0)
@@ -381,37 +398,36 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
 
 
 @gluon.jit(
-    do_not_specialize=["front_items", "scale_log2", "cap_scale", "scale", "sizes"],
+    do_not_specialize=["ahead", "scale_log2", "cap_scale", "scale", "sizes"],
     do_not_specialize_on_alignment=["counter_ptr", "lse_ptr", "dlse_ptr"],
 )
 def backward_kernel(
     q_desc, out_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, dk_desc, dv_desc, lse_ptr, dlse_ptr,
-    stats_ptr, sums_ptr, progress_ptr, counter_ptr, work_ptr, front_items, scale_log2, cap_scale, scale, sizes,
+    dq_ptr, stats_ptr, sums_ptr, progress_ptr, counter_ptr, work_ptr, ahead, scale_log2, cap_scale, scale, sizes,
     C: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys."""
     pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C)
     if C.AHEAD:
-        progress = Progress(progress_ptr, front_items)
         row_tiles = pipe  # not read without STATS_AHEAD
         if C.STATS_AHEAD:
             row_tiles = make_row_tiles(dout_desc, C)
             fence_async_shared()  # its barriers, too
         gl.warp_specialize([
-            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
-            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
+            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, progress_ptr, ahead, sizes, pipe, 0, C)),
+            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, progress_ptr, ahead, sizes, pipe, 1, C)),
             (producer, (
-                q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, progress, counter_ptr, work_ptr, sizes, pipe,
+                q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, progress_ptr, counter_ptr, work_ptr, ahead, sizes, pipe,
                 C)),
             (preparer, (
-                out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, progress, pipe.tiles, sizes,
-                C)),
+                out_desc, dout_desc, dq_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, sums_ptr, scale, row_tiles,
+                progress_ptr, ahead, pipe.tiles, sizes, C)),
         ], [4, 1, 2], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),
-            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, 1, C)),
+            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, None, None, sizes, pipe, 0, C)),
+            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, None, None, sizes, pipe, 1, C)),
             (producer, (
-                q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, None, counter_ptr, work_ptr, sizes, pipe,
+                q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, None, counter_ptr, work_ptr, None, sizes, pipe,
                 C)),
         ], [4, 1], [240, 24])  # fmt: skip

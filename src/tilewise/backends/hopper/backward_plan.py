@@ -25,6 +25,9 @@ L2_BYTES = 32 << 20
 AHEAD_HEADS = 8
 # How many rounds of CTAs a share is prepared before its head is needed. D=128 full, N=1024, 1/2/4: 403/475/473.
 AHEAD_ROUNDS = 2
+# How many rounds after a wave a share of dQ is finished, and how many after that its place in the ring is used again.
+FINISH_ROUNDS = 1.5
+REUSE_ROUNDS = 1.5
 # Queries of a block of the kernel that computes dQ alone.
 QUERY_BLOCK = 128
 
@@ -67,13 +70,13 @@ class BackwardPlan(NamedTuple):
     @property
     def units(self) -> Address | None:
         """The units of a sum in fixed point, behind the sums."""
-        offset = (2 + self.sums_width) * 4 * self.num_rows
+        offset = 4 * (2 * self.num_rows + self.sums_width * self.sums_rows)
         return Address("workspace", torch.float32, offset=offset) if self.config.FIXED_POINT else None
 
     @property
     def bounds(self) -> Address | None:
         """What the units are derived from, behind them."""
-        offset = (3 + self.sums_width) * 4 * self.num_rows
+        offset = 4 * (3 * self.num_rows + self.sums_width * self.sums_rows)
         return Address("workspace", torch.int32, offset=offset) if self.config.FIXED_POINT else None
 
     @property
@@ -85,8 +88,8 @@ class BackwardPlan(NamedTuple):
     @property
     def fixed_words(self) -> int:
         """What of the workspace does not depend on lists, in words."""
-        width = 2 + self.sums_width + (1 if self.config.FIXED_POINT else 0)
-        return width * self.num_rows + self.num_bounds
+        width = 2 + (1 if self.config.FIXED_POINT else 0)
+        return width * self.num_rows + self.sums_width * self.sums_rows + self.num_bounds
 
     @property
     def key_work(self) -> Address | None:
@@ -115,15 +118,46 @@ class BackwardPlan(NamedTuple):
     @property
     def num_counts(self) -> int:
         """Of shares."""
-        return self.key_sizes.num_items if self.config.AHEAD else 0
+        return self.key_sizes.num_items * (1 + self.config.FINISHES) if self.config.AHEAD else 0
 
     @property
     def front_items(self) -> int:
         """K/V heads that the row kernel prepares: whole waves, a wave and AHEAD_ROUNDS of all CTAs at least."""
         sizes = self.key_sizes
         wave_tiles = sizes.items_per_wave * sizes.num_blocks
-        waves = -(-(wave_tiles + AHEAD_ROUNDS * self.key_grid[0]) // wave_tiles)
+        rounds = AHEAD_ROUNDS - 1 if self.config.FINISHES else AHEAD_ROUNDS  # first tiles from the counter or not
+        waves = -(-(wave_tiles + rounds * self.key_grid[0]) // wave_tiles)
         return min(waves * sizes.items_per_wave, sizes.num_items) if self.config.AHEAD else sizes.num_items
+
+    @property
+    def wave_tiles(self) -> int:
+        """Tiles of a wave of heads."""
+        return self.key_sizes.items_per_wave * self.key_sizes.num_blocks
+
+    @property
+    def lag(self) -> int:
+        """How many tiles later the share of dQ that belongs to a tile is finished: a wave at least (finishing.py)."""
+        return self.wave_tiles + int(FINISH_ROUNDS * self.key_grid[0])
+
+    @property
+    def ring_items(self) -> int:
+        """Heads that have room for sums of dQ: a wave and the lag at least."""
+        if not self.config.FINISHES:
+            return self.key_sizes.num_items
+        tiles = self.wave_tiles + self.lag + int(REUSE_ROUNDS * self.key_grid[0])
+        return min(-(-tiles // self.key_sizes.num_blocks), self.key_sizes.num_items)
+
+    @property
+    def finished_items(self) -> int:
+        """Heads whose dQ the main kernel finishes: all whose shares get a number from the counter."""
+        numbers = self.key_sizes.num_tiles + self.key_grid[0] - self.lag
+        waves = max(numbers, 0) // self.wave_tiles if self.config.FINISHES else 0
+        return waves * self.key_sizes.items_per_wave
+
+    @property
+    def sums_rows(self) -> int:
+        """Query rows that have room for sums of dQ."""
+        return self.ring_items * self.problem.group_size * self.key_sizes.row_tiles * self.config.BLOCK_M
 
     @property
     def workspace(self) -> Allocation:

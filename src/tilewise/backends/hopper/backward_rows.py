@@ -139,14 +139,15 @@ def units_of(dout, delta, lse, bounds_ptr, item, group_size):
         "batch",
         "num_items",
         "cleared_items",
+        "stats_items",
         "num_counts",
     ],
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_seqlens"],
 )
 def prepare_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, dq_acc_ptr, counts_ptr, bounds_ptr, cu_seqlens,
-    out_strides, dout_strides, num_heads, group_size, seqlen_q, total_q, batch, num_items, cleared_items, num_counts,
-    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
+    out_strides, dout_strides, num_heads, group_size, seqlen_q, total_q, batch, num_items, cleared_items, stats_items,
+    num_counts, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """[lse * log2(e) | delta - dlse] of one query tile, packed for one TMA load; its tile of the accumulator zeroed.
 
@@ -161,7 +162,7 @@ def prepare_rows_kernel(
     )
     head = (item % num_heads).to(tl.int64)
     rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = rows < length
+    inside = (rows < length) & (item < stats_items)
     memory_rows = (first + rows).to(tl.int64)
     out = load_rows(out_ptr, out_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
     dout = load_rows(dout_ptr, dout_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
@@ -188,22 +189,23 @@ def prepare_rows_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["scale", "dq_strides", "num_heads", "seqlen_q", "batch", "num_items"],
+    do_not_specialize=["scale", "dq_strides", "num_heads", "seqlen_q", "batch", "num_items", "first_item", "ring_items"],
     do_not_specialize_on_alignment=["cu_seqlens"],
 )
 def finish_queries_kernel(
     dq_acc_ptr, units_ptr, dq_ptr, cu_seqlens, scale, dq_strides, num_heads, seqlen_q, batch, num_items,
-    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
+    first_item, ring_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """One 64 x 64 block of dQ: scaled, rounded, in rows again. Programs: blocks of the row tiles x items."""
-    item = tl.program_id(0) % num_items
+    item = first_item + tl.program_id(0) % num_items
     block = tl.program_id(0) // num_items
     part = block % DQ_BLOCKS
     _, batch_idx, first, length, m_block = tile_of(
         item, block // DQ_BLOCKS, cu_seqlens, num_heads, seqlen_q, batch, BLOCK_M, PACKED
     )
     head = (item % num_heads).to(tl.int64)
-    place = item.to(tl.int64) * (tl.num_programs(0) // num_items) + block
+    place = (item % ring_items).to(tl.int64) * (tl.num_programs(0) // num_items) + block
     at = place * 4096
     x = tl.load(dq_acc_ptr + at + tl.arange(0, 4096)) * scale
     x = tl.reshape(tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5)), [64, 64])

@@ -167,6 +167,7 @@ class BackwardConfig:
     SKIP_HIDDEN: bool = False
     AHEAD: bool = False
     STATS_AHEAD: bool = False
+    FINISHES: bool = False
     FIXED_POINT: bool = False
     EVEN_K: bool = True
     HAS_RIGHT: bool = False
@@ -209,6 +210,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         SKIP_HIDDEN=not wide and d == 128 and has_right(problem),
         AHEAD=prepares_ahead(problem),
         STATS_AHEAD=prepares_ahead(problem) and not problem.deterministic,
+        FINISHES=prepares_ahead(problem) and not problem.deterministic,
         EVEN_K=not packed and problem.seqlen_k % block_n == 0,
         HAS_RIGHT=has_right(problem),
         IS_CAUSAL=has_right(problem) and problem.band[1] == 0,

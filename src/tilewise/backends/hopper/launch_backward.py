@@ -43,6 +43,7 @@ from tilewise.backends.hopper.launching import (
     describe_flat,
     rows_allocation,
 )
+from tilewise.backends.hopper.preparing import Ahead
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LOG2E
@@ -224,7 +225,9 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
     """Row statistics, and zeros into the accumulator, of all heads or of those that the main kernel leaves over."""
     problem, config = plan.problem, plan.config
     front = plan.front_items * problem.group_size
-    items = front if config.STATS_AHEAD else plan.query_items
+    stats = front if config.STATS_AHEAD else plan.query_items
+    cleared = plan.ring_items * problem.group_size if config.FINISHES else front
+    items = max(stats, cleared)
     arguments = {
         "out_ptr": Address("out", problem.dtype),
         "dout_ptr": Address("dout", problem.dtype),
@@ -244,7 +247,8 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "total_q": problem.total_q,
         "batch": problem.batch,
         "num_items": items,
-        "cleared_items": front,
+        "cleared_items": cleared,
+        "stats_items": stats,
         "num_counts": plan.num_counts,
         "BLOCK_M": config.BLOCK_M,
         "HEAD_DIM": problem.head_dim_v,
@@ -294,7 +298,7 @@ def _sums(plan: BackwardPlan) -> dict[str, Any]:
     accumulator, units = plan.accumulator, plan.units
     assert accumulator is not None
     return {
-        "dq_desc": describe_flat(accumulator, (plan.num_rows * plan.sums_width // 32, 32), [128, 32]),
+        "dq_desc": describe_flat(accumulator, (plan.sums_rows * plan.sums_width // 32, 32), [128, 32]),
         "units_desc": None if units is None else describe_flat(units, (plan.num_rows,), [plan.config.BLOCK_M]),
     }
 
@@ -310,10 +314,17 @@ def _ahead(plan: BackwardPlan, views: dict[str, View]) -> dict[str, Any]:
         "lse_ptr": Address("lse", torch.float32, aligned=False) if config.STATS_AHEAD else None,
         "dlse_ptr": dlse if config.STATS_AHEAD else None,
         "stats_ptr": plan.stats if config.STATS_AHEAD else None,
+        "dq_ptr": Address("dq", plan.problem.dtype) if config.FINISHES and "dq" in views else None,
         "sums_ptr": plan.accumulator if config.AHEAD else None,
         "progress_ptr": plan.progress,
-        "front_items": plan.front_items if config.AHEAD else None,
+        "ahead": _lead(plan, views) if config.AHEAD else None,
     }
+
+
+def _lead(plan: BackwardPlan, views: dict[str, View]) -> Ahead:
+    """How far ahead, and where dQ lies."""
+    strides = _stride_units(views["dq"]) if "dq" in views else (0, 0, 0)
+    return Ahead(plan.front_items, plan.ring_items, plan.finished_items, plan.lag, *strides, plan.problem.head_dim // STRIDE_UNIT)
 
 
 def _shared(plan: BackwardPlan) -> dict[str, Any]:
@@ -327,8 +338,10 @@ def _shared(plan: BackwardPlan) -> dict[str, Any]:
 
 
 def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
-    """DQ out of its accumulator."""
+    """DQ out of its accumulator, of the heads that the main kernel leaves over."""
     problem, config = plan.problem, plan.config
+    finished = plan.finished_items * problem.group_size
+    items = plan.query_items - finished
     arguments = {
         "dq_acc_ptr": plan.accumulator,
         "units_ptr": plan.units,
@@ -339,7 +352,9 @@ def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "num_heads": problem.num_heads,
         "seqlen_q": problem.seqlen_q,
         "batch": problem.batch,
-        "num_items": plan.query_items,
+        "num_items": items,
+        "first_item": finished,
+        "ring_items": plan.ring_items * problem.group_size,
         "BLOCK_M": config.BLOCK_M,
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": plan.sums_width,
@@ -347,7 +362,7 @@ def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "PACKED": config.IS_VARLEN,
     }
     blocks = plan.key_sizes.row_tiles * dq_blocks(config)
-    return KernelCall(finish_queries_kernel, (plan.query_items * blocks, 1, 1), arguments)
+    return KernelCall(finish_queries_kernel, (items * blocks, 1, 1), arguments)
 
 
 def _query_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:

@@ -15,45 +15,31 @@ tile with a smaller number than t, which was taken before t, by a CTA that runs,
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
 # ruff: noqa: N803, N806
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.hopper.channels import start
+from tilewise.backends.hopper.finishing import clear_tile, finish_share
 from tilewise.backends.hopper.row_statistics import compute_statistics, load_rows
 from tilewise.backends.hopper.schedule import place_of, row_tile_of
 from tilewise.backends.hopper.signals import load_acquire, publish
 
-__all__ = ["Progress", "await_prepared", "preparer"]
-
-# Elements that two warps clear at a time: 16 bytes a thread.
-PIECE = gl.constexpr(256)
+__all__ = ["Ahead", "await_prepared", "preparer"]
 
 
-@aggregate
-class Progress:
-    """Of every head of keys the shares that are prepared, and how many heads were before the launch."""
+class Ahead(NamedTuple):
+    """How far ahead heads are prepared and how far behind finished; where dQ lies, strides and width in units of 8 elements."""
 
-    counts_ptr: gl.tensor
-    front_items: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, counts_ptr, front_items):
-        self.counts_ptr = counts_ptr
-        self.front_items = front_items
-
-
-@gluon.jit
-def clear_tile(sums_ptr, row_tile, C: gl.constexpr):
-    """Zeros into the sums of a query tile."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [2], [0])
-    SIZE: gl.constexpr = C.BLOCK_M * C.D
-    elements = gl.arange(0, PIECE, LAYOUT)
-    zeros = gl.full([PIECE], 0, sums_ptr.dtype.element_ty, LAYOUT)
-    at = sums_ptr + gl.to_tensor(row_tile).to(gl.int64) * SIZE
-    for _ in range(SIZE // PIECE):
-        gl.store(at + elements, zeros)
-        at += PIECE
+    front_items: int
+    ring_items: int
+    finished_items: int
+    lag: int
+    batch_stride: int
+    head_stride: int
+    row_stride: int
+    head_units: int
 
 
 @gluon.jit
@@ -74,7 +60,8 @@ def prepare_share(
             row = m_block * C.BLOCK_M
             if C.STATS_AHEAD:
                 load_rows(out_desc, dout_desc, row_tiles, turn, batch_idx, first_head + g, row)
-            clear_tile(sums_ptr, row_tile + m_block, C)
+            if not C.FINISHES:
+                clear_tile(sums_ptr, row_tile + m_block, C)
             if C.STATS_AHEAD:
                 stats = stats_ptr + gl.to_tensor(row_tile + m_block).to(gl.int64) * (2 * C.BLOCK_M)
                 first_row = gl.to_tensor(query_item).to(gl.int64) * sizes.seqlen_q + row
@@ -85,29 +72,40 @@ def prepare_share(
 
 @gluon.jit
 def preparer(
-    out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, progress, tiles, sizes, C: gl.constexpr
-):
+    out_desc, dout_desc, dq_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, sums_ptr, scale, row_tiles, counts_ptr, ahead, tiles,
+    sizes, C: gl.constexpr,
+):  # fmt: skip
     """One share for every tile that this CTA takes."""
     turn = start(1)
     tile_turn = start(1)
-    tile = gl.program_id(0)
+    tile = gl.program_id(0) * 0
     while tile < sizes.num_tiles:
         tiles.wait(tile_turn)
         tile = tiles.word(tile_turn, 0, 2)
         tiles.release(tile_turn)
         tile_turn = tile_turn.next()
-        share = tile - gl.num_programs(0) + progress.front_items * sizes.num_blocks
+        share = tile + ahead.front_items * sizes.num_blocks
+        if not C.FINISHES:  # the first tiles are not taken from the counter
+            share -= gl.num_programs(0)
         if share < sizes.num_tiles:
             item, turn = prepare_share(
                 share, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, sizes, C
             )
             publish()
-            gl.atomic_add(progress.counts_ptr + item, 1, sem="relaxed")
+            gl.atomic_add(counts_ptr + item, 1, sem="relaxed")
+        if C.FINISHES:
+            if tile >= ahead.lag:
+                turn = finish_share(
+                    tile - ahead.lag, turn, dq_desc, dq_ptr, sums_ptr, scale, row_tiles, counts_ptr, ahead, sizes, C
+                )
 
 
 @gluon.jit
-def await_prepared(item, progress, sizes):
+def await_prepared(item, counts_ptr, ahead, sizes, C: gl.constexpr):
     """Producer: wait until all shares of a head are counted."""
-    if item >= progress.front_items:
-        while load_acquire(progress.counts_ptr + item) < sizes.num_blocks:
+    shares = gl.where(item >= ahead.front_items, sizes.num_blocks, 0)
+    if C.FINISHES:
+        shares += gl.where(item >= ahead.ring_items, sizes.num_blocks, 0)
+    if shares > 0:
+        while load_acquire(counts_ptr + item) < shares:
             pass

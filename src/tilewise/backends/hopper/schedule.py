@@ -42,6 +42,7 @@ __all__ = [
     "row_tile_of",
     "seen_tiles",
     "spans_at",
+    "take_any",
     "take_tile",
     "whole_query_tiles",
     "whole_tiles",
@@ -300,6 +301,15 @@ def take_tile(counter_ptr, num_tiles, RELAXED: gl.constexpr = False):
     if taken == num_tiles - 1:
         gl.atomic_xchg(counter_ptr, 0, sem=ORDER)
     return taken + gl.num_programs(0)
+
+
+@gluon.jit
+def take_any(counter_ptr, num_tiles):
+    """Take one of num_tiles from a counter that gives out the first ones, too; every program takes one too many."""
+    taken = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    if taken == num_tiles + gl.num_programs(0) - 1:
+        gl.atomic_xchg(counter_ptr, 0, sem="relaxed")
+    return taken
 
 
 @gluon.jit

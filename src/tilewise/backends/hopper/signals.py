@@ -6,7 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["load_acquire", "publish"]
+__all__ = ["await_writes", "load_acquire", "order_copies", "publish"]
 
 
 @gluon.jit
@@ -29,3 +29,19 @@ def publish():
         pack=1,
     )
     gl.thread_barrier()  # what one thread says next is said for all
+
+
+@gluon.jit
+def await_writes():
+    """Wait until what this role's TMA has written or added is there for all who hear of it."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def order_copies():
+    """Order what was heard of before what this role's TMA reads next."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
