@@ -76,7 +76,7 @@ def store_block(sums, dq, rows_left, scale, ahead, PART: gl.constexpr, C: gl.con
     """Rows of dQ out of a 64 x 64 block in register order; dq: the query tile's first row."""
     # A thread has 8 columns of rows 8 apart; lanes read without bank conflicts and write sectors of 32 bytes.
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [1, 0], [2, 0], [16, 0], [4, 0]], [[8, 0]], [], [32, 32]
+        [[0, 1], [0, 4], [0, 8], [0, 2]], [[0, 16], [1, 0], [2, 0], [16, 0], [4, 0]], [[8, 0]], [], [32, 32]
     )
     FIRST_ROW: gl.constexpr = PART * 64 // C.D * 64
     for i in gl.static_range(128 // ROWS):
