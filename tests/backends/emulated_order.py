@@ -56,6 +56,7 @@ class Written:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.marks: dict[Key, tuple[Tensor, Tensor]] = {}
+        self.added: dict[Key, Tensor] = {}
         self.published: dict[tuple[Key, int], dict[int, int]] = {}
         self.roles = 0
 
@@ -65,15 +66,23 @@ class Written:
             self.roles += 1
             return Clock(self.roles, {} if of is None else of.published())
 
-    def write(self, clock: Clock, tensor: Tensor, places: Tensor) -> None:
-        """Elements `places` of the tensor's storage, counted from the tensor, are written now."""
+    def write(self, clock: Clock, tensor: Tensor, places: Tensor, *, adds: bool = False) -> None:
+        """Elements `places` of the tensor's storage, counted from the tensor, are written now, or added to.
+
+        Additions have no order among each other, but come after whatever else wrote there.
+        """
         key, size = _storage(tensor)
         with self.lock:
             if key not in self.marks:
                 self.marks[key] = (torch.zeros(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int32))
+                self.added[key] = torch.zeros(size, dtype=torch.bool)
+            where = places + tensor.storage_offset()
+            if adds:
+                self.read(clock, tensor, places[~self.added[key][where]])
             writers, times = self.marks[key]
-            writers[places + tensor.storage_offset()] = clock.role
-            times[places + tensor.storage_offset()] = clock.now
+            writers[where] = clock.role
+            times[where] = clock.now
+            self.added[key][where] = adds
 
     def read(self, clock: Clock, tensor: Tensor, places: Tensor) -> None:
         """Check that whoever wrote these elements did it before, for the reader too."""

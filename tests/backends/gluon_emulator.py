@@ -254,7 +254,7 @@ def store_box(desc: Descriptor, corner: list[Any], source: Memory, add: bool = F
 
     def land(values: Tensor) -> None:
         flat = Pointer(desc.base).flat
-        HERE.grid.written.write(HERE.clock, desc.base, offsets[inside])
+        HERE.grid.written.write(HERE.clock, desc.base, offsets[inside], adds=add)
         with HERE.grid.atomics:
             flat[offsets[inside]] = values + (flat[offsets[inside]] if add else 0)
 

@@ -152,7 +152,7 @@ class BackwardPlan(NamedTuple):
         """Heads whose dQ the main kernel finishes: all whose shares get a number from the counter."""
         numbers = self.key_sizes.num_tiles + self.key_grid[0] - self.lag
         waves = max(numbers, 0) // self.wave_tiles if self.config.FINISHES else 0
-        return waves * self.key_sizes.items_per_wave
+        return min(waves * self.key_sizes.items_per_wave, self.key_sizes.num_items)
 
     @property
     def sums_rows(self) -> int:

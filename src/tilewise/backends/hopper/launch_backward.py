@@ -172,7 +172,7 @@ def backward_calls(plan: BackwardPlan, views: dict[str, View]) -> Iterator[Kerne
         yield _list_call(plan, plan.key_work, views, of_keys=True)
     yield _prepare_call(plan, views)
     yield _key_gradient_call(plan, views)
-    if "dq" not in views:
+    if "dq" not in views or plan.finished_items == plan.key_sizes.num_items:
         return
     if plan.query_work is not None:
         yield _list_call(plan, plan.query_work, views, of_keys=False)

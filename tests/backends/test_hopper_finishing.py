@@ -1,0 +1,98 @@
+"""dQ leaves its sums beside the kernel that adds to them: complete, once, and the ring of sums is used again in time.
+
+With 3 SMs and one K/V head a wave, most heads here are finished by the preparers and share places in the ring.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gluon_emulator
+from gluon_emulator import MODE
+from test_hopper_preparing import CASES, waves_of_one  # noqa: F401  (a fixture)
+from test_hopper_protocol import Case, check_backward, emulated  # noqa: F401  (a fixture)
+from tilewise import device
+
+pytestmark = pytest.mark.slow
+
+# Of 256 keys: two tiles a head, so that a head's tiles are done at different times.
+CASE = Case(batch=5, heads=(2, 2), seqlens=(200, 256))
+
+
+@pytest.fixture
+def short_ring(waves_of_one: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:  # noqa: F811
+    """As few places in the ring as there may be."""
+    monkeypatch.setattr(waves_of_one("backward_plan"), "FINISH_ROUNDS", 0)
+    monkeypatch.setattr(waves_of_one("backward_plan"), "REUSE_ROUNDS", 0)
+    return waves_of_one
+
+
+@pytest.mark.parametrize("late_loads", [False, True], ids=["loads at once", "loads late"])
+@pytest.mark.parametrize("name", ["d64 causal", "d128, few queries", "d96 window, sinks"])
+def test_places_are_used_again(name: str, late_loads: bool, short_ring: Callable[[str], Any]) -> None:
+    MODE.late_loads = late_loads
+    case = CASES[name]
+    plan = short_ring("backward_plan").backward_plan(case.problem, device.of(torch.device("cpu")))
+    assert plan.ring_items < plan.finished_items
+    check_backward(case, short_ring)
+
+
+@pytest.mark.parametrize("missing", ["await_writes", "load_acquire", "publish"])
+def test_a_missing_signal_is_found(
+    missing: str, short_ring: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is added has not arrived yet; a head is finished before its tiles are done; zeros are not told of."""
+    MODE.late_loads = False
+    finishing = short_ring("finishing")
+    count = finishing.count_done.function
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.3)
+        count(*args)
+
+    monkeypatch.setattr(short_ring("backward"), "count_done", slowly)
+    enough = torch.tensor(1 << 20)
+    monkeypatch.setattr(finishing, missing, (lambda _: enough) if missing == "load_acquire" else lambda: None)
+    with pytest.raises(AssertionError):
+        check_backward(CASE, short_ring)
+
+
+def test_too_short_a_ring_is_a_deadlock(short_ring: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head waits for the one that had its place before, whose share would go to one of the head's own tiles."""
+    MODE.late_loads = False
+    monkeypatch.setattr(short_ring("backward_plan").BackwardPlan, "ring_items", property(lambda _: 1))
+    monkeypatch.setattr(gluon_emulator, "DEADLOCK_S", 1.0)
+    with pytest.raises(RuntimeError, match="deadlock"):
+        check_backward(CASE, short_ring)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("heads", "seqlen", "batch"), [(16, 1024, 16), (32, 4096, 2), (3, 128, 300), (1, 128, 1), (5, 4096, 3), (7, 512, 9)]
+)
+def test_everybody_waits_for_smaller_numbers(
+    heads: int,
+    seqlen: int,
+    batch: int,
+    causal: bool,
+    emulated: Callable[[str], Any],  # noqa: F811
+) -> None:
+    case = Case(128, batch=batch, heads=(heads, heads), seqlens=(seqlen, seqlen), causal=causal)
+    plan = emulated("backward_plan").backward_plan(case.problem, device.named("h200"))
+    sizes, lag = plan.key_sizes, plan.lag
+    assert plan.config.FINISHES
+    tiles: dict[int, list[int]] = {}
+    for tile in range(sizes.num_tiles):
+        tiles.setdefault(int(emulated("schedule").place_of(tile, sizes, False)[1]), []).append(tile)
+    numbers = sizes.num_tiles + plan.key_grid[0]
+    for item in range(plan.finished_items):
+        shares = [tile + lag for tile in tiles[item]]
+        assert max(tiles[item]) < min(shares)
+        assert max(shares) < numbers
+        assert max(shares) < min(tiles.get(item + plan.ring_items, [numbers]))
+    assert sizes.num_items - plan.ring_items <= plan.finished_items
