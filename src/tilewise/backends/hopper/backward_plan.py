@@ -136,8 +136,11 @@ class BackwardPlan(NamedTuple):
 
     @property
     def lag(self) -> int:
-        """How many tiles later the share of dQ that belongs to a tile is finished: a wave at least (finishing.py)."""
-        return self.wave_tiles + int(FINISH_ROUNDS * self.key_grid[0])
+        """How many tiles later the share of dQ that belongs to a tile is finished: a wave at least (finishing.py).
+
+        And all CTAs, which take numbers past the last tile: no share past the last one.
+        """
+        return max(self.wave_tiles + int(FINISH_ROUNDS * self.key_grid[0]), self.key_grid[0])
 
     @property
     def ring_items(self) -> int:
