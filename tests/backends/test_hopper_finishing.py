@@ -63,8 +63,9 @@ def test_a_missing_signal_is_found(
 
 
 def test_too_short_a_ring_is_a_deadlock(short_ring: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head waits for the one that had its place before, whose share would go to one of the head's own tiles."""
+    """All CTAs have tiles that wait for the head which had their place before; its shares would go to later tiles."""
     MODE.late_loads = False
+    monkeypatch.setattr(short_ring("backward_plan"), "FINISH_ROUNDS", 2)
     monkeypatch.setattr(short_ring("backward_plan").BackwardPlan, "ring_items", property(lambda _: 1))
     monkeypatch.setattr(gluon_emulator, "DEADLOCK_S", 1.0)
     with pytest.raises(RuntimeError, match="deadlock"):
