@@ -267,12 +267,13 @@ def store_wait(pending: int) -> None:
         HERE.stores.pop(0)()
 
 
-def await_writes() -> None:
-    """All has arrived."""
-    store_wait(0)
-    for land, values in HERE.landing:
+def await_writes(pending: int = 0) -> None:
+    """All but the last ones have arrived."""
+    while len(HERE.landing) + len(HERE.stores) > pending:
+        if not HERE.landing:
+            HERE.stores.pop(0)()
+        land, values = HERE.landing.pop(0)
         land(values)
-    HERE.landing.clear()
 
 
 def assembly(
@@ -282,8 +283,8 @@ def assembly(
     if found := re.match(r"bar\.(sync|arrive) (\d+|\$1), (\d+);", text):
         index = int(args[0]) if found.group(2) == "$1" else int(found.group(2))
         HERE.named.join(index, int(found.group(3)), waits=found.group(1) == "sync")
-    if text.startswith("cp.async.bulk.wait_group 0"):
-        await_writes()
+    if found := re.match(r"cp\.async\.bulk\.wait_group (\d)", text):
+        await_writes(int(found.group(1)))
     if "fence.acq_rel.gpu" in text:
         HERE.fenced = True
     if text.startswith("ld.acquire"):

@@ -57,7 +57,7 @@ def test_a_missing_signal_is_found(
 
     monkeypatch.setattr(short_ring("backward"), "count_done", slowly)
     enough = torch.tensor(1 << 20)
-    monkeypatch.setattr(finishing, missing, (lambda _: enough) if missing == "load_acquire" else lambda: None)
+    monkeypatch.setattr(finishing, missing, (lambda *_: enough) if missing == "load_acquire" else lambda *_: None)
     with pytest.raises(AssertionError):
         check_backward(CASE, short_ring)
 

@@ -328,9 +328,8 @@ def consumer(
         begin, end = whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C)
         dk = gl.zeros([64, D], gl.float32, accumulator_layout(D))
         dv = gl.zeros([64, D], gl.float32, accumulator_layout(D))
-        if not C.FINISHES:
-            tma.store_wait(0)  # the last tile's dK and dV have left the dS and dQ buffers
-            barrier_sync(8, 256)
+        tma.store_wait(0)  # the last tile's dK and dV have left the dS and dQ buffers
+        barrier_sync(8, 256)
         pipe.key_ring.wait(key_turn)
         for g in range(sizes.group_size):
             row = row_tile_of(item * sizes.group_size + g, q_span, sizes, C)
@@ -360,8 +359,8 @@ def consumer(
             dk, dv, dk_desc, dv_desc, kv_span, kv_head, first + WARPGROUP * 64, scale, key_turn, pipe, WARPGROUP, C
         )
         key_turn = key_turn.next()
-        if C.FINISHES:  # also: this tile's dK and dV have left the dS and dQ buffers
-            count_done(item, progress_ptr, sizes, WARPGROUP)
+        if C.FINISHES:
+            count_done(item, progress_ptr, sizes)
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
         tile = uniform(tile)
     tma.store_wait(0)

@@ -126,7 +126,7 @@ class BackwardPlan(NamedTuple):
         sizes = self.key_sizes
         wave_tiles = sizes.items_per_wave * sizes.num_blocks
         rounds = AHEAD_ROUNDS - 1 if self.config.FINISHES else AHEAD_ROUNDS  # first tiles from the counter or not
-        waves = -(-(wave_tiles + rounds * self.key_grid[0]) // wave_tiles)
+        waves = -(-(wave_tiles + int(rounds * self.key_grid[0])) // wave_tiles)
         return min(waves * sizes.items_per_wave, sizes.num_items) if self.config.AHEAD else sizes.num_items
 
     @property

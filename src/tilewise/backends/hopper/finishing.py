@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tilewise.backends.hopper.schedule import place_of
 from tilewise.backends.hopper.signals import await_writes, load_acquire, order_copies, publish
-from tilewise.backends.hopper.primitives import barrier_sync
 
 __all__ = ["clear_tile", "count_done", "finish_share", "ring_tile"]
 
@@ -53,12 +52,11 @@ def clear_tile(sums_ptr, row_tile, C: gl.constexpr):
 
 
 @gluon.jit
-def count_done(item, counts_ptr, sizes, WARPGROUP: gl.constexpr):
-    """Consumer: all that both warpgroups have added for a tile of the item has arrived."""
-    await_writes()
-    barrier_sync(8, 256)
-    if WARPGROUP == 0:
-        gl.atomic_add(counts_ptr + sizes.num_items + item, 1, sem="release")
+def count_done(item, counts_ptr, sizes):
+    """Consumer: all that this warpgroup has added for a tile of the item has arrived, only dV and dK may be on their way."""
+    await_writes(2)
+    gl.thread_barrier()
+    gl.atomic_add(counts_ptr + sizes.num_items + item, 1, sem="release")
 
 
 @gluon.jit
@@ -93,7 +91,7 @@ def finish_share(tile, turn, dq_desc, dq_ptr, sums_ptr, scale, row_tiles, counts
     """The query tiles that belong to a tile; the turn of the row tiles."""
     block, item = place_of(tile, sizes, False)
     if item < ahead.finished_items:
-        while load_acquire(counts_ptr + sizes.num_items + item) < sizes.num_blocks:
+        while load_acquire(counts_ptr + sizes.num_items + item) < 2 * sizes.num_blocks:
             pass
         order_copies()
         batch_idx = item // sizes.num_heads

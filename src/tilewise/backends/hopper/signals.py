@@ -2,6 +2,7 @@
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# ruff: noqa: N803, N806
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,12 +32,16 @@ def publish():
     gl.thread_barrier()  # what one thread says next is said for all
 
 
+@gluon.constexpr_function
+def _await_asm(pending):
+    return f"cp.async.bulk.wait_group {pending}; mov.u32 $0, $1;"
+
+
 @gluon.jit
-def await_writes():
-    """Wait until what this role's TMA has written or added is there for all who hear of it."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
+def await_writes(PENDING: gl.constexpr):
+    """Wait until all but the last PENDING of this role's TMA stores and additions are there for all who hear of it."""
+    ASM: gl.constexpr = _await_asm(PENDING)
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
