@@ -110,7 +110,7 @@ def load_queries(q_desc, dout_desc, stats_desc, units_desc, pipe, at, span, head
 
 @gluon.jit
 def producer(
-    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, progress_ptr, counter_ptr, work_ptr, ahead, sizes, pipe,
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counts_ptr, counter_ptr, work_ptr, ahead, sizes, pipe,
     C: gl.constexpr,
 ):  # fmt: skip
     """Feed the rings."""
@@ -134,7 +134,7 @@ def producer(
         row_tile = row_tile_of(item * group, q_span, sizes, C)
         lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
         if C.AHEAD:
-            await_prepared(item, progress_ptr, ahead, sizes, C)
+            await_prepared(item, counts_ptr, ahead, sizes, C)
         if lo < hi:  # the first query tile ahead of K and V: its place in the ring is free before theirs
             at = load_queries(
                 q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group, row_tile, lo, C
@@ -159,10 +159,7 @@ def producer(
             tile_turn = tile_turn.next()
             tile = announce(taken, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
         else:
-            if C.FINISHES:
-                tile = take_any(counter_ptr, sizes.num_tiles)
-            else:
-                tile = next_tile(counter_ptr, sizes)
+            tile = take_any(counter_ptr, sizes.num_tiles) if C.FINISHES else next_tile(counter_ptr, sizes)
             pipe.tiles.send(tile_turn, tile)
             tile_turn = tile_turn.next()
 
@@ -306,7 +303,7 @@ def store_key_gradients(
 
 @gluon.jit
 def consumer(
-    dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, progress_ptr, ahead, sizes, pipe,
+    dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, counts_ptr, ahead, sizes, pipe,
     WARPGROUP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Sum dK and dV of 64 of the tile's keys, over all query tiles of all query heads of the group."""
@@ -360,7 +357,7 @@ def consumer(
         )
         key_turn = key_turn.next()
         if C.FINISHES:
-            count_done(item, progress_ptr, sizes)
+            count_done(item, counts_ptr, sizes)
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
         tile = uniform(tile)
     tma.store_wait(0)
@@ -402,7 +399,7 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
 )
 def backward_kernel(
     q_desc, out_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, dk_desc, dv_desc, lse_ptr, dlse_ptr,
-    dq_ptr, stats_ptr, sums_ptr, progress_ptr, counter_ptr, work_ptr, ahead, scale_log2, cap_scale, scale, sizes,
+    dq_ptr, stats_ptr, sums_ptr, counts_ptr, counter_ptr, work_ptr, ahead, scale_log2, cap_scale, scale, sizes,
     C: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys."""
@@ -413,20 +410,22 @@ def backward_kernel(
             row_tiles = make_row_tiles(dout_desc, C)
             fence_async_shared()  # its barriers, too
         gl.warp_specialize([
-            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, progress_ptr, ahead, sizes, pipe, 0, C)),
-            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, progress_ptr, ahead, sizes, pipe, 1, C)),
+            (consumer, (
+                dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, counts_ptr, ahead, sizes, pipe, 0, C)),
+            (consumer, (
+                dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, counts_ptr, ahead, sizes, pipe, 1, C)),
             (producer, (
-                q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, progress_ptr, counter_ptr, work_ptr, ahead, sizes, pipe,
-                C)),
+                q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counts_ptr, counter_ptr, work_ptr, ahead,
+                sizes, pipe, C)),
             (preparer, (
                 out_desc, dout_desc, dq_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, sums_ptr, scale, row_tiles,
-                progress_ptr, ahead, pipe.tiles, sizes, C)),
+                counts_ptr, ahead, pipe.tiles, sizes, C)),
         ], [4, 1, 2], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, None, None, sizes, pipe, 0, C)),
             (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, None, None, sizes, pipe, 1, C)),
             (producer, (
-                q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, None, counter_ptr, work_ptr, None, sizes, pipe,
-                C)),
+                q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, None, counter_ptr, work_ptr, None, sizes,
+                pipe, C)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -147,13 +147,15 @@ def units_of(dout, delta, lse, bounds_ptr, item, group_size):
 def prepare_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, dq_acc_ptr, counts_ptr, bounds_ptr, cu_seqlens,
     out_strides, dout_strides, num_heads, group_size, seqlen_q, total_q, batch, num_items, cleared_items, stats_items,
-    num_counts, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
+    num_counts, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """[lse * log2(e) | delta - dlse] of one query tile, packed for one TMA load; its tile of the accumulator zeroed.
 
     dlse enters here: dS = P (dP - delta + dlse). With units_ptr also the rows' units of a sum in fixed point. Programs:
-    row tiles x items; packed, an item is a head. Only the first `cleared_items` are zeroed if others are prepared
-    beside the main kernel (preparing.py), which counts in counts_ptr, from 0 on.
+    row tiles x items; packed, an item is a head. Only the first `cleared_items` are zeroed, and the
+    first `stats_items` have statistics, if others are prepared beside the main kernel (preparing.py), which counts in
+    counts_ptr, from 0 on.
     """
     item = tl.program_id(0) % num_items
     row_tile = tl.program_id(0) // num_items
@@ -189,15 +191,27 @@ def prepare_rows_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["scale", "dq_strides", "num_heads", "seqlen_q", "batch", "num_items", "first_item", "ring_items"],
+    do_not_specialize=[
+        "scale",
+        "dq_strides",
+        "num_heads",
+        "seqlen_q",
+        "batch",
+        "num_items",
+        "first_item",
+        "ring_items",
+    ],
     do_not_specialize_on_alignment=["cu_seqlens"],
 )
 def finish_queries_kernel(
     dq_acc_ptr, units_ptr, dq_ptr, cu_seqlens, scale, dq_strides, num_heads, seqlen_q, batch, num_items,
-    first_item, ring_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr,
-    PACKED: tl.constexpr,
+    first_item, ring_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One 64 x 64 block of dQ: scaled, rounded, in rows again. Programs: blocks of the row tiles x items."""
+    """One 64 x 64 block of dQ: scaled, rounded, in rows again. Programs: blocks of the row tiles x items.
+
+    The items begin with first_item; their sums lie in a ring of ring_items (finishing.py), or of all.
+    """
     item = first_item + tl.program_id(0) % num_items
     block = tl.program_id(0) // num_items
     part = block % DQ_BLOCKS

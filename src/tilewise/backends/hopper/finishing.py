@@ -1,16 +1,16 @@
-"""DQ out of its sums beside the main backward kernel, by the two warps that prepare later heads.
+"""dQ out of its sums beside the main backward kernel, by the two warps that prepare later heads.
 
-Sums live in a ring of `ring_items` heads, small enough to stay in L2. Both warpgroups of a tile count it in `done` once
-TMA has added all of their blocks. Whoever takes tile t from the counter finishes the query tiles that belong to tile
-t - lag (its block's share of its head): waits until all tiles of the head are done, fetches the sums by TMA, stores dQ
-scaled and rounded, and leaves zeros for the head that uses this place of the ring next. A head whose place was used
-before waits for the shares of the one before it (preparing.await_prepared).
+Sums live in a ring of `ring_items` heads, which stays in L2 if it is small. The warpgroups of a tile count themselves
+for their head once TMA has added all of their blocks. Whoever takes tile t from the counter finishes the share of tile
+t - lag: the query tiles with the number of its block, of its head. It waits until all tiles of the head are done,
+fetches the sums by TMA (24 registers a thread keep too few loads in flight), stores dQ, scaled and rounded, and leaves
+zeros for the head that has this place of the ring next, which waits for them (preparing.await_prepared).
 
-Nobody waits in a circle: all tiles come from the counter, so they are taken in their order and by CTAs that run. A share
-waits for tiles of a head less than a wave after t - lag, and the lag is at least a wave; a tile of head h waits for
-shares of head h - ring_items, which went to tiles at most lag and a wave after that head's, and the ring is at least
-that long (backward_plan.ring_items). So everybody waits for smaller numbers only. The last heads, for whose shares no
-number is left, are finished by backward_rows.finish_queries_kernel.
+Nobody waits in a circle: all tiles come from the counter, so they are taken in their order, by CTAs that run. A share
+waits for tiles of a head, less than a wave after t - lag, and the lag is at least a wave. A tile of head h waits for
+shares of head h - ring_items, which went to tiles less than a wave and the lag after that head's first one, and the
+ring is at least that long (backward_plan.ring_items). So everybody waits for smaller numbers only. The last heads, for
+whose shares there is no number, are left to backward_rows.finish_queries_kernel.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -53,7 +53,7 @@ def clear_tile(sums_ptr, row_tile, C: gl.constexpr):
 
 @gluon.jit
 def count_done(item, counts_ptr, sizes):
-    """Consumer: all that this warpgroup has added for a tile of the item has arrived, only dV and dK may be on their way."""
+    """Consumer: what this warpgroup has added for a tile has arrived; only its dV and dK may still be on their way."""
     await_writes(2)
     gl.thread_barrier()
     gl.atomic_add(counts_ptr + sizes.num_items + item, 1, sem="release")

@@ -316,7 +316,7 @@ def _ahead(plan: BackwardPlan, views: dict[str, View]) -> dict[str, Any]:
         "stats_ptr": plan.stats if config.STATS_AHEAD else None,
         "dq_ptr": Address("dq", plan.problem.dtype) if config.FINISHES and "dq" in views else None,
         "sums_ptr": plan.accumulator if config.AHEAD else None,
-        "progress_ptr": plan.progress,
+        "counts_ptr": plan.progress,
         "ahead": _lead(plan, views) if config.AHEAD else None,
     }
 
@@ -324,7 +324,9 @@ def _ahead(plan: BackwardPlan, views: dict[str, View]) -> dict[str, Any]:
 def _lead(plan: BackwardPlan, views: dict[str, View]) -> Ahead:
     """How far ahead, and where dQ lies."""
     strides = _stride_units(views["dq"]) if "dq" in views else (0, 0, 0)
-    return Ahead(plan.front_items, plan.ring_items, plan.finished_items, plan.lag, *strides, plan.problem.head_dim // STRIDE_UNIT)
+    return Ahead(
+        plan.front_items, plan.ring_items, plan.finished_items, plan.lag, *strides, plan.problem.head_dim // STRIDE_UNIT
+    )
 
 
 def _shared(plan: BackwardPlan) -> dict[str, Any]:

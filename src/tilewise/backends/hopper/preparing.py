@@ -3,8 +3,10 @@
 A head of keys needs the row statistics of its query heads (row_statistics.py) and zeros in their sums of dQ. The row
 kernel prepares the first `front_items` heads. All others are prepared in shares: to every tile belongs the part with
 the number of its block of its head's query tiles. Whoever takes tile t from the counter prepares the share of tile
-t - num_programs + front_items * num_blocks and counts it for its head; the producer of a tile waits until all shares of
-its head are counted. Hence sums are cleared, and dO is read, shortly before they are used, and are still in L2.
+t - num_programs + front_items * num_blocks (without num_programs, where the first tiles come from the counter as well)
+and counts it for its head; the producer of a tile waits until all shares of its head are counted. Hence sums are
+cleared, and dO is read, shortly before they are used, and are still in L2. Where dQ is finished here, too
+(finishing.py), zeros come from there.
 
 Nobody waits in a circle: the last share of the head of tile t belongs to a tile less than a wave after t, and the host
 sees to it that the front is at least a wave and num_programs long (backward_plan.front_items). So that share went to a
@@ -13,7 +15,7 @@ tile with a smaller number than t, which was taken before t, by a CTA that runs,
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from typing import NamedTuple
 
@@ -30,7 +32,7 @@ __all__ = ["Ahead", "await_prepared", "preparer"]
 
 
 class Ahead(NamedTuple):
-    """How far ahead heads are prepared and how far behind finished; where dQ lies, strides and width in units of 8 elements."""
+    """How far ahead heads are prepared, how far behind finished, and where dQ lies: strides and width in 8 elements."""
 
     front_items: int
     ring_items: int
@@ -72,10 +74,10 @@ def prepare_share(
 
 @gluon.jit
 def preparer(
-    out_desc, dout_desc, dq_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, sums_ptr, scale, row_tiles, counts_ptr, ahead, tiles,
-    sizes, C: gl.constexpr,
+    out_desc, dout_desc, dq_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, sums_ptr, scale, row_tiles, counts_ptr, ahead,
+    tiles, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """One share for every tile that this CTA takes."""
+    """For every tile that this CTA takes, a share of a head that comes later and one of a head that is done."""
     turn = start(1)
     tile_turn = start(1)
     tile = gl.program_id(0) * 0
@@ -93,11 +95,10 @@ def preparer(
             )
             publish()
             gl.atomic_add(counts_ptr + item, 1, sem="relaxed")
-        if C.FINISHES:
-            if tile >= ahead.lag:
-                turn = finish_share(
-                    tile - ahead.lag, turn, dq_desc, dq_ptr, sums_ptr, scale, row_tiles, counts_ptr, ahead, sizes, C
-                )
+        if C.FINISHES and tile >= ahead.lag:
+            turn = finish_share(
+                tile - ahead.lag, turn, dq_desc, dq_ptr, sums_ptr, scale, row_tiles, counts_ptr, ahead, sizes, C
+            )
 
 
 @gluon.jit
