@@ -340,7 +340,8 @@ def poll(pointer: Pointer) -> Tensor:
     return value
 
 
-def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+def store(pointer: Pointer, value: Any, mask: Any = None, eviction_policy: str = "") -> None:
+    del eviction_policy
     offsets = torch.as_tensor(pointer.offset)
     value = torch.as_tensor(value).to(pointer.tensor.dtype).expand(offsets.shape)
     keep = torch.ones_like(offsets, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, offsets.shape)

@@ -24,7 +24,7 @@ L2_BYTES = 32 << 20
 # N=1024, 4/8/16: 310/314/310 TFLOP/s; D=128 causal, N=4096, 2/4/8: 488/500/505.
 AHEAD_HEADS = 8
 # How many rounds of CTAs a share is prepared before its head is needed. D=128 full, N=1024, 1/2/4: 403/475/473.
-AHEAD_ROUNDS = 2
+AHEAD_ROUNDS, CAUSAL_AHEAD_ROUNDS = 2, 1
 # How many rounds after a wave a share of dQ is finished, and how many after that its place in the ring is used again.
 FINISH_ROUNDS = 1.5
 REUSE_ROUNDS = 1.5
@@ -125,7 +125,7 @@ class BackwardPlan(NamedTuple):
         """K/V heads that the row kernel prepares: whole waves, a wave and AHEAD_ROUNDS of all CTAs at least."""
         sizes = self.key_sizes
         wave_tiles = sizes.items_per_wave * sizes.num_blocks
-        rounds = AHEAD_ROUNDS - 1 if self.config.FINISHES else AHEAD_ROUNDS  # first tiles from the counter or not
+        rounds = CAUSAL_AHEAD_ROUNDS if self.config.HAS_RIGHT else AHEAD_ROUNDS
         waves = -(-(wave_tiles + int(rounds * self.key_grid[0])) // wave_tiles)
         return min(waves * sizes.items_per_wave, sizes.num_items) if self.config.AHEAD else sizes.num_items
 
@@ -188,7 +188,8 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
     num_blocks = -(-longest // block)
     streamed = streamed_bytes(problem, of_keys=of_keys) * (problem.seqlen_q if of_keys else problem.seqlen_k)
     most = min(num_items, AHEAD_HEADS) if config.AHEAD else num_items
-    wave = max(1, min(most, L2_BYTES // streamed)) if config.HAS_RIGHT or config.HAS_LEFT else 1
+    fitting = (L2_BYTES // 2 if config.FINISHES else L2_BYTES) // streamed  # sums of more heads than a wave's stay there
+    wave = max(1, min(most, fitting)) if config.HAS_RIGHT or config.HAS_LEFT else 1
     if packed:
         wave = heads_per_wave(heads, num_blocks, streamed)
         num_blocks = most_blocks(total, block, problem.batch)

@@ -182,8 +182,10 @@ class BackwardConfig:
 
 # Query rows in a tile, by padded head dim: what fits beside dK and dV in 240 registers a thread.
 BACKWARD_BLOCK_M = {64: 128, 128: 64}
-# The longest sequence whose backward was timed with heads prepared beside it.
-AHEAD_SEQLEN_K = 4096
+# The longest sequences whose backward is faster with heads prepared beside it: under a causal mask, and without.
+AHEAD_SEQLEN_K, AHEAD_FULL_SEQLEN_K = 4096, 2048
+# From and up to which length the backward at D=128 under a causal mask is faster with dQ finished in the main kernel.
+FINISHED_SEQLEN_K = (4096, 16384)
 # Tiles of 64 rows and 64 columns of 16 bits (8 KiB) in the shared memory of a CTA that computes dQ alone.
 QUERY_GRADIENT_TILES = 28
 
@@ -208,9 +210,9 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         V_STAGES=_value_stages(d + d_rest, dv + dv_rest),
         FIXED_POINT=problem.deterministic and not wide,
         SKIP_HIDDEN=not wide and d == 128 and has_right(problem),
-        AHEAD=prepares_ahead(problem),
-        STATS_AHEAD=prepares_ahead(problem) and not problem.deterministic,
-        FINISHES=prepares_ahead(problem) and not problem.deterministic,
+        AHEAD=prepares_ahead(problem) or finishes_inside(problem),
+        STATS_AHEAD=finishes_inside(problem) or (prepares_ahead(problem) and not problem.deterministic),
+        FINISHES=finishes_inside(problem),
         EVEN_K=not packed and problem.seqlen_k % block_n == 0,
         HAS_RIGHT=has_right(problem),
         IS_CAUSAL=has_right(problem) and problem.band[1] == 0,
@@ -221,15 +223,24 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
 
 
 def prepares_ahead(problem: AttentionProblem) -> bool:
-    """Whether heads are prepared beside the main kernel (preparing.py): where that was timed and is faster.
-
-    TFLOP/s at N = 1024/4096: D=64 causal 294/448 -> 314/449, full 416 -> 421 (1024), deterministic causal 249 -> 256
-    (1024); D=128 full 458 -> 475 (1024), causal 335/499 -> 335/505.
-    """
+    """Whether heads are prepared beside the main kernel (preparing.py): where that was timed and is faster."""
     width = max(problem.head_dim, problem.head_dim_v)
+    longest = AHEAD_SEQLEN_K if has_right(problem) else AHEAD_FULL_SEQLEN_K
+    return _is_plain(problem) and problem.seqlen_k <= longest and width <= (64 if problem.deterministic else 128)
+
+
+def finishes_inside(problem: AttentionProblem) -> bool:
+    """Whether the main kernel makes dQ out of its sums as well (finishing.py): where that was timed and is faster."""
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 64
+    long = FINISHED_SEQLEN_K[0] <= problem.seqlen_k <= FINISHED_SEQLEN_K[1]
+    return _is_plain(problem) and has_right(problem) and long and not narrow and not problem.deterministic
+
+
+def _is_plain(problem: AttentionProblem) -> bool:
+    """Dense, every head by itself, whole key tiles, at most a right edge, up to 128 columns."""
     plain = problem.softcap is None and not has_left(problem) and problem.group_size == 1
-    even = problem.seqlen_k % 128 == 0 and problem.seqlen_k <= AHEAD_SEQLEN_K
-    return problem.kind == "dense" and plain and even and width <= (64 if problem.deterministic else 128)
+    narrow = max(problem.head_dim, problem.head_dim_v) <= MAX_NARROW_HEAD_DIM
+    return problem.kind == "dense" and plain and narrow and problem.seqlen_k % 128 == 0
 
 
 def _value_stages(width: int, width_v: int) -> int:
