@@ -188,7 +188,7 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
     num_blocks = -(-longest // block)
     streamed = streamed_bytes(problem, of_keys=of_keys) * (problem.seqlen_q if of_keys else problem.seqlen_k)
     most = min(num_items, AHEAD_HEADS) if config.AHEAD else num_items
-    most = min(most, (L2_BYTES // 2 if config.FINISHES else L2_BYTES) // streamed)  # a ring of sums is longer than a wave
+    most = min(most, (L2_BYTES // 2 if config.FINISHES else L2_BYTES) // streamed)  # a ring is longer than a wave
     wave = max(1, most) if config.HAS_RIGHT or config.HAS_LEFT else 1
     if packed:
         wave = heads_per_wave(heads, num_blocks, streamed)
