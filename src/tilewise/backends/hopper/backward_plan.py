@@ -20,11 +20,13 @@ __all__ = ["QUERY_BLOCK", "BackwardPlan", "backward_plan", "streamed_bytes"]
 
 # Heads walked together under a causal mask: what their key tiles (query tiles, for dQ alone) share, in this much of L2.
 L2_BYTES = 32 << 20
-# At most so many where later heads are prepared beside the main kernel: a small wave has a short front. D=64 causal,
-# N=1024, 4/8/16: 310/314/310 TFLOP/s; D=128 causal, N=4096, 2/4/8: 488/500/505.
+# At most so many where later heads are prepared beside the main kernel, and in half of L2: a small wave has a short
+# front. D=128 causal, N=1024, 4/8/16: 340/357/349 TFLOP/s; N=4096, 4/8: 525/523.
 AHEAD_HEADS = 8
-# How many rounds of CTAs a share is prepared before its head is needed. D=128 full, N=1024, 1/2/4: 403/475/473.
+# How many rounds of CTAs a share is prepared before its head is needed, and under a causal mask from CAUSAL_BLOCKS key
+# tiles on. D=128 full, N=1024, 1/2/4: 403/475/473; causal, N=512, 1/2: 218/223, N=1024 357/353; D=64 330/323.
 AHEAD_ROUNDS, CAUSAL_AHEAD_ROUNDS = 2, 1
+CAUSAL_BLOCKS = 8
 # How many rounds after a wave a share of dQ is finished, and how many after that its place in the ring is used again.
 FINISH_ROUNDS = 1.5
 REUSE_ROUNDS = 1.5
@@ -125,7 +127,8 @@ class BackwardPlan(NamedTuple):
         """K/V heads that the row kernel prepares: whole waves, a wave and AHEAD_ROUNDS of all CTAs at least."""
         sizes = self.key_sizes
         wave_tiles = sizes.items_per_wave * sizes.num_blocks
-        rounds = CAUSAL_AHEAD_ROUNDS if self.config.HAS_RIGHT else AHEAD_ROUNDS
+        banded = self.config.HAS_RIGHT and sizes.num_blocks >= CAUSAL_BLOCKS
+        rounds = CAUSAL_AHEAD_ROUNDS if banded else AHEAD_ROUNDS
         waves = -(-(wave_tiles + int(rounds * self.key_grid[0])) // wave_tiles)
         return min(waves * sizes.items_per_wave, sizes.num_items) if self.config.AHEAD else sizes.num_items
 
@@ -188,7 +191,7 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
     num_blocks = -(-longest // block)
     streamed = streamed_bytes(problem, of_keys=of_keys) * (problem.seqlen_q if of_keys else problem.seqlen_k)
     most = min(num_items, AHEAD_HEADS) if config.AHEAD else num_items
-    most = min(most, (L2_BYTES // 2 if config.FINISHES else L2_BYTES) // streamed)  # a ring is longer than a wave
+    most = min(most, (L2_BYTES // 2 if config.AHEAD else L2_BYTES) // streamed)
     wave = max(1, most) if config.HAS_RIGHT or config.HAS_LEFT else 1
     if packed:
         wave = heads_per_wave(heads, num_blocks, streamed)

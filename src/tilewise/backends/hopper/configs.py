@@ -184,8 +184,8 @@ class BackwardConfig:
 BACKWARD_BLOCK_M = {64: 128, 128: 64}
 # The longest sequences whose backward is faster with heads prepared beside it: under a causal mask, and without.
 AHEAD_SEQLEN_K, AHEAD_FULL_SEQLEN_K = 4096, 2048
-# From and up to which length the backward at D=128 under a causal mask is faster with dQ finished in the main kernel.
-FINISHED_SEQLEN_K = (4096, 16384)
+# The longest ones whose backward at D=128, under a causal mask, is faster with dQ finished in the main kernel.
+FINISHED_SEQLEN_K = 16384
 # Tiles of 64 rows and 64 columns of 16 bits (8 KiB) in the shared memory of a CTA that computes dQ alone.
 QUERY_GRADIENT_TILES = 28
 
@@ -223,16 +223,24 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
 
 
 def prepares_ahead(problem: AttentionProblem) -> bool:
-    """Whether heads are prepared beside the main kernel (preparing.py): where that was timed and is faster."""
+    """Whether heads are prepared beside the main kernel (preparing.py): where that was timed and is faster.
+
+    TFLOP/s at N = 1024/2048/4096: D=64 causal 303/386/456 -> 328/410/488, D=128 causal 344/442/512 -> 357/451/525;
+    D=64 full 445/475/516 -> 450/474/506, D=128 full 468/574/570 -> 476/579/553.
+    """
     width = max(problem.head_dim, problem.head_dim_v)
     longest = AHEAD_SEQLEN_K if has_right(problem) else AHEAD_FULL_SEQLEN_K
     return _is_plain(problem) and problem.seqlen_k <= longest and width <= (64 if problem.deterministic else 128)
 
 
 def finishes_inside(problem: AttentionProblem) -> bool:
-    """Whether the main kernel makes dQ out of its sums as well (finishing.py): where that was timed and is faster."""
+    """Whether the main kernel makes dQ out of its sums as well (finishing.py): where that was timed and is faster.
+
+    TFLOP/s, D=128 causal, N = 1024/4096/8192/16384: 357/525/501/578 -> 326/517/521/587 (the first two: with heads
+    prepared beside it both times).
+    """
     narrow = max(problem.head_dim, problem.head_dim_v) <= 64
-    long = FINISHED_SEQLEN_K[0] <= problem.seqlen_k <= FINISHED_SEQLEN_K[1]
+    long = AHEAD_SEQLEN_K < problem.seqlen_k <= FINISHED_SEQLEN_K
     return _is_plain(problem) and has_right(problem) and long and not narrow and not problem.deterministic
 
 
