@@ -168,9 +168,11 @@ def _varlen() -> Iterator[Case]:
 
 def _short() -> Iterator[Case]:
     best = (CUDNN, FLASH, "fa2", "naive")
-    for graph, head_dim, causal, seqlen in itertools.product((False, True), (64, 128), (False, True), (128, 256, 512)):
+    shapes = itertools.product((False, True), (64, 128), (False, True), (128, 256, 512))
+    for direction, (graph, head_dim, causal, seqlen) in itertools.product(("forward", "backward"), shapes):
+        suffix = ("" if direction == "forward" else "-backward") + ("-graph" if graph else "")
         yield _case(
-            f"short-d{head_dim}-{_mask(causal)}-n{seqlen}{'-graph' if graph else ''}", "short", seqlen=seqlen,
+            f"short-d{head_dim}-{_mask(causal)}-n{seqlen}{suffix}", "short", measure=direction, seqlen=seqlen,
             head_dim=head_dim, causal=causal, graph=graph, quick=seqlen == 256 and head_dim == 128 and not causal,
             implementations=(*OURS, *PEERS, "naive"),
             bars=(Bar(TRITON, 0.9, against=(CUDNN, FLASH)), Bar(HOPPER, 0.97, against=best)),

@@ -83,6 +83,7 @@ class _Session:
         }
         self.checker = Checker(case, self.inputs[0])
         self.auto = chosen_backend(case, self.inputs[0])
+        self.stream = torch.cuda.Stream() if case.graph else None
 
     def result(self) -> CaseResult:
         """Check everybody, measure those that are right."""
@@ -106,7 +107,7 @@ class _Session:
             with self._inside(implementation):
                 prepared = [implementation.prepare(self.case, inputs) for inputs in self.inputs]
                 outcome = self.checker.judge(_results(self.case, prepared[0]))
-                works = [_work(self.case, p) for p in prepared]
+                works = [_work(self.case, p, self.stream) for p in prepared]
                 for work in works:
                     work()
                 self._wait()
@@ -124,7 +125,7 @@ class _Session:
 
     def _race(self, ready: Mapping[str, list[Work]]) -> None:
         scopes = {i.name: functools.partial(self._inside, i) for i in self.contestants}
-        repeats = _captured if self.case.graph else _repeated
+        repeats = _repeated if self.stream is None else functools.partial(_captured, self.stream)
         entrants = [Entrant(name, functools.partial(repeats, works, scopes[name])) for name, works in ready.items()]
         race(entrants, self._clock(), self.limits.seconds_per_case)
         for entrant in entrants:
@@ -168,11 +169,17 @@ def _copies(case: Case) -> list[Inputs]:
     return [first, *(make_inputs(case, seed) for seed in range(1, count))]
 
 
-def _work(case: Case, prepared: Prepared) -> Work:
-    """What is timed: the call, or the backward of an output made here."""
+def _work(case: Case, prepared: Prepared, stream: torch.cuda.Stream | None) -> Work:
+    """What is timed: the call, or the backward of an output made here.
+
+    Autograd runs a backward on the stream of its forward, so that one to be captured begins there.
+    """
     if case.measure != "backward":
         return prepared.call
-    out = prepared.call()
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = prepared.call()
     return lambda: torch.autograd.grad(out, prepared.leaves, prepared.dout, retain_graph=True)
 
 
@@ -198,11 +205,16 @@ def _repeated(works: list[Work], scope: Callable[[], contextlib.AbstractContextM
     return batch
 
 
-def _captured(works: list[Work], scope: Callable[[], contextlib.AbstractContextManager[None]], calls: int) -> Work:
+def _captured(
+    stream: torch.cuda.Stream,
+    works: list[Work],
+    scope: Callable[[], contextlib.AbstractContextManager[None]],
+    calls: int,
+) -> Work:
     """The same batch as one CUDA graph."""
     batch = _repeated(works, scope, calls)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         batch()
     replay: Work = graph.replay
     return replay
