@@ -110,12 +110,25 @@ def test_twenty_lengths_compile_each_triton_kernel_once(h200: FakeCuda, compiled
     for length in short:
         train(TRITON, operands_of(length), causal=True)
     assert sorted(compiled.names) == [
-        "forward_kernel", "key_gradient_kernel", "query_gradient_kernel", "row_stats_kernel",
+        "forward_kernel", "key_gradient_kernel", "one_tile_kernel", "query_gradient_kernel", "row_stats_kernel",
     ]  # fmt: skip
     before = len(compiled.names)
     for length in (513, 528, 1000, 1024):  # few keys have a tile of their own in the forward
         train(TRITON, operands_of(length), causal=True)
     assert compiled.names[before:] == ["forward_kernel"]
+
+
+def test_one_tile_of_keys_compiles_twice_where_nothing_else_is_masked(h200: FakeCuda, compiled: Compiled) -> None:
+    """Once for keys that fill the tile, once for fewer; up to 64 and from 129 on there is one kernel for all."""
+    for length in (65, 100, 127, 128):
+        TRITON.forward(*problem_of(operands_of(length)))
+    assert compiled.names == ["one_tile_kernel"] * 2
+    for length in (2, 63, 64, 129, 130, 512):
+        TRITON.forward(*problem_of(operands_of(length)))
+    assert compiled.names[2:] == ["forward_kernel"]
+    operands = operands_of(128)
+    TRITON.forward(*problem_of(operands._replace(k=shifted(operands.k, 1))))  # what TMA cannot address
+    assert compiled.names[3:] == ["forward_kernel"]
 
 
 def test_twenty_lengths_compile_each_hopper_kernel_once(h200: FakeCuda, compiled: Compiled) -> None:
@@ -167,7 +180,7 @@ def shifted(tensor: Tensor, elements: int) -> Tensor:
 
 
 def test_an_address_that_is_not_aligned_gets_a_kernel_of_its_own(h200: FakeCuda, compiled: Compiled) -> None:
-    operands = operands_of(100)
+    operands = operands_of(200)
     for elements in (0, 8, 1, 3):  # 16 bytes are 8 elements
         problem, ready = problem_of(operands._replace(k=shifted(operands.k, elements)))
         TRITON.forward(problem, ready)
@@ -178,8 +191,8 @@ def test_an_address_that_is_not_aligned_gets_a_kernel_of_its_own(h200: FakeCuda,
 
 
 def test_strides_that_are_not_aligned_get_a_kernel_of_their_own(h200: FakeCuda, compiled: Compiled) -> None:
-    wide = torch.zeros(1, 2, 100, 68, dtype=BF16)
-    for operands in (operands_of(100), operands_of(100)._replace(v=wide[..., :64])):
+    wide = torch.zeros(1, 2, 200, 68, dtype=BF16)
+    for operands in (operands_of(200), operands_of(200)._replace(v=wide[..., :64])):
         problem, ready = problem_of(operands)
         TRITON.forward(problem, ready)
     assert len(compiled.names) == 2
@@ -338,7 +351,7 @@ def test_tensor_maps_are_bounded(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch
 
 
 def test_hooks_see_direct_launches(h200: FakeCuda) -> None:
-    problem, ready = problem_of(operands_of(100))
+    problem, ready = problem_of(operands_of(200))
     TRITON.forward(problem, ready)
     seen: list[str] = []
     hooks = triton.knobs.runtime.launch_enter_hook
@@ -427,7 +440,7 @@ def test_only_what_one_kernel_uses_is_kept(h200: FakeCuda) -> None:
 
 
 def test_threads_share_prepared_launches(h200: FakeCuda, compiled: Compiled) -> None:
-    problem, ready = problem_of(operands_of(100))
+    problem, ready = problem_of(operands_of(200))
     TRITON.forward(problem, ready)
     h200.expect()
 

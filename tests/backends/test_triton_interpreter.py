@@ -264,3 +264,37 @@ def test_specialised_forward(causal: bool, seqlen_q: int, seqlen_k: int, monkeyp
     torch.testing.assert_close(lse.double(), want_lse.double(), rtol=0, atol=1e-5)
     assert torch.equal(other, out)
     assert torch.equal(other_lse, lse)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
+@pytest.mark.parametrize("flags", [{}, {"causal": True}, {"window": (7, 3)}], ids=["full", "causal", "window"])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        configs.Config(16, 16, 4, 1, boxes=True, hold_queries=True, joined=True, heads_per_wave=1),
+        configs.Config(16, 64, 4, 1, boxes=True, one_tile=True),
+    ],
+    ids=["one_loop", "one_tile"],
+)
+def test_few_keys_in_boxes(tile: Any, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One loop for all keys and a grid of (tile, head, sequence), and all keys in one tile: ragged ends, rows without a
+    key, shared heads, as many programs for the heads as there are.
+    """
+    torch.manual_seed(0)
+    passes = importlib.import_module("tilewise.backends.triton.passes")
+    plain: Any = passes._tiled
+    names: list[str] = []
+
+    def noted(kernel: Any, *arguments: Any) -> Any:
+        names.append(kernel.__name__)
+        return plain(kernel, *arguments)
+
+    monkeypatch.setattr(passes, "_tiled", noted)
+    q, k, v = torch.randn(2, 4, 37, 16), torch.randn(2, 2, 29, 16), torch.randn(2, 2, 29, 16)
+    with configs.overridden({"forward": tile}):
+        out, lse = tilewise.attention(q, k, v, **flags, return_lse=True, backend="triton")
+    wide = (x.double() for x in (q, k, v))
+    want, want_lse = tilewise.attention(*wide, **flags, return_lse=True, backend="reference")
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-6)
+    torch.testing.assert_close(lse.double(), want_lse.double(), rtol=0, atol=2e-6)
+    assert names == ["one_tile_kernel" if tile.one_tile else "forward_kernel"]

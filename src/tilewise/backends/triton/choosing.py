@@ -11,7 +11,7 @@ from importlib import metadata
 import torch
 
 from tilewise.backends.triton import configs
-from tilewise.backends.triton.configs import Config, Pass
+from tilewise.backends.triton.configs import Config, Kind, Pass
 from tilewise.backends.triton.traits import element_size, is_plain, is_rich, tile_widths
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
@@ -23,20 +23,42 @@ __all__ = ["config_of", "is_specialisable"]
 READ_RELEASES = ("3.6.0",)
 
 
-def config_of(problem: AttentionProblem, device: DeviceSpec, direction: Pass, *, general: bool = False) -> Config:
+def config_of(
+    problem: AttentionProblem, device: DeviceSpec, direction: Pass, *, general: bool = False, one_tile: bool = True
+) -> Config:
     """The tile of one pass; few keys have their own where they were measured, with plain scores and no padding.
 
-    `general`: of the forward kernel that takes every problem.
+    `general`: of forward kernels that do without warps of their own for loading; if not `one_tile`, of the one that
+    takes every problem.
     """
     special = None if general or direction != "forward" else _specialised(problem, device)
     if special is not None:
         return special
     width = max(tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8)))
-    short = is_plain(problem) and problem.seqlen_k <= configs.SHORT_KEYS
-    config = configs.choose(direction, device, element_size(problem), width, is_rich(problem, direction), short)
+    kinds = [kind for kind in _kinds(problem) if one_tile or kind != "one tile"]
+    config = configs.choose(direction, device, element_size(problem), width, is_rich(problem, direction), kinds)
     # Heads one after the other were measured with dense rows and heads that share nothing.
     measured = problem.kind == "dense" and problem.group_size == 1
     return config if measured or configs.overrides() is not None else replace(config, heads_per_wave=None)
+
+
+def _kinds(problem: AttentionProblem) -> tuple[Kind, ...]:
+    """Which tables of plain problems to ask, in this order."""
+    if not is_plain(problem):
+        return ()
+    left, right = problem.band
+    dense, few = problem.kind == "dense", problem.seqlen_k <= configs.SHORT_KEYS
+    least, most = configs.ONE_TILE_KEYS
+    one_tile = min(problem.seqlen_q, problem.seqlen_k) > least and problem.seqlen_k <= most and not problem.has_sinks
+    asked: tuple[tuple[Kind, bool], ...] = (
+        ("one tile", dense and one_tile),
+        ("few banded", dense and few and right is not None),
+        ("few dense", dense and few),
+        ("few", few),
+        ("window", dense and not few and left is not None),
+        ("dense", dense and not few),
+    )
+    return tuple(kind for kind, on in asked if on)
 
 
 def _specialised(problem: AttentionProblem, device: DeviceSpec) -> Config | None:

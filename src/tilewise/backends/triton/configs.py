@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from tilewise.device import DeviceSpec
 
-__all__ = ["MAX_SPLITS", "PASSES", "Config", "Pass", "choose", "overridden", "overrides", "within_pages"]
+__all__ = ["MAX_SPLITS", "PASSES", "Config", "Kind", "Pass", "choose", "overridden", "overrides", "within_pages"]
 
 Pass = Literal["forward", "dkdv", "dq", "decode", "dbias"]
 PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq", "decode", "dbias")
@@ -25,7 +25,8 @@ class Config:
     `descriptors`: whole tiles of what is streamed are loaded by TMA where the tensors allow. `boxes`: in the forward
     all tiles are. `hold_queries`: in registers, for 16 bits and sm_90. `heads_per_wave`: None means as many as keep
     their rows in L2. `max_registers` a thread, so that as many programs fit a multiprocessor as shared memory allows.
-    `joined`: in the backward, tiles that a band masks share the pipelined loop of those that need no mask.
+    `joined`: tiles that a band masks share the pipelined loop of those that need no mask; in the forward with boxes,
+    dense rows and plain scores. `paired`: there K and V of a tile share a barrier. `one_tile`: see one_tile.py.
     `specialised`: the forward with warps of their own for loading, which bring `num_stages` tiles.
     """
 
@@ -40,6 +41,8 @@ class Config:
     joined: bool = False
     boxes: bool = False
     hold_queries: bool = False
+    one_tile: bool = False
+    paired: bool = False
     specialised: bool = False
 
 
@@ -91,16 +94,46 @@ _HOPPER: dict[Pass, Table] = {
     },
 }
 
-# Up to SHORT_KEYS keys a sequence, in us at N = 128 / 256 / 512, full and causal, 16384 tokens: there starting a
-# program and waiting for memory take as long as the products, and three or four programs a multiprocessor hide it.
+# Kinds of problems with plain scores and no padding that have forward tiles of their own, in us of 16384 tokens. Few
+# keys: at N = 128 / 256 / 512, full and causal; there starting a program and waiting for memory take as long as the
+# products, and three or four programs a multiprocessor hide it.
 SHORT_KEYS = 512
-_HOPPER_SHORT: dict[Pass, Table] = {
-    "forward": {
-        # 86 115 182, 90 106 139 (64 heads side by side: 86 114 182, 91 106 144; without `boxes` and `hold_queries`
+# More than the first and at most the second number of keys are one tile, and a program walks over heads (one_tile.py).
+ONE_TILE_KEYS = (64, 128)
+Kind = Literal["one tile", "few banded", "few dense", "few", "window", "dense"]
+_HOPPER_PLAIN: dict[Kind, Table] = {
+    "one tile": {
+        # N = 128: 73, 77 (forward_kernel: 82, 89; three stages, one program 92, 82)
+        64: Config(128, 128, 8, 2, boxes=True, one_tile=True, max_registers=128),
+    },
+    # One loop under a mask waits for memory once.
+    "few banded": {
+        # 78 93 138 (a barrier each for K and V at 256 and 512 97 144, 64x64 in two loops 89 103 136)
+        64: Config(64, 32, 4, 4, boxes=True, joined=True, paired=True, heads_per_wave=1),
+    },
+    "few dense": {
+        # 84 113 178, 75 89 120 (two loops 84 114 179, 78 94 125; and 64 heads side by side 86 113 180, 80 94 128)
+        128: Config(64, 32, 4, 3, boxes=True, hold_queries=True, joined=True, max_registers=168, heads_per_wave=1),
+    },
+    "few": {
+        # 83 109 176, 89 103 136 (64 heads side by side: 88 116 191, 93 108 149; without `boxes` and `hold_queries`
         # 102 133 201, 108 123 163)
         64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128, heads_per_wave=1),
-        # 83 112 176, 78 91 123 (64x64: 92 120 179, 93 114 139; as it was: 93 124 195, 95 123 152)
+        # 86 113 180, 80 94 128 (64x64: 92 120 179, 93 114 139; as it was: 93 124 195, 95 123 152)
         128: Config(64, 32, 4, 3, boxes=True, hold_queries=True, max_registers=168),
+    },
+    # 1024 keys of N = 16384
+    "window": {
+        # 376 (4 heads at a time 384; by descriptors 4 heads 422, as many as fit L2 420)
+        64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128, heads_per_wave=8),
+        # 335 (8 heads 338; K and V with one barrier 341; two loops, as many heads as fit L2 375)
+        128: Config(64, 64, 4, 3, boxes=True, hold_queries=True, joined=True, heads_per_wave=4),
+    },
+    "dense": {
+        # N = 4096 full, causal, N = 16384 causal: 1329, 640, 2497 (by descriptors 1414, 692, 2622)
+        64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128),
+        # the same: 1025, 529, 2082 (two loops 1058, 551, 2202; K and V with one barrier 2293)
+        128: Config(64, 64, 4, 3, boxes=True, hold_queries=True, joined=True),
     },
 }
 
@@ -115,8 +148,8 @@ class Specialised(NamedTuple):
 
 # In us as above; the kernel is in forward_specialised.py.
 SPECIALISED: dict[int, Specialised] = {
-    # 70 106 185, 77 102 149 (the tile above in the same run: 87 115 182, 92 107 139)
-    64: Specialised(Config(128, 128, 4, 2, specialised=True), 256, 256),
+    # 70 106 185, 77 102 149 (a tile in two loops in the same run: 87 115 182, 92 107 139; in one loop see above)
+    64: Specialised(Config(128, 128, 4, 2, specialised=True), 256, 128),
     # 74 79 132, 75 76 102 (83 110 175, 78 91 122); N = 2048 450, 285 (541, 315), 4096 871, 612 (1027, 547)
     128: Specialised(Config(128, 128, 4, 2, specialised=True), 1 << 31, 2048),
 }
@@ -263,11 +296,13 @@ _overrides: contextvars.ContextVar[Mapping[Pass, Config] | None] = contextvars.C
 )
 
 
-def choose(direction: Pass, device: DeviceSpec, itemsize: int, block_d: int, rich: bool, short: bool = False) -> Config:
+def choose(
+    direction: Pass, device: DeviceSpec, itemsize: int, block_d: int, rich: bool, kinds: Sequence[Kind] = ()
+) -> Config:
     """The tile of one pass for a device, element width and padded head_dim (the larger of q's and v's).
 
-    `rich` problems hold more than K, V and scores in a tile, see traits.is_rich; of `short` ones see
-    choosing.py.
+    `rich` problems hold more than K, V and scores in a tile, see traits.is_rich; of `kinds`, see choosing.py, the first
+    that has a tile is taken.
     """
     override = (overrides() or {}).get(direction)
     if override is not None and not override.specialised:
@@ -279,8 +314,10 @@ def choose(direction: Pass, device: DeviceSpec, itemsize: int, block_d: int, ric
         return (_QUANTISED_HOPPER if device.has_wgmma else _QUANTISED)[direction][width]
     if itemsize == 4:
         return _SINGLE[direction][width]
-    if short and not rich and device.has_wgmma and width in _HOPPER_SHORT.get(direction, {}):
-        return _HOPPER_SHORT[direction][width]
+    if direction == "forward" and device.has_wgmma and not rich:
+        for kind in kinds:
+            if width in _HOPPER_PLAIN[kind]:
+                return _HOPPER_PLAIN[kind][width]
     return (_RICH if rich else _plain_table(device))[direction][width]
 
 

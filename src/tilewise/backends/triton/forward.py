@@ -143,6 +143,37 @@ def attend(
 
 
 @triton.jit
+def attend_joined(
+    acc, row_max, row_sum, q, k_source, v_source, m_idx, scalars, band, seqlen_q, seqlen_k, begin, full_begin, full_end,
+    end,
+    BLOCK_N: tl.constexpr, PAIRED: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """`attend` over all keys begin..end in one loop, for plain scores of dense rows that come in boxes: a branch masks
+    the tiles that are not between full_begin and full_end. PAIRED: K and V of a tile share a barrier.
+
+    A second loop would wait for memory once more.
+    """
+    scale_log2 = scalars.scale * LOG2E
+    if begin < end:
+        tl.assume(begin < end)
+        for first in tl.range(begin, end, BLOCK_N):
+            k_tile = load_box(k_source[3], k_source[4], first, BLOCK_N, T.HEAD_DIM)
+            if PAIRED:
+                v_tile = load_box(v_source[3], v_source[4], first, BLOCK_N, T.HEAD_DIM_V)
+            dots = dot(q, tl.trans(k_tile), T)
+            if (first < full_begin) | (first >= full_end):
+                n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+                dots = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), dots, NEG_INF)
+            tops = tl.max(dots, 1)
+            p, row_max, row_sum, alpha = softmax_step_scaled(dots, tops, row_max, row_sum, scale_log2)
+            acc = acc * alpha[:, None]
+            if not PAIRED:
+                v_tile = load_box(v_source[3], v_source[4], first, BLOCK_N, T.HEAD_DIM_V)
+            acc = dot_add(p.to(v_tile.dtype), v_tile, acc, T)
+    return acc, row_max, row_sum
+
+
+@triton.jit
 def finish(acc, row_max, row_sum, scalars, T: tl.constexpr):
     """(out, lse) of a finished state: divide once; a row without keys is 0 and -inf."""
     if len(row_sum.shape) == 2:
@@ -192,6 +223,7 @@ def forward_kernel(
     q, k, v, q_scale, k_scale, v_scale, q_desc, k_desc, v_desc, out_desc, k_box, v_box, out, lse, bias, mask,
     alibi_slopes, sinks, seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOLD_QUERIES: tl.constexpr,
+    DIRECT: tl.constexpr, JOINED: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """out, lse of one (query tile, head, sequence). `work` lists the tiles of packed sequences; what belongs to none is
     then cleared by who lists.
@@ -203,7 +235,12 @@ def forward_kernel(
         )
     else:
         num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
-        block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
+        if DIRECT:
+            block, head, batch_idx = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+            if T.HAS_RIGHT:
+                block = num_blocks - 1 - block
+        else:
+            block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
         q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
         k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     if T.PACKED_Q and work is None:
@@ -260,14 +297,20 @@ def forward_kernel(
     place = (m_idx, head, batch_idx)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
-    acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-        full_begin, full_end, full_end, full_end, False, BLOCK_N, T
-    )  # fmt: skip
-    acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin,
-        full_begin, full_end, end, True, BLOCK_N, T
-    )  # fmt: skip
+    if JOINED:
+        acc, row_max, row_sum = attend_joined(
+            acc, row_max, row_sum, q_tile, k_source, v_source, m_idx, scalars, band, seqlen_q, seqlen_k, begin,
+            full_begin, full_end, end, BLOCK_N, PAIRED, T
+        )  # fmt: skip
+    else:
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
+            full_begin, full_end, full_end, full_end, False, BLOCK_N, T
+        )  # fmt: skip
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin,
+            full_begin, full_end, end, True, BLOCK_N, T
+        )  # fmt: skip
 
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
     if out_desc is not None:
