@@ -1,8 +1,8 @@
 """Query rows that AT_ONCE has lost (scores.py), computed once more by the warpgroup that finds them, with maxima.
 
 The producer is far ahead by then, so the warpgroup fetches its keys itself, 64 at a time, into the only shared memory
-that is its own: where its rows of O go afterwards. Slow, and of no weight: a score has to be more than 2^127 times
-its row's largest one before, in one tile.
+that is its own: where its rows of O go afterwards. Slow, and of no weight: it takes a score more than 88 above all that
+its row has seen before, in one tile.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
