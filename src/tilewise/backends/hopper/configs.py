@@ -150,7 +150,8 @@ class BackwardConfig:
     WIDE: the kernels for more than 128 columns: dK and dV (backward_wide.py), then dQ (query_gradient.py), all summed
     in a fixed order. Else one kernel (backward.py) that adds to dQ as well, in any order; FIXED_POINT: in integers, so
     that the order does not matter (dq_tiles.py). SKIP_HIDDEN: its second warpgroup rests where it sees nothing. AHEAD:
-    it clears dQ for later tiles and, with STATS_AHEAD, computes their row statistics (preparing.py).
+    it clears dQ for later tiles and, with STATS_AHEAD, computes their row statistics (preparing.py). FINISHES: and
+    makes dQ of heads that are done, whose sums then lie in a ring (finishing.py).
     NUM_STAGES slots in the rings of Q and dO; where dQ has a kernel of its own, NUM_STAGES of K and V_STAGES of V.
     EVEN_K: every key tile is whole.
     """
