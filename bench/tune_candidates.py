@@ -1,8 +1,8 @@
 """The tiles that tune_triton.py tries, by pass, head_dim and length, and how they are written down.
 
 `64x128w8s2TLh4r168`: BLOCK_M x BLOCK_N, warps, stages; then T loads whole tiles by TMA, L takes dP late, J joins the
-backward's loops over masked and other tiles, B loads all tiles of the forward by TMA, Q holds its queries in registers,
-h4 runs four heads at a time, r168 allows so many registers a thread.
+loops over masked and other tiles, B loads all tiles of the forward by TMA, Q holds its queries in registers, P lets K
+and V share a barrier, O takes the kernel for keys of one tile (no more than 128 of them fit), h4 runs four heads at a time, r168 allows so many registers a thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONG_TILES: dict[tuple[Pass, int], str] = {
     (
         "forward",
         128,
-    ): """64x64w4s3 64x64w4s3BQ 64x32w4s3BQr168 64x64w4s3T 64x64w4s2 64x64w4s2T 128x64w8s2 128x64w8s3T
+    ): """64x64w4s3 64x64w4s3BQ 64x64w4s3JBQ 64x32w4s3BQr168 64x64w4s3T 64x64w4s2 64x64w4s2T 128x64w8s2 128x64w8s3T
         128x128w8s2T 64x128w4s2 64x128w4s2T""",
     ("forward", 256): "128x64w8s2 128x64w8s2T 128x32w8s3 128x32w8s3T 64x32w4s2 64x32w4s2T 64x64w4s2",
     ("dkdv", 64): "64x64w4s3TJ 64x64w4s2TJ 64x64w4s2J 64x64w4s2TLJ 64x64w4s3TLJ 32x64w4s3TJ 32x64w4s3J 64x128w8s2TJ",
@@ -36,18 +36,20 @@ LONG_TILES: dict[tuple[Pass, int], str] = {
     ("dq", 256): "64x32w8s1J 128x32w8s2J 128x32w8s2TJ 64x32w4s2J 64x32w4s2TJ 64x32w8s2TJ 128x64w8s1J",
 }
 SHORT_TILES: dict[tuple[Pass, int], str] = {
-    ("forward", 64): "64x64w4s3BQr128 64x64w4s3T 64x64w4s3 64x64w4s2T 64x32w4s3T 128x64w8s2T 128x64w4s2",
+    ("forward", 64): """64x64w4s3BQr128 64x64w4s3BQh1r128 64x32w4s4JBPh1 128x128w8s2BOr128 64x64w4s3T 64x64w4s3
+        64x32w4s3T 128x64w8s2T""",
     (
         "forward",
         128,
-    ): "64x32w4s3BQr168 64x64w4s3BQ 64x64w4s3 64x64w4s3T 64x32w4s3 64x32w4s3T 64x32w4s2T 128x64w8s2 128x128w8s2",
+    ): """64x32w4s3BQr168 64x32w4s3JBQh1r168 64x32w4s4JBQh1r168 64x64w4s3JBQ 64x64w4s3BQ 64x64w4s3 64x64w4s3T 64x32w4s3
+        64x32w4s3T 128x64w8s2""",
     ("dkdv", 64): "64x64w4s3TJ 64x64w4s2TJ 32x64w4s3TJ 32x64w4s2J",
     ("dkdv", 128): "64x64w4s2TJ 32x64w4s2J 32x64w4s2TJ 32x64w4s3TJ 64x128w8s2J",
     ("dq", 64): "128x64w4s3TJ 64x64w4s3TJ 64x32w4s3TJ",
     ("dq", 128): "128x64w8s3TJ 64x64w4s2J 64x64w4s2TJ 64x32w4s2J 64x32w4s3TJ",
 }
 
-WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(J?)(B?)(Q?)(?:h(\d+))?(?:r(\d+))?")
+WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(J?)(B?)(Q?)(P?)(O?)(?:h(\d+))?(?:r(\d+))?")
 
 
 def candidates(direction: Pass, head_dim: int, length: int) -> list[Config]:
@@ -61,7 +63,7 @@ def config_of(name: str) -> Config:
     found = WRITTEN.fullmatch(name)
     if found is None:
         raise ValueError(f"not a tile: {name!r}")
-    block_m, block_n, warps, stages, tma, late, joined, boxes, held, heads, registers = found.groups()
+    block_m, block_n, warps, stages, tma, late, joined, boxes, held, paired, one_tile, heads, registers = found.groups()
     return Config(
         int(block_m),
         int(block_n),
@@ -72,6 +74,8 @@ def config_of(name: str) -> Config:
         joined=bool(joined),
         boxes=bool(boxes),
         hold_queries=bool(held),
+        paired=bool(paired),
+        one_tile=bool(one_tile),
         heads_per_wave=int(heads) if heads else None,
         max_registers=int(registers) if registers else None,
     )
@@ -85,6 +89,8 @@ def name_of(config: Config) -> str:
         "J": config.joined,
         "B": config.boxes,
         "Q": config.hold_queries,
+        "P": config.paired,
+        "O": config.one_tile,
         f"h{config.heads_per_wave}": config.heads_per_wave,
         f"r{config.max_registers}": config.max_registers,
     }
