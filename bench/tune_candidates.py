@@ -2,7 +2,8 @@
 
 `64x128w8s2TLh4r168`: BLOCK_M x BLOCK_N, warps, stages; then T loads whole tiles by TMA, L takes dP late, J joins the
 loops over masked and other tiles, B loads all tiles of the forward by TMA, Q holds its queries in registers, P lets K
-and V share a barrier, O takes the kernel for keys of one tile (no more than 128 of them fit), h4 runs four heads at a time, r168 allows so many registers a thread.
+and V share a barrier, O takes the kernel for keys of one tile (no more than 128 of them fit), h4 runs four heads at a
+time, r168 allows so many registers a thread.
 """
 
 from __future__ import annotations
