@@ -348,6 +348,31 @@ def test_nested_tensors_are_refused_also_after_others(layout: torch.layout) -> N
     call(q, k, v)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("place", ["q", "k", "v", "bias", "mask", "sinks", "alibi_slopes"])
+def test_a_nested_tensor_is_refused_in_every_place(place: str) -> None:
+    q, k, v = tensors()
+    others = {
+        "bias": torch.zeros(q.shape[2], k.shape[2]),
+        "mask": torch.ones(q.shape[2], k.shape[2], dtype=torch.bool),
+        "sinks": torch.zeros(q.shape[1]),
+        "alibi_slopes": torch.zeros(q.shape[1]),
+    }
+    arguments: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        **{name: other for name, other in others.items() if name == place},
+    }
+    nested = torch.nested.nested_tensor([q[0, :, :3], q[0]])
+    with torch.no_grad():
+        for _ in range(3):
+            tilewise.attention(**arguments)
+        with pytest.raises(InvalidProblem):
+            tilewise.attention(**{**arguments, place: nested})
+        tilewise.attention(**arguments)
+
+
 def test_no_more_calls_are_kept_than_allowed() -> None:
     q, k, v = tensors(shape=(1, 1, 1, 8))
     for index in range(calls.MAX_CALLS + 10):

@@ -142,8 +142,9 @@ def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: 
     current = settings.current()
     try:
         # Dynamo's guards end the process at a nested tensor, which has no strides.
-        if tensors[0].is_nested or tensors[2].is_nested:
-            return None
+        for tensor in tensors:
+            if tensor is not None and tensor.is_nested:
+                return None
         family = _family(
             torch.is_grad_enabled(),
             _is_deterministic(),

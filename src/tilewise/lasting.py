@@ -8,8 +8,9 @@ outermost one, but both kinds hold for one thread: what is to last is made in an
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
@@ -23,13 +24,25 @@ def outside_pools(make: Callable[[], Made], device: torch.device) -> Made:
     """What `make` makes on the device's current stream, in memory of no pool; nothing may be captured on that stream.
 
     Starting a thread takes 0.1 ms, so this is for what is made once. No mode of the caller's (of fake tensors, of
-    inference) is in force there.
+    inference) is in force there. Where no thread can be started any more, as the interpreter ends, the caller makes it.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def work() -> Made:
-        with torch.cuda.stream(stream):
-            return make()
+    made: Future[Made] = Future()
 
-    with ThreadPoolExecutor(max_workers=1) as worker:
-        return worker.submit(work).result()
+    def work() -> None:
+        try:
+            with torch.cuda.stream(stream):
+                made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    # Not a pool of threads: those take no work once the main thread has ended, though others may still serve.
+    worker = threading.Thread(target=work, name="tilewise-lasting", daemon=True)
+    try:
+        worker.start()
+    except RuntimeError:
+        work()
+    else:
+        worker.join()
+    return made.result()
