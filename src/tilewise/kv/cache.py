@@ -273,7 +273,10 @@ class PagedKVCache:
         return as_container(k_pages, k_scale[layer]), as_container(v_pages, v_scale[layer])
 
     def block_table(self) -> Tensor:
-        """int32 (batch, columns) on the device: the pages of the step's requests, of a fixed step (seats, columns)."""
+        """int32 (batch, columns) on the device: the pages of the step's requests, of a fixed step (seats, columns).
+
+        To be read: later steps may have the same table.
+        """
         return self._running().block_table
 
     def seqlens(self) -> Tensor:
@@ -291,7 +294,10 @@ class PagedKVCache:
         return self._running().slots
 
     def shared_prefix(self) -> SharedPrefix | None:
-        """The requests of the step that start with the same pages, for `attention_paged`; None if there are none."""
+        """The requests of the step that start with the same pages, for `attention_paged`; None if there are none.
+
+        To be read: later steps may have the same tensors.
+        """
         self._running()
         assert self._step is not None
         if not self._looked:

@@ -141,7 +141,8 @@ class HostTables(Tables):
             torch.from_numpy(self.book.table[step.rows, : self.columns(after)]),
             _int32(after),
             _int32(running_totals(step.counts)) if packed else None,
-            torch.from_numpy(step.slots),
+            # The next step's are counted from the book's own.
+            torch.from_numpy(step.slots.copy()),
         )
 
     def fixed(self, step: Step) -> BatchTables:
@@ -165,7 +166,7 @@ class HostTables(Tables):
             _int32(parts.block_table),
             _int32(parts.seqlens_k),
             _int32(parts.cu_seqlens_q),
-            None if parts.rows is None else torch.from_numpy(parts.rows),
+            None if parts.rows is None else torch.from_numpy(parts.rows.copy()),
             torch.from_numpy(self.book.table[step.rows[:, None], places]),
             _int32(own),
         )
@@ -188,10 +189,13 @@ class SentPrefixes(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The last step's slots on the host, and slots and lengths on the device: see `_one_more`."""
+    """The last step's slots on the host; slots and lengths on the device, which nobody else has, as they were so many
+    steps ago: see `_one_more`.
+    """
 
     slots: Ints
     buffer: Tensor
+    steps: int = 0
 
 
 class StagedTables(Tables):
@@ -199,7 +203,13 @@ class StagedTables(Tables):
 
     def __init__(self, book: PageBook, device: torch.device) -> None:
         super().__init__(book, device)
-        self._mirror = torch.from_numpy(book.table).to(device, copy=True)
+        seats = book.rows.max_requests or 0
+        # Slots and lengths of all seats, brought by one copy.
+        self._stage = Stage((seats,), (seats,))
+        # What is written in place has to be no inference tensor, which only a step in that mode could write to.
+        with torch.inference_mode(False):
+            self._mirror = torch.from_numpy(book.table).to(device, copy=True)
+            self._seats = torch.empty(self._stage.size, dtype=torch.int64, device=device)
         # The rows of the last step and their table on the device, which is right while nothing in the mirror changes.
         self._last_rows: Ints = NONE
         self._gathered = self._lengths = torch.empty(0, dtype=torch.int64, device=device)
@@ -211,10 +221,6 @@ class StagedTables(Tables):
         self._own: Tensor | None = None
         # What the mirror does not have yet; more than one step's worth only where a device failed in between.
         self._unsent: list[Changes] = []
-        seats = book.rows.max_requests or 0
-        # Slots and lengths of all seats, brought by one copy.
-        self._stage = Stage((seats,), (seats,))
-        self._seats = torch.empty(self._stage.size, dtype=torch.int64, device=device)
         self._load_kernels()
 
     def batch(self, step: Step) -> BatchTables:
@@ -239,7 +245,7 @@ class StagedTables(Tables):
         self._last_rows, self._lengths = step.rows, lengths
         if not same:
             self._gathered = self._mirror[:, :columns].index_select(0, self._rows[1])
-        self._last = None if packed else Sent(step.slots, stage.middle(buffer))
+        self._last = None if packed else Sent(step.slots, stage.middle(buffer).clone())
         return BatchTables(self._gathered, lengths, starts if packed else None, slots)
 
     def _following(self, step: Step, last: Sent) -> BatchTables:
@@ -247,9 +253,10 @@ class StagedTables(Tables):
         number = len(step.slots)
         if self._one_more is None or self._one_more[0] != number:
             self._one_more = number, torch.from_numpy(_one_more(number)).to(self.device)
-        buffer = last.buffer + self._one_more[1]
+        steps = last.steps + 1
+        buffer = torch.add(last.buffer, self._one_more[1], alpha=steps)
         slots, lengths = buffer.split_with_sizes(_halves(number))
-        self._last, self._lengths = Sent(step.slots, buffer), lengths.view(torch.int32)[:number]
+        self._last, self._lengths = last._replace(slots=step.slots, steps=steps), lengths.view(torch.int32)[:number]
         return BatchTables(self._gathered, self._lengths, None, slots[:number])
 
     def fixed(self, step: Step) -> BatchTables:
@@ -316,8 +323,9 @@ class StagedTables(Tables):
         """Flat places of the mirror that changed, and what they are now; it grows with the table, on the device."""
         table, old = self.book.table, self._mirror
         if tuple(old.shape) != table.shape:
-            self._mirror = torch.zeros(table.shape, dtype=old.dtype, device=self.device)
-            self._mirror[: old.shape[0], : old.shape[1]] = old
+            with torch.inference_mode(False):
+                self._mirror = torch.zeros(table.shape, dtype=old.dtype, device=self.device)
+                self._mirror[: old.shape[0], : old.shape[1]] = old
             self._prefixes, self._own, self._last_rows = None, None, NONE
         changed = Changes.joined(self._unsent)
         return changed.rows * table.shape[1] + changed.columns, table[changed.rows, changed.columns].astype(np.int64)
