@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from gluon_emulator import MODE
-from test_hopper_protocol import PACKED, Case, check_forward, emulated  # noqa: F401  (emulated is a fixture)
+from test_hopper_protocol import PACKED, Case, check_forward, emulated, expected  # noqa: F401  (emulated: a fixture)
 
 pytestmark = pytest.mark.slow
 
@@ -56,3 +57,27 @@ def test_references_follow_scores_that_outgrow_them_slowly(
         monkeypatch.setattr(emulated(name), "lost_rows", lambda *_: False)
     use(tile, emulated, monkeypatch)
     check_forward(Case(seqlens=(64, 1300), heads=(1, 1), rising=40), emulated)
+
+
+@pytest.mark.parametrize("tile", ["D64_AT_ONCE", "D64_QUAD_AT_ONCE"])
+@pytest.mark.parametrize(("top", "sink"), [(87.0, 88.0), (87.5, None), (60.0, 61.0)])
+def test_sums_that_end_close_to_the_largest_number(
+    tile: str,
+    top: float,
+    sink: float | None,
+    emulated: Emulated,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Scores of 0 but for the key that is visited last, which is nearly 2^127 above; a sink weighs as much as it."""
+    MODE.late_loads = False
+    use(tile, emulated, monkeypatch)
+    case = Case(seqlens=(64, 700), heads=(1, 1), sinks=sink is not None)
+    given = case.inputs()
+    q, k = torch.zeros_like(given.q), torch.zeros_like(given.k)
+    q[..., 0], k[..., 0, 0] = 8.0, top
+    sinks = None if sink is None else torch.full((1,), sink)
+    operands = given._replace(q=q, k=k, v=given.v / 64, sinks=sinks)  # a sum over the columns of O stays finite
+    out, lse = emulated("launch").run_forward(case.problem, operands)
+    ref, ref_lse = expected(case, operands)
+    torch.testing.assert_close(out.double(), ref, atol=3e-4, rtol=0.02)
+    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)

@@ -97,7 +97,7 @@ def plain(**features: Any) -> Case:
         plain(dtype=FP16, num_kv_heads=2),
         plain(layout="bshd", causal=True),
         plain(strides="transposed"),
-        plain(values="large"),
+        plain(values="large", seqlens_q=(130,) * 16),  # a call of its own, not the first one's remembered
         plain(values="tiny", scale=3.0),
         plain(head_dim=64, head_dim_v=64, seqlens_q=(128,) * 16, seqlens_k=(128,) * 16, num_heads=16, num_kv_heads=16),
         plain(seqlens_k=(1,) * 16),

@@ -126,10 +126,9 @@ class BackwardPlan(NamedTuple):
     def front_items(self) -> int:
         """K/V heads that the row kernel prepares: whole waves, a wave and AHEAD_ROUNDS of all CTAs at least."""
         sizes = self.key_sizes
-        wave_tiles = sizes.items_per_wave * sizes.num_blocks
         banded = self.config.HAS_RIGHT and sizes.num_blocks >= CAUSAL_BLOCKS
         rounds = CAUSAL_AHEAD_ROUNDS if banded else AHEAD_ROUNDS
-        waves = -(-(wave_tiles + int(rounds * self.key_grid[0])) // wave_tiles)
+        waves = -(-(self.wave_tiles + int(rounds * self.key_grid[0])) // self.wave_tiles)
         return min(waves * sizes.items_per_wave, sizes.num_items) if self.config.AHEAD else sizes.num_items
 
     @property
@@ -147,11 +146,16 @@ class BackwardPlan(NamedTuple):
 
     @property
     def ring_items(self) -> int:
-        """Heads that have room for sums of dQ: a wave and the lag at least."""
+        """Heads that have room for sums of dQ: a wave and the lag at least.
+
+        In whole waves, as heads of a wave are begun together: with a part of one a head would wait for shares whose
+        numbers are not yet given out (1024 queries on 16384 keys, 8 heads a wave: for numbers 186 later).
+        """
         if not self.config.FINISHES:
             return self.key_sizes.num_items
         tiles = self.wave_tiles + self.lag + int(REUSE_ROUNDS * self.key_grid[0])
-        return min(-(-tiles // self.key_sizes.num_blocks), self.key_sizes.num_items)
+        waves = -(-tiles // self.wave_tiles)
+        return min(waves * self.key_sizes.items_per_wave, self.key_sizes.num_items)
 
     @property
     def finished_items(self) -> int:

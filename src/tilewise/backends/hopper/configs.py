@@ -330,7 +330,7 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
     banded = has_right(problem) or has_left(problem)
     packed = problem.kind != "dense"
     rows = problem.total_q // problem.batch if packed else problem.seqlen_q
-    at_once = _at_once(problem, rows if packed else problem.seqlen_k, width)
+    at_once = _at_once(problem, problem.total_k // problem.batch if packed else problem.seqlen_k, width)
     if width == 64:
         few_keys = not packed and problem.seqlen_k <= (QUAD_BANDED_SEQLEN_K if banded else QUAD_SEQLEN_K)
         # Softcap and left edges do not fit into the 160 registers of three warpgroups (64 spills in the hot loops).

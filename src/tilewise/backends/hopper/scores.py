@@ -9,8 +9,9 @@ any other: the error of O has 1.06 times the RMS for N(0, 1) inputs, up to 1.16 
 
 With AT_ONCE no maximum is looked for. The sums of the tiles before say how far scores have outgrown the reference: over
 2^20 their exponent moves into it, before the next tile; P meanwhile is as large as it is. fp32 and bf16 reach to 2^127,
-and only scores that are further above the reference in one tile are lost: O or the row's sum is not finite then, and
-the rows are computed again (again.py).
+and scores that are further above the reference in one tile are lost: O or the row's sum is not finite then. Rows whose
+sums end over 2^100 are computed again (again.py): nearer to 2^126 the last factors, of a sink or the reciprocal of a
+sum, would be subnormal, which the GPU takes for 0.
 
 row_ref and row_sum are [64, 4]: a row has four threads, each with a quarter of its keys.
 """
@@ -168,10 +169,10 @@ def rescale(acc, factor, COLUMNS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def lost_rows(acc, row_sum):
-    """Whether a row's O or sum is not finite: AT_ONCE, its scores were more than 2^127 over its reference."""
+    """Whether a row's O or sum is over 2^100 or not finite: AT_ONCE, its last scores were so far over its reference."""
     total = gl.sum(acc, axis=1)
     total = gl.maximum(total, -total) + gl.convert_layout(row_sum, total.type.layout)
-    return gl.max(gl.where(total < float("inf"), 0, 1), axis=0) > 0
+    return gl.max(gl.where(total < 1.2676506002282294e30, 0, 1), axis=0) > 0
 
 
 @gluon.jit

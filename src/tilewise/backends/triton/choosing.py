@@ -95,8 +95,8 @@ def _fills(problem: AttentionProblem, device: DeviceSpec, block_m: int) -> bool:
 
 @functools.cache
 def _release() -> str:
-    """The installed Triton, without what a builder added to its number."""
+    """The installed Triton, with what a builder added to its number: that is another compiler."""
     try:
-        return metadata.version("triton").split("+")[0]
+        return metadata.version("triton")
     except metadata.PackageNotFoundError:
         return ""

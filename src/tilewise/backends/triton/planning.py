@@ -37,7 +37,7 @@ class Plan(NamedTuple):
     num_splits: int
 
     def config(self, direction: Pass, *, general: bool = False) -> Config:
-        """The tile of one pass; `general`: of the forward kernel that takes every problem."""
+        """The tile of one pass; `general`: of a forward without warps of their own for loading."""
         config = config_of(self.problem, self.device, direction, general=general)
         if direction == "decode" and self.traits.HALF and self.traits.PAGED:
             return configs.within_pages(config, self.traits.PAGE_SIZE)
