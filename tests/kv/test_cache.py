@@ -355,7 +355,7 @@ def test_steps_take_lists_of_requests_and_ids_in_tensors() -> None:
         cache.step(cast("Any", request))
     cache.step([request])
     cache.append(torch.ones(3, 1, 8), torch.ones(3, 1, 8))
-    with pytest.raises(tw.InvalidProblem, match="length: expected between 0 and 3"):
+    with pytest.raises(tw.InvalidProblem, match="length: expected an integer between 0 and 3"):
         cache.truncate(request, cast("Any", 1.5))
     assert cache.step([request], tokens=torch.tensor([4])) == 1
 
@@ -369,8 +369,8 @@ BAD: dict[str, tuple[Callable[[tw.PagedKVCache], object], str]] = {
         lambda c: c.append(rows_of(4, requires_grad=True), rows_of(4, DIM_V)), "k: .* got one that requires a gradient"
     ),
     "no number": (lambda c: c.free(cast("Any", "a")), "request: expected a request that was .* got 'a'"),
-    "no layer": (lambda c: c.pages(cast("Any", "a")), "layer: expected between 0 and 1, got a"),
-    "layer": (lambda c: c.append(rows_of(4), rows_of(4, DIM_V), layer=2), "layer: expected between 0 and 1"),
+    "no layer": (lambda c: c.pages(cast("Any", "a")), "layer: expected an integer between 0 and 1, got a"),
+    "layer": (lambda c: c.append(rows_of(4), rows_of(4, DIM_V), layer=2), "layer: expected an integer between 0 and 1"),
     "step before append": (lambda c: c.step([0]), r"every layer of the step before appended, got 2 missing"),
     "truncate before append": (lambda c: c.truncate(0, 1), "every layer of the step before appended"),
     "attention before append": (

@@ -6,6 +6,7 @@ import copy
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,12 +101,12 @@ def test_a_mirror_of_inference_mode_serves_later_steps(made_in: bool) -> None:
         cache = tw.PagedKVCache(400, PAGE, 1, 1, 4, dtype=torch.float32, device="cpu")
         tables = StagedTables(cache.book, cache.device)
     with torch.inference_mode():
-        requests = [cache.add([n] * (200 * n + 1)) for n in range(3)]
+        requests = [cache.add([n]) for n in range(60)]
         tables.batch(cache.book.step(requests))
     with torch.no_grad():
         for _ in range(5):
             made = tables.batch(cache.book.step(requests))
-    assert made.seqlens_k.tolist() == [6, 206, 406]
+    assert made.seqlens_k.tolist() == [6] * 60
     assert made.block_table[0, :2].tolist() == cache.book.pages_of(requests[0])
 
 
@@ -175,3 +176,41 @@ def test_what_a_decoding_batch_cannot_have_changes_nothing() -> None:
     with pytest.raises(InvalidProblem, match="at most max_seqlen = 6"):
         book.step(requests, tokens=[1])
     assert book.length(requests[0]) == 6
+
+
+ODD: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "one id": ([0], {"tokens": torch.tensor(3)}, "tokens: expected a 1-D tensor of ids"),
+    "no list of ids": ([0], {"tokens": 3}, "tokens: expected a list of ids, got 3"),
+    "text": ([0], {"tokens": "7"}, "tokens: expected a list of ids, got '7'"),
+    "no requests": (None, {}, "requests: expected a list of request numbers, got None"),
+    "a list of lists": ([[0]], {}, "request: expected a request that was added and not freed, got .0."),
+}
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["", "fixed"])
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_no_step_is_named(name: str, fixed: bool) -> None:
+    requests, options, message = ODD[name]
+    for known in (False, True):
+        cache = cache_of(HostTables)
+        cache.add([1])
+        if known:
+            run(cache, [0])
+        with pytest.raises(InvalidProblem, match=message):
+            cache.step(requests, fixed=fixed, **options)
+
+
+@pytest.mark.parametrize("integer", [int, np.int64, torch.tensor])
+def test_integers_of_numpy_and_torch_are_integers(integer: Any) -> None:
+    cache = cache_of(HostTables)
+    request, rows = cache.add([1] * 6), torch.zeros(6, 1, 4)
+    cache.step([request])
+    cache.append(rows, rows, layer=integer(0))
+    assert cache.attention(rows, layer=integer(0)).shape == rows.shape
+    assert cache.pages(integer(0))[0].shape == (400, PAGE, 1, 4)
+    cache.truncate(request, integer(5))
+    assert cache.length(request) == 5
+    with pytest.raises(InvalidProblem, match="length: expected an integer between 0 and 5"):
+        cache.truncate(request, integer(6))
+    with pytest.raises(InvalidProblem, match="layer: expected an integer between 0 and 0"):
+        cache.pages(integer(1))

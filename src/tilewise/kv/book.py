@@ -7,9 +7,10 @@ batch is done by NumPy on arrays indexed by a request's *row*; Python loops only
 
 from __future__ import annotations
 
+import operator
 from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +35,13 @@ def require_sizes(**sizes: object) -> None:
             raise InvalidProblem(name, "an integer of at least 1", size, "A cache has pages, and pages have slots.")
 
 
-def is_within(number: object, last: int) -> bool:
-    """Whether it is an integer from 0 to `last`."""
-    return isinstance(number, int) and 0 <= number <= last
+def within(number: Any, last: int) -> int | None:
+    """An integer from 0 to `last`, of NumPy or torch too; None if it is none."""
+    try:
+        index = operator.index(number)
+    except (TypeError, RuntimeError):
+        return None
+    return index if 0 <= index <= last else None
 
 
 class Step(NamedTuple):
@@ -180,9 +185,10 @@ class PageBook:
         """Drop tokens from the end (a rejected draft, the rest of a prompt); pages that become empty go back."""
         self._written.enter()
         state, used, rows = self._state(request), self.num_pages_of(request), self.rows
-        if not is_within(length, self.lengths[state.row]):
-            expected = f"between 0 and {self.lengths[state.row]}, the tokens it has"
+        if (left := within(length, int(self.lengths[state.row]))) is None:
+            expected = f"an integer between 0 and {self.lengths[state.row]}, the tokens it has"
             raise InvalidProblem("length", expected, length, "Tokens can be dropped, not made up.")
+        length = left
         keep = -(-length // self.page_size)
         for page in self.table[state.row, keep:used][::-1].tolist():
             self.pages.drop(page, remembered=page in self.index)
@@ -308,10 +314,10 @@ class PageBook:
                     tails.pop(page, None)
         return tails
 
-    def _state(self, request: int) -> Request:
-        state = self._requests.get(request)
+    def _state(self, request: Any) -> Request:
+        state = self._requests.get(request) if isinstance(request, Hashable) else None
         if state is None:
-            seen = is_within(request, self._next_request - 1)
+            seen = isinstance(request, int | np.integer) and within(request, self._next_request - 1) is not None
             got = f"{request!r}, which is finished" if seen else repr(request)
             raise InvalidProblem("request", "a request that was added and not freed", got, "add() returns its number.")
         return state
@@ -322,7 +328,7 @@ class PageBook:
             return self._batch
         try:
             states = list(map(self._requests.__getitem__, requests))
-        except KeyError:
+        except (KeyError, TypeError):
             states = [self._state(request) for request in requests]
         if len(set(requests)) < len(requests):
             twice = [r for n, r in enumerate(requests) if r in requests[:n]]
@@ -366,8 +372,10 @@ class PageBook:
         """The ids that are given, and for which places; None for all of them."""
         if tokens is None:
             return np.empty(0, np.int64), np.zeros(len(rows), np.bool_)
+        fix = "One id a request, None where the prompt goes on."
+        if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence | np.ndarray):
+            raise InvalidProblem("tokens", "a list of ids", repr(tokens), fix)
         if len(tokens) != len(rows):
-            fix = "One id a request, None where the prompt goes on."
             raise InvalidProblem("tokens", f"{len(rows)} entries, one a request", len(tokens), fix)
         bad = (before < self.rows.prompts[rows]) | (new != 1)
         given = None

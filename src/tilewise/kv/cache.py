@@ -16,7 +16,7 @@ layer, `attention` reads them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from tilewise.api import attention_paged
 from tilewise.cascade import SharedPrefix
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
-from tilewise.kv.book import CacheStats, PageBook, Step, is_within, require_sizes
+from tilewise.kv.book import CacheStats, PageBook, Step, require_sizes, within
 from tilewise.kv.groups import PrefixGroups
 from tilewise.kv.quantised import SOURCES, append_quantised, as_container, copy_quantised, new_scales
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
@@ -174,10 +174,10 @@ class PagedKVCache:
         replay `mark_written` says what `append` would have. Such steps attend to shared prefixes like to any keys.
         """
         self._refuse_unwritten(None)
-        if isinstance(requests, (int, str, Tensor)):
+        if isinstance(requests, (str, bytes, Tensor)) or not isinstance(requests, Collection):
             fix = "Pass what add() returned, in a list."
             raise InvalidProblem("requests", "a list of request numbers", repr(requests), fix)
-        tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        tokens = _listed(tokens) if isinstance(tokens, Tensor) else tokens
         step = self.book.step(requests, self._fixed_counts(requests, counts) if fixed else counts, tokens)
         # If a device fails from here on, the step is one that was not written: its requests can only be freed.
         self._step, self._batch = step, None
@@ -196,7 +196,7 @@ class PagedKVCache:
 
         Rows of a request that was freed meanwhile are still expected; a step of which none is left is refused.
         """
-        batch = self._running()
+        batch, layer = self._running(), self._number(layer)
         self._refuse_finished()
         k_pages, v_pages = self.pages(layer)
         for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
@@ -224,6 +224,7 @@ class PagedKVCache:
         Takes its flags and returns what it returns. A prefix that several requests share is attended once where that
         pays: `explain` says so. The step's K and V of the layer come first: see `append`.
         """
+        layer = self._number(layer)
         k_pages, v_pages = self.attended(layer)
         self._running()
         if layer not in self._written and not self._capturing():
@@ -260,9 +261,8 @@ class PagedKVCache:
 
     def pages(self, layer: int = 0) -> tuple[Tensor, Tensor]:
         """K and V of a layer: (num_pages, page_size, num_kv_heads, dim), to be read in place."""
-        if not is_within(layer, len(self.k) - 1):
-            raise InvalidProblem("layer", f"between 0 and {len(self.k) - 1}", layer, "Layers are counted from 0.")
-        return self.k[layer], self.v[layer]
+        number = self._number(layer)
+        return self.k[number], self.v[number]
 
     def attended(self, layer: int = 0) -> tuple[Tensor | Fp8Tensor, Tensor | Fp8Tensor]:
         """K and V of a layer as `attention_paged` takes them: e4m3 pages with their scales."""
@@ -320,6 +320,12 @@ class PagedKVCache:
         return self.book.pages_for(_listed(tokens))
 
     # Inside
+
+    def _number(self, layer: int) -> int:
+        if (number := within(layer, len(self.k) - 1)) is None:
+            expected = f"an integer between 0 and {len(self.k) - 1}"
+            raise InvalidProblem("layer", expected, repr(layer), "Layers are counted from 0.")
+        return number
 
     def _running(self) -> BatchTables:
         if self._batch is None:
