@@ -369,7 +369,7 @@ BAD: dict[str, tuple[Callable[[tw.PagedKVCache], object], str]] = {
         lambda c: c.append(rows_of(4, requires_grad=True), rows_of(4, DIM_V)), "k: .* got one that requires a gradient"
     ),
     "no number": (lambda c: c.free(cast("Any", "a")), "request: expected a request that was .* got 'a'"),
-    "no layer": (lambda c: c.pages(cast("Any", "a")), "layer: expected an integer between 0 and 1, got a"),
+    "no layer": (lambda c: c.pages(cast("Any", "a")), "layer: expected an integer between 0 and 1, got 'a'"),
     "layer": (lambda c: c.append(rows_of(4), rows_of(4, DIM_V), layer=2), "layer: expected an integer between 0 and 1"),
     "step before append": (lambda c: c.step([0]), r"every layer of the step before appended, got 2 missing"),
     "truncate before append": (lambda c: c.truncate(0, 1), "every layer of the step before appended"),

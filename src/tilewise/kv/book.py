@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -315,7 +315,10 @@ class PageBook:
         return tails
 
     def _state(self, request: Any) -> Request:
-        state = self._requests.get(request) if isinstance(request, Hashable) else None
+        try:
+            state = self._requests.get(request)
+        except TypeError:
+            state = None
         if state is None:
             seen = isinstance(request, int | np.integer) and within(request, self._next_request - 1) is not None
             got = f"{request!r}, which is finished" if seen else repr(request)
