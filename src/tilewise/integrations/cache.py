@@ -20,6 +20,7 @@ from tilewise.integrations.descales import Descales
 from tilewise.integrations.translation import places
 from tilewise.kv.writing import write_rows
 from tilewise.nn.rotary import rotate
+from tilewise.validation.values import check_cumulative
 
 __all__ = ["Rotary", "Store", "append_and_attend"]
 
@@ -138,6 +139,7 @@ def append_and_attend(
     else:
         before = _given(seqlens)
         _check_new(k, v, store, None if cu_seqlens_k_new is not None else batch)
+        _check_offsets(cu_seqlens_k_new, batch, len(k))
         if rotary is not None:
             base = before if rotary.offsets is None else rotary.offsets
             q = rotary.turn(q, _tokens(q, cu_seqlens_q, base, spread=rotary.spread)[1])
@@ -202,6 +204,15 @@ def _check_new(k: Tensor, v: Tensor, store: Store, batch: int | None) -> None:
             expected = f"({', '.join(map(str, (*rows, *heads)))}) on {old.device} as the cache is"
             fix = "Append K and V of as many tokens for every sequence of q, or pack them with cu_seqlens_k_new."
             raise InvalidProblem(name, expected, f"{tuple(new.shape)} on {new.device}", fix)
+
+
+def _check_offsets(cu_seqlens: Tensor | None, batch: int, rows: int) -> None:
+    """Where the new rows of every sequence begin; what they say is looked at on a CPU only."""
+    if cu_seqlens is None:
+        return
+    _check_integers("cu_seqlens_k_new", cu_seqlens, (batch + 1,), "Running totals of the new tokens, as int32.")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_cumulative("cu_seqlens_k_new", cu_seqlens.tolist(), rows)
 
 
 def _append(store: Store, k: Tensor, v: Tensor, tokens: tuple[Tensor, Tensor], batch: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.canonical import contiguous_last
+from tilewise.errors import InvalidProblem
 
 __all__ = ["copy_pages", "kernel_for", "write_rows"]
 
@@ -30,6 +31,8 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     Pages (num_pages, page_size, num_kv_heads, dim) of the same dtype and device; slots int64 (total,), each within
     the pages, or negative for a row that goes nowhere. No two rows have the same slot.
     """
+    if slots.dtype != torch.int64:
+        raise InvalidProblem("slots", "an int64 tensor", slots.dtype, "Convert it with .long().")
     if k.dtype == torch.float8_e4m3fn:
         # Codes are moved as the bytes they are.
         k, v, k_pages, v_pages = (t.view(torch.uint8) for t in (k, v, k_pages, v_pages))
