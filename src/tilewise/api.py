@@ -56,7 +56,7 @@ if TYPE_CHECKING:
         shared_prefix: cascade.SharedPrefix | None
 
 
-__all__ = ["attention", "attention_paged", "attention_varlen", "backends", "merge"]
+__all__ = ["attention", "attention_paged", "attention_varlen", "backends", "judge", "merge"]
 
 # q, k and v: tensors, or e4m3 data with its scales.
 Attended = Tensor | Fp8Tensor
@@ -315,6 +315,36 @@ def attention_paged(
         slot.call = cascade.bound(shared_prefix, operands, flags, (out, lse), count, return_lse=return_lse)
         slot.is_tried = True
     return (out, lse) if return_lse else out
+
+
+def judge(
+    kind: Literal["dense", "paged"],
+    attended: tuple[Any, Any, Any],
+    *,
+    layout: str = "bhsd",
+    max_seqlen_q: int | None = None,
+    causal: bool,
+    window: Window | None,
+    softcap: float | None,
+    scale: float | None,
+    **others: Tensor | None,
+) -> None:
+    """Refuse what `attention` or `attention_paged` would, while nothing is written yet. Compilers see the call alone:
+    they judge as they trace it.
+    """
+    if calls.is_watched():
+        return
+    layouts = (layout,) if kind == "dense" else ("packed", "paged")
+    (q, k, v), scales = validation.unwrapped(*attended, *layouts)
+    optional = validation.OPTIONAL_PAGED
+    validation.require_tensors(q=q, k=k, v=v, optional=optional, **others)
+    q, k, v = validation.autocast(q, k, v)
+    flags = validation.normalise(
+        causal=causal, window=window, softcap=softcap, scale=scale, dropout=0.0, layout=layout, deterministic=None,
+        backend="auto", return_lse=True, needs_grad=False, max_seqlen_q=max_seqlen_q,
+    )  # fmt: skip
+    operands = Operands(q, k, v, **others)
+    ops.Call(kind, *validation.with_scales(operands, flags, scales), return_lse=True, lasting=False)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise.integrations import flash_attn as fa2
 from tilewise.integrations import flash_attn_interface as fa3
 from tilewise.kv.writing import write_rows
 
@@ -20,10 +21,10 @@ def int32(values: Any) -> Tensor:
 OFFSETS: dict[str, tuple[Tensor, str]] = {
     "fractions": (torch.tensor([0.0, 2.0, 4.0]), "a tensor of integers of shape"),
     "another batch": (int32([0, 4]), "a tensor of integers of shape"),
-    "a late start": (int32([1, 2, 4]), "0 as its first entry"),
-    "before the first": (int32([0, -1, 4]), "entries that never decrease"),
-    "decreasing": (int32([0, 3, 2]), "entries that never decrease"),
-    "past the end": (int32([0, 2, 9]), "a last entry of at most 4"),
+    "a late start": (int32([1, 2, 4]), "running totals that start with 0 and end at 4"),
+    "before the first": (int32([0, -1, 4]), "running totals that start with 0 and end at 4"),
+    "decreasing": (int32([0, 3, 2]), "running totals that start with 0 and end at 4"),
+    "past the end": (int32([0, 2, 9]), "running totals that start with 0 and end at 4"),
 }
 
 
@@ -45,3 +46,50 @@ def test_slots_of_another_dtype_are_refused() -> None:
     with pytest.raises(tw.InvalidProblem, match="slots: expected an int64 tensor"):
         write_rows(rows, rows, pages, pages, int32([0, 1]))
     assert not pages.any()
+
+
+Q = torch.zeros(2, 1, 4, 16)
+PAGED = {"k_cache": torch.zeros(4, 4, 2, 16), "v_cache": torch.zeros(4, 4, 2, 16)}
+REFUSED: dict[str, dict[str, Any]] = {
+    "a scale that is none": {"softmax_scale": float("nan")},
+    "a window of fractions": {"window_size": (1.5, 2)},
+    "slopes of other heads": {"alibi_slopes": torch.zeros(3)},
+    "heads that do not divide": {"q": Q[:, :, :3]},
+    "another head_dim": {"q": Q[..., :8]},
+    "another dtype": {"q": Q.half()},
+    "three dimensions": {"q": Q[:, 0]},
+    "a table of int64": {**PAGED, "block_table": torch.tensor([[0, 1], [2, 3]])},
+    "an older page outside": {**PAGED, "block_table": int32([[9, 1], [2, 3]])},
+}
+
+
+@pytest.mark.parametrize("lengths", [5, int32([5, 4])], ids=["int", "tensor"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_attention_is_judged_before_the_cache_is_written(name: str, lengths: Any) -> None:
+    given: dict[str, Any] = {"q": Q, "k_cache": torch.zeros(2, 8, 2, 16), "v_cache": torch.zeros(2, 8, 2, 16)}
+    given |= {"k": torch.ones(2, 1, 2, 16), "v": torch.ones(2, 1, 2, 16), "cache_seqlens": lengths, **REFUSED[name]}
+    with pytest.raises(tw.InvalidProblem):
+        fa2.flash_attn_with_kvcache(**given)
+    assert not given["k_cache"].any()
+    assert not given["v_cache"].any()
+
+
+@pytest.mark.parametrize("offsets", [[1, 1, 2], [0, 2, 1], [0, 1, 9]], ids=str)
+def test_the_offsets_of_queries_are_judged_before_the_cache_is_written(offsets: list[int]) -> None:
+    cache, new = torch.zeros(2, 8, 2, 16), torch.ones(2, 1, 2, 16)
+    with pytest.raises(tw.InvalidProblem, match="cu_seqlens_q"):
+        fa3.flash_attn_with_kvcache(
+            Q[:, 0], cache, cache.clone(), new, new, cache_seqlens=int32([5, 4]), cu_seqlens_q=int32(offsets),
+            max_seqlen_q=2,
+        )  # fmt: skip
+    assert not cache.any()
+
+
+def test_new_tokens_of_a_left_padded_cache_that_is_not_contiguous() -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(2, 16, 2, 16)
+    new, q = torch.randn(2, 1, 2, 16), torch.randn(2, 1, 4, 16)
+    flags: dict[str, Any] = {"cache_seqlens": int32([5, 4]), "cache_leftpad": int32([1, 2])}
+    want = fa2.flash_attn_with_kvcache(q, wide[:, :8].clone(), wide[:, :8].clone(), new, new, **flags)
+    found = fa2.flash_attn_with_kvcache(q, wide[:, :8], wide[:, :8].clone(), new, new, **flags)
+    assert torch.equal(found, want)  # type: ignore[arg-type]

@@ -7,24 +7,26 @@ skips the padding, which is never read.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.api import attention, attention_paged
+from tilewise.api import attention, attention_paged, judge
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
 from tilewise.integrations.descales import Descales
 from tilewise.integrations.translation import places
 from tilewise.kv.writing import write_rows
 from tilewise.nn.rotary import rotate
-from tilewise.validation.values import check_cumulative
 
 __all__ = ["Rotary", "Store", "append_and_attend"]
 
 Lengths = int | Tensor
+Write = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def append_and_attend(
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     store.check(batch)
     _check_lengths(seqlens, batch)
+    write: Write | None = None
     if k is None or v is None:
         _reject_without_new_tokens(k, v, rotary)
         total: Lengths = store.k.shape[1] if seqlens is None and store.table is None else _given(seqlens)
@@ -144,13 +147,13 @@ def append_and_attend(
             base = before if rotary.offsets is None else rotary.offsets
             q = rotary.turn(q, _tokens(q, cu_seqlens_q, base, spread=rotary.spread)[1])
             k = rotary.turn(k, _tokens(k, cu_seqlens_k_new, base)[1])
-        _append(store, k, v, _tokens(k, cu_seqlens_k_new, before), batch)
+        write = _appending(store, k, v, _tokens(k, cu_seqlens_k_new, before), batch)
         total = before + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
     whole = store.table is None and store.batch_idx is None and store.leftpad is None
     if whole and isinstance(total, int) and cu_seqlens_q is None:
-        return _attend_dense(q, store, total, chunk, descales, flags)
+        return _attend_dense(q, store, total, write, chunk, descales, flags)
     lengths = _per_sequence(total, batch, q)
-    return _attend_paged(q, store, lengths, cu_seqlens_q, max_seqlen_q, chunk, descales, flags)
+    return _attend_paged(q, store, lengths, write, cu_seqlens_q, max_seqlen_q, chunk, descales, flags)
 
 
 def _given(seqlens: Lengths | None) -> Lengths:
@@ -212,10 +215,14 @@ def _check_offsets(cu_seqlens: Tensor | None, batch: int, rows: int) -> None:
         return
     _check_integers("cu_seqlens_k_new", cu_seqlens, (batch + 1,), "Running totals of the new tokens, as int32.")
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_cumulative("cu_seqlens_k_new", cu_seqlens.tolist(), rows)
+        entries = cu_seqlens.tolist()
+        if entries[0] != 0 or entries[-1] > rows or entries != sorted(entries):
+            expected = f"running totals that start with 0 and end at {rows}, the rows of k, at most"
+            raise InvalidProblem("cu_seqlens_k_new", expected, entries, "Pass running totals, not lengths.")
 
 
-def _append(store: Store, k: Tensor, v: Tensor, tokens: tuple[Tensor, Tensor], batch: int) -> None:
+def _appending(store: Store, k: Tensor, v: Tensor, tokens: tuple[Tensor, Tensor], batch: int) -> Write:
+    """What writes the new tokens, judged but not yet done."""
     sequence, position = tokens
     for name, new, old in (("k", k, store.k), ("v", v, store.v)):
         if new.dtype != old.dtype:
@@ -231,7 +238,7 @@ def _append(store: Store, k: Tensor, v: Tensor, tokens: tuple[Tensor, Tensor], b
     _check_bound(
         "block_table", slots, store.k.shape[0] * store.k.shape[1], "slots of all pages", "Name pages there are."
     )
-    write_rows(*rows, store.k, store.v, slots)
+    return functools.partial(write_rows, *rows, store.k, store.v, slots)
 
 
 def _check_bound(name: str, position: Tensor, bound: int, what: str, fix: str) -> None:
@@ -251,7 +258,13 @@ def _per_sequence(total: Lengths, batch: int, q: Tensor) -> Tensor:
 
 
 def _attend_dense(
-    q: Tensor, store: Store, total: int, chunk: int, descales: Descales | None, flags: dict[str, Any]
+    q: Tensor,
+    store: Store,
+    total: int,
+    write: Write | None,
+    chunk: int,
+    descales: Descales | None,
+    flags: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     if total > store.capacity:
         fix = "Pass at most the length of the cache."
@@ -263,6 +276,9 @@ def _attend_dense(
     attended: Any = q, k, v
     if descales is not None and k.dtype == E4M3:
         attended = descales.containers(q, k, v, len(q), "bshd")
+    if write is not None:
+        judge("dense", attended, layout="bshd", **flags)
+        write()
     return attention(*attended, layout="bshd", return_lse=True, **flags)
 
 
@@ -270,6 +286,7 @@ def _attend_paged(
     q: Tensor,
     store: Store,
     total: Tensor,
+    write: Write | None,
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int | None,
     chunk: int,
@@ -289,12 +306,18 @@ def _attend_paged(
     packed = q.flatten(0, 1) if dense_q else q
     if not (dense_q and longest == 1):
         flags = {**flags, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": longest}
-    if descales is not None and k.dtype == E4M3:
-        attended = descales.paged(packed, k, v, batch)
-        out, lse = attention_paged(*attended, table, seqlens_k, return_lse=True, **flags)
-        out = descales.rescaled(out, flags.get("cu_seqlens_q"))
-    else:
-        out, lse = attention_paged(packed, k, v, table, seqlens_k, return_lse=True, **flags)
+    fp8 = descales if k.dtype == E4M3 else None
+    attended: Any = (packed, k, v) if fp8 is None else fp8.paged(packed, k, v, batch)
+    if write is not None:
+        judge("paged", attended, block_table=table, seqlens_k=seqlens_k, **flags)
+        write()
+        if store.leftpad is not None:  # of a cache that is not contiguous, pages of one token are a copy
+            k, v, table = store.pages(batch)
+            attended = (packed, k, v) if fp8 is None else fp8.paged(packed, k, v, batch)
+    query, keys_in, values_in = attended
+    out, lse = attention_paged(query, keys_in, values_in, table, seqlens_k, return_lse=True, **flags)
+    if fp8 is not None:
+        out = fp8.rescaled(out, flags.get("cu_seqlens_q"))
     if not dense_q:
         return out, lse
     return out.unflatten(0, (batch, longest)), lse.unflatten(1, (batch, longest)).transpose(0, 1)

@@ -12,7 +12,7 @@ from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["check_cumulative", "check_values", "longest_sequences"]
+__all__ = ["check_values", "longest_sequences"]
 
 
 def longest_sequences(operands: Operands, flags: Flags) -> Flags:
@@ -52,7 +52,7 @@ def _longest(side: str, cu_seqlens: Tensor | None, total: int, given: int | None
         return given
     name = f"cu_seqlens_{side}"
     entries = cu_seqlens.tolist()
-    check_cumulative(name, entries, total)
+    _check_cumulative(name, entries, total)
     longest: int = max((stop - start for start, stop in itertools.pairwise(entries)), default=0)
     if given is not None and given < longest:
         fix = "Pass the longest length or more, or None."
@@ -60,8 +60,7 @@ def _longest(side: str, cu_seqlens: Tensor | None, total: int, given: int | None
     return longest if given is None else given
 
 
-def check_cumulative(name: str, entries: Sequence[int], total: int) -> None:
-    """Running totals of at most `total` rows."""
+def _check_cumulative(name: str, entries: Sequence[int], total: int) -> None:
     if entries[0] != 0:
         raise InvalidProblem(name, "0 as its first entry", entries[0], "Prepend the 0: it holds running totals.")
     for index, (start, stop) in enumerate(itertools.pairwise(entries)):
