@@ -83,8 +83,17 @@ def test_too_short_a_front_is_a_deadlock(waves_of_one: Callable[[str], Any], mon
         check_backward(case, waves_of_one)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("heads", "seqlen", "batch"), [((16, 16), 1024, 16), ((32, 32), 2048, 2), ((3, 3), 128, 300)])
+@pytest.mark.parametrize(
+    ("heads", "seqlen", "batch", "causal"),
+    [
+        ((16, 16), 1024, 16, False),
+        ((16, 16), 1024, 16, True),
+        ((32, 32), 2048, 2, False),
+        ((32, 32), 4096, 2, True),
+        ((3, 3), 128, 300, False),
+        ((3, 3), 128, 300, True),
+    ],
+)
 def test_a_share_is_handed_out_before_a_tile_that_waits_for_it(
     heads: tuple[int, int],
     seqlen: int,
