@@ -17,6 +17,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -153,6 +154,10 @@ def _check(shared: Any, num_queries: int) -> None:
     groups: Any = shared.groups
     if not isinstance(groups, tuple) or not all(isinstance(group, Group) for group in groups):
         raise InvalidProblem("shared_prefix.groups", "a tuple of tilewise.cascade.Group", repr(groups), fix)
+    if not all(
+        isinstance(number, int | np.integer | torch.SymInt) and number >= 0 for group in groups for number in group
+    ):
+        raise InvalidProblem("shared_prefix.groups", "integers of at least 0 in each Group", repr(groups), fix)
     for name, tensor in zip(shared._fields[1:], shared[1:], strict=True):
         if not isinstance(tensor, Tensor) and not (name == "rows" and tensor is None):
             raise InvalidProblem(f"shared_prefix.{name}", "a torch.Tensor", type(tensor).__name__, fix)
@@ -163,6 +168,21 @@ def _check(shared: Any, num_queries: int) -> None:
     if len(shared.block_table) != len(groups):
         expected = f"a table row for each of {len(groups)} groups"
         raise InvalidProblem("shared_prefix.block_table", expected, len(shared.block_table), fix)
+    if shared.cu_seqlens_q.device.type == "cpu" and ops.is_plain_eager(shared[1:]):
+        _check_contents(shared, num_queries, fix)
+
+
+def _check_contents(shared: SharedPrefix, num_queries: int, fix: str) -> None:
+    """On a CPU, where a look into the tensors waits for nobody."""
+    starts, rows = shared.cu_seqlens_q, shared.rows
+    if starts.shape != (len(shared.groups) + 1,) or int(starts[-1]) != shared.num_rows:
+        expected = f"{len(shared.groups) + 1} running totals up to {shared.num_rows}, the rows of the groups"
+        raise InvalidProblem("shared_prefix.cu_seqlens_q", expected, starts.tolist(), fix)
+    if rows is None or not len(rows):
+        return
+    whole = rows.dtype in (torch.int32, torch.int64) and rows.device.type == "cpu"
+    if not whole or not 0 <= int(rows.min()) <= int(rows.max()) < num_queries or int(rows.bincount().max()) > 1:
+        raise InvalidProblem("shared_prefix.rows", f"distinct rows of q, which has {num_queries}", rows.tolist(), fix)
 
 
 def bound(

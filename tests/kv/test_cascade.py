@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -102,6 +102,17 @@ def test_groups_drive_no_other_calls_out() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "half a row": ({"groups": (cascade.Group(4, 4, cast("Any", 24.0)),)}, "shared_prefix.groups: expected integers"),
+    "fewer than none": ({"groups": (cascade.Group(4, 4, -1),)}, "shared_prefix.groups: expected integers of at least"),
+    "totals past the rows": (
+        {"cu_seqlens_q": torch.tensor([0, 9], dtype=torch.int32)},
+        "shared_prefix.cu_seqlens_q: expected 2 running totals up to 4, the rows of the groups, got [0, 9]",
+    ),
+    "no totals": ({"cu_seqlens_q": torch.zeros(0, dtype=torch.int32)}, "shared_prefix.cu_seqlens_q: expected 2"),
+    "a row past q": ({"rows": torch.tensor([0, 1, 2, 4])}, "shared_prefix.rows: expected distinct rows of q"),
+    "a negative row": ({"rows": torch.tensor([0, 1, 2, -1])}, "shared_prefix.rows: expected distinct rows of q"),
+    "a row twice": ({"rows": torch.tensor([0, 1, 2, 2])}, "shared_prefix.rows: expected distinct rows of q"),
+    "rows of floats": ({"rows": torch.arange(4.0)}, "shared_prefix.rows: expected distinct rows of q"),
     "no groups": ({"groups": (3,)}, "shared_prefix.groups: expected a tuple of tilewise.cascade.Group"),
     "a list": ({"groups": [cascade.Group(4, 4, 24)]}, "shared_prefix.groups: expected a tuple"),
     "more rows than queries": ({"groups": (cascade.Group(4, 5, 24),)}, "shared_prefix.groups: expected rows of q"),
