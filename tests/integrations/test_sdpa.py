@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -233,3 +234,9 @@ def test_errors_name_the_arguments_of_torch(arguments: dict[str, Any], message: 
     given = dict.fromkeys(("query", "key", "value"), torch.zeros(1, 4, 8, 16)) | arguments
     with pytest.raises(tw.InvalidProblem, match=re.escape(message)):
         sdpa.scaled_dot_product_attention(**given)
+
+
+def test_a_scale_of_numpy() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    found = sdpa.scaled_dot_product_attention(q, q, q, scale=np.float32(0.5))  # type: ignore[arg-type]
+    assert torch.equal(found, sdpa.scaled_dot_product_attention(q, q, q, scale=0.5))

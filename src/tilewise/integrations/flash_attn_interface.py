@@ -20,7 +20,7 @@ from tilewise.api import attention, attention_varlen, merge
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations import aliases, cache, pieces
 from tilewise.integrations.descales import Descale, Descales, rescaled
-from tilewise.integrations.translation import flag_of, length, softcap_of, stacked, window_of, worded
+from tilewise.integrations.translation import flag_of, length, number_of, softcap_of, stacked, window_of, worded
 from tilewise.problem import MAX_HEAD_DIM
 
 __all__ = [
@@ -218,7 +218,7 @@ def flash_attn_with_kvcache(
         q, k, v, store, cache_seqlens, rotary,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, chunk=attention_chunk,
         descales=Descales(q_descale, k_descale, v_descale), causal=flag_of("causal", causal),
-        window=window_of(window_size), softcap=softcap_of(softcap), scale=softmax_scale,
+        window=window_of(window_size), softcap=softcap_of(softcap), scale=number_of(softmax_scale),
     )  # fmt: skip
     nothing = torch.empty(0, dtype=torch.float32, device=out.device)
     return (out, lse, nothing, nothing) if return_softmax_lse else out
@@ -286,7 +286,7 @@ def _flags(
         "causal": flag_of("causal", causal),
         "window": window_of(window_size),
         "softcap": softcap_of(softcap),
-        "scale": softmax_scale,
+        "scale": number_of(softmax_scale),
         "deterministic": True if flag_of("deterministic", deterministic) else None,
     }
 

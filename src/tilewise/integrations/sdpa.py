@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem, Unsupported
-from tilewise.integrations.translation import renamed
+from tilewise.integrations.translation import number_of, renamed
 
 __all__ = ["register", "routed", "scaled_dot_product_attention", "top_left"]
 
@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
     try:
         out = attention(
             query, key, value, causal=is_causal, window=window, mask=attn_mask if masked else None,
-            bias=None if masked else attn_mask, dropout=dropout_p, scale=scale,
+            bias=None if masked else attn_mask, dropout=number_of(dropout_p), scale=number_of(scale),
         )  # fmt: skip
     except InvalidProblem as error:
         raise renamed(error, NAMES) from None

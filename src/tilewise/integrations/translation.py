@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
 
-__all__ = ["Window", "flag_of", "length", "places", "renamed", "softcap_of", "stacked", "window_of", "worded"]
+__all__ = [
+    "Window",
+    "flag_of",
+    "length",
+    "number_of",
+    "places",
+    "renamed",
+    "softcap_of",
+    "stacked",
+    "window_of",
+    "worded",
+]
 
 Window = tuple[int | None, int | None]
 Arguments = ParamSpec("Arguments")
@@ -39,10 +51,17 @@ def worded(function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
 
 
 def flag_of(name: str, value: object) -> bool:
-    """True or False, which callers also write as 1 and 0."""
+    """True or False, which callers also write as 1 and 0, as numpy's own, or as None for False."""
+    if value is None or isinstance(value, np.bool_):
+        return bool(value)
     if not isinstance(value, int) or value not in (0, 1):
         raise InvalidProblem(name, "True or False", repr(value), "Pass a Python bool.")
     return bool(value)
+
+
+def number_of(value: Any) -> Any:
+    """A number of numpy's as one of Python's; anything else as it is."""
+    return value.item() if isinstance(value, (np.floating, np.integer)) else value
 
 
 def stacked(name: str, tensor: object, parts: int, dim: int) -> tuple[Tensor, ...]:
@@ -69,7 +88,7 @@ def window_of(window_size: tuple[int, int]) -> Window | None:
 
 def softcap_of(softcap: float) -> float | None:
     """flash-attn's softcap: anything above 0 switches it on."""
-    return softcap if softcap > 0.0 else None
+    return number_of(softcap) if softcap > 0.0 else None
 
 
 def length(value: int | Tensor) -> int:

@@ -16,7 +16,7 @@ from tilewise.api import attention, attention_paged, attention_varlen
 from tilewise.errors import Unsupported
 from tilewise.integrations import cache
 from tilewise.integrations.probabilities import dense_dmask, draw_seed, varlen_dmask
-from tilewise.integrations.translation import flag_of, length, softcap_of, stacked, window_of, worded
+from tilewise.integrations.translation import flag_of, length, number_of, softcap_of, stacked, window_of, worded
 
 __all__ = [
     "flash_attn_func",
@@ -203,7 +203,7 @@ def flash_attn_with_kvcache(
     out, lse = cache.append_and_attend(
         q, k, v, store, cache_seqlens, rotary,
         causal=flag_of("causal", causal), window=window_of(window_size), softcap=softcap_of(softcap),
-        alibi_slopes=alibi_slopes, scale=softmax_scale,
+        alibi_slopes=alibi_slopes, scale=number_of(softmax_scale),
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 
@@ -224,7 +224,7 @@ def _flags(
         "softcap": softcap_of(softcap),
         "alibi_slopes": alibi_slopes,
         "dropout": dropout_p,
-        "scale": softmax_scale,
+        "scale": number_of(softmax_scale),
         "deterministic": True if flag_of("deterministic", deterministic) else None,
     }
 
