@@ -52,7 +52,7 @@ def _kinds(problem: AttentionProblem) -> tuple[Kind, ...]:
     one_tile = min(problem.seqlen_q, problem.seqlen_k) > least and problem.seqlen_k <= most and not problem.has_sinks
     asked: tuple[tuple[Kind, bool], ...] = (
         ("one tile", dense and one_tile),
-        ("few banded", dense and few and right is not None and problem.seqlen_q > 1),  # a last token sees all keys
+        ("few banded", dense and few and right is not None),
         ("few dense", dense and few),
         ("few", few),
         ("window", dense and not few and left is not None),
