@@ -309,6 +309,22 @@ def test_the_address_keeps_the_state(open_page: Any) -> None:
     assert value(page, "softmax-l") == "1.5069"
 
 
+def test_an_address_typed_while_the_page_writes_its_own_is_followed(open_page: Any) -> None:
+    page: Page = open_page("tiles")
+    # The page writes its own address 400 ms after a change; a busy browser tells it of the visitor's only after that.
+    page.add_init_script("""
+      const add = window.addEventListener;
+      window.addEventListener = (type, act) => {
+        add.call(window, type, type === "hashchange" ? (event) => setTimeout(() => act(event), 800) : act);
+      };
+    """)
+    page.reload()
+    page.get_by_role("tab", name="Memory traffic").click()
+    page.evaluate("location.hash = 'matmul'")
+    expect(page.get_by_role("tab", selected=True)).to_have_attribute("id", "tab-matmul")
+    expect(page).to_have_url(re.compile(r"#matmul"))
+
+
 def luminance(page: Page, selector: str, name: str) -> float:
     colour: str = page.evaluate(
         "([selector, name]) => getComputedStyle(document.querySelector(selector))[name]", [selector, name]

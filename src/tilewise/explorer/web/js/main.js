@@ -45,7 +45,10 @@ class App {
     /** What each view looked like when it was left. @type {Map<string, Record<string, string>>} */
     this.remembered = new Map();
     this.current = "";
-    this.written = "";
+    /** The address of what is shown, written a little later. */
+    this.wanted = "";
+    /** The address last read or written here; another one is a visitor's, whose event may still be on its way. */
+    this.known = "";
     /** @type {ReturnType<typeof setTimeout> | null} */
     this.timer = null;
   }
@@ -105,18 +108,21 @@ class App {
   #save(id, params) {
     this.remembered.set(id, params);
     const query = new URLSearchParams(params).toString();
-    this.written = `#${id}${query && `?${query}`}`;
+    this.wanted = `#${id}${query && `?${query}`}`;
     // Browsers refuse more than about a hundred changes of the address in half a minute; playing makes sixty a second.
     this.timer ??= setTimeout(() => this.#writeAddress(), WRITE_AFTER_MS);
   }
 
   #writeAddress() {
     this.timer = null;
-    if (location.hash !== this.written) history.replaceState(null, "", this.written);
+    if (location.hash !== this.known) return;
+    history.replaceState(null, "", this.wanted);
+    this.known = location.hash;
   }
 
   #onAddress() {
-    if (this.view !== null && location.hash === this.written) return;
+    if (this.view !== null && location.hash === this.known) return;
+    this.known = location.hash;
     const [id, query = ""] = location.hash.slice(1).split("?");
     this.open(id, Object.fromEntries(new URLSearchParams(query)));
   }
