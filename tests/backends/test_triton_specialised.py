@@ -14,7 +14,7 @@ import torch
 
 from shared_memory import Buffer, buffers_of, complaints_about, strays_of
 from tilewise import device as devices
-from tilewise.backends.triton import BACKEND, choosing
+from tilewise.backends.triton import BACKEND, choosing, configs
 from tilewise.problem import AttentionProblem
 
 triton = pytest.importorskip("triton")
@@ -114,3 +114,8 @@ def test_programs_take_long_and_short_blocks_in_turn() -> None:
     for seqlen, programs in ((128, 132), (256, 131), (384, 131), (512, 131)):
         assert call_of(problem_of(128, causal=True, seqlen=seqlen)).grid == (programs, 1, 1)
         assert call_of(problem_of(128, seqlen=seqlen)).grid == (132, 1, 1)
+
+
+def test_as_many_stages_as_strays_are_ended() -> None:
+    with pytest.raises(ValueError, match="2 stages, not 3"):
+        configs.Config(128, 128, 4, 3, specialised=True)

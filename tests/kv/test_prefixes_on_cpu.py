@@ -12,6 +12,11 @@ import tilewise as tw
 from tilewise import cascade
 from tilewise.backends.cpu import BACKEND
 from tilewise.cascade import Group, SharedPrefix
+from tilewise.testing.cases import Case
+from tilewise.testing.inputs import Inputs
+from tilewise.testing.oracle import plain_results, reference_results, summed_terms
+from tilewise.testing.results import Results
+from tilewise.testing.tolerances import judge, slack_of
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 4, 2, 32
 
@@ -68,13 +73,24 @@ def test_rows_are_worked_into_their_own(groups: list[int], dtype: torch.dtype, a
     tensors, hint = inputs(groups, 3, dtype)
     out, lse = tw.attention_paged(*tensors, shared_prefix=hint, return_lse=True)
     assert attended == [sum(groups)]
+    assert faults_of(tensors, {"out": out, "lse": lse}) == []
+
+
+def faults_of(tensors: tuple[Any, ...], results: Results) -> list[str]:
+    """What is wrong with results by the rule of the conformance suite."""
     q, k, v, table, lengths = tensors
-    exact, exact_lse = tw.attention_paged(
-        q.double(), k.double(), v.double(), table, lengths, backend="reference", return_lse=True
-    )
-    tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}[dtype]
-    torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(lse.double(), exact_lse.double(), atol=2e-5, rtol=2e-6)
+    ones, counts = (1,) * len(q), tuple(lengths.tolist())
+    case = Case(
+        kind="paged", dtype=q.dtype, seqlens_q=ones, seqlens_k=counts, num_heads=HEADS, num_kv_heads=KV_HEADS,
+        head_dim=DIM, head_dim_v=DIM, page_size=PAGE, decode=True, grad_of=(),
+    )  # fmt: skip
+    given = Inputs(q, k, v, torch.zeros_like(q), torch.zeros(HEADS, len(q)), block_table=table, seqlens_k=lengths)
+    exact, plain, terms = (make(case, given) for make in (reference_results, plain_results, summed_terms))
+    faults = []
+    for name, found in results.items():
+        slack = slack_of(exact[name], plain[name], terms[name], found.dtype, torch.float32)
+        faults.append(judge(name, found, exact[name], slack))
+    return [fault for fault in faults if fault is not None]
 
 
 def test_a_prefix_that_is_not_a_number_stays_so_and_nothing_else() -> None:

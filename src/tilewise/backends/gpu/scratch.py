@@ -23,8 +23,9 @@ __all__ = ["MAX_KEPT", "MAX_STREAMS", "Places", "kept_by_stream", "made_anew", "
 
 # An allocation takes 1.3 to 2 us; a kernel that writes more bytes than this takes several times as long.
 MAX_KEPT = 8 << 20
-# Streams of a device that keep memory: torch hands out 32 of each priority, other libraries make and destroy theirs.
-MAX_STREAMS = 64
+# Streams of a device that keep memory: torch hands out 32 of each of two priorities beside the default one, other
+# libraries make and destroy theirs.
+MAX_STREAMS = 72
 # Where parts begin: as good as what a caching allocator hands out.
 STEP = 256
 # What starts a pass at one set of addresses takes 2.8 KiB of a forward and 6.2 of a backward, a tensor map 0.3: at most

@@ -141,21 +141,31 @@ def unless_neutral(x, y, OPERATION: gl.constexpr, NEUTRAL: gl.constexpr, COUNT: 
 
 
 @gluon.constexpr_function
-def _growth_asm():
+def _where_rows_pass(bound, step):
+    """PTX of growths $0, $1 and factors $2, $3 of two rows, whose bits are $4, $5.
+
+    They are 0 and 1 unless a row of the warp passes `bound`; else `step` makes them of `a`, the largest of the four
+    threads that share the row.
+    """
     steps = ""
-    for top, growth, factor in (("$4", "$0", "$2"), ("$5", "$1", "$3")):
+    for bits, growth, factor in (("$4", "$0", "$2"), ("$5", "$1", "$3")):
         steps += (
-            f"shfl.sync.bfly.b32 a, {top}, 1, 0x1f, 0xffffffff; max.s32 a, a, {top}; "
+            f"shfl.sync.bfly.b32 a, {bits}, 1, 0x1f, 0xffffffff; max.s32 a, a, {bits}; "
             "shfl.sync.bfly.b32 b, a, 2, 0x1f, 0xffffffff; max.s32 a, a, b; "
-            f"setp.gt.s32 p, a, 0x41000000; selp.b32 {growth}, a, 0, p; neg.f32 x, {growth}; "
-            f"ex2.approx.ftz.f32 {factor}, x; "
+            f"setp.gt.s32 p, a, {bound}; {step.format(growth=growth, factor=factor)} "
         )
     return (
         "{ .reg .pred p, q; .reg .s32 m, a, b; .reg .f32 x; "
         "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0f3F800000; mov.b32 $3, 0f3F800000; "
-        "max.s32 m, $4, $5; setp.gt.s32 p, m, 0x41000000; vote.sync.any.pred q, p, 0xffffffff; "
+        f"max.s32 m, $4, $5; setp.gt.s32 p, m, {bound}; vote.sync.any.pred q, p, 0xffffffff; "
         f"@!q bra.uni DONE; {steps} DONE: }}"
     )
+
+
+@gluon.constexpr_function
+def _growth_asm():
+    step = "selp.b32 {growth}, a, 0, p; neg.f32 x, {growth}; ex2.approx.ftz.f32 {factor}, x;"
+    return _where_rows_pass("0x41000000", step)
 
 
 @gluon.jit
@@ -173,21 +183,12 @@ def growth_of(top):
 
 @gluon.constexpr_function
 def _renormalised_asm():
-    steps = ""
-    for total, growth, factor in (("$4", "$0", "$2"), ("$5", "$1", "$3")):
-        steps += (
-            f"shfl.sync.bfly.b32 a, {total}, 1, 0x1f, 0xffffffff; max.s32 a, a, {total}; "
-            "shfl.sync.bfly.b32 b, a, 2, 0x1f, 0xffffffff; max.s32 a, a, b; "
-            "setp.gt.s32 p, a, 0x49800000; shr.s32 a, a, 23; min.s32 a, a, 253; sub.s32 b, a, 127; "
-            f"cvt.rn.f32.s32 x, b; selp.f32 {growth}, x, 0f00000000, p; sub.s32 b, 254, a; shl.b32 b, b, 23; "
-            f"mov.b32 x, b; selp.f32 {factor}, x, 0f3F800000, p; "
-        )
-    return (
-        "{ .reg .pred p, q; .reg .s32 m, a, b; .reg .f32 x; "
-        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0f3F800000; mov.b32 $3, 0f3F800000; "
-        "max.s32 m, $4, $5; setp.gt.s32 p, m, 0x49800000; vote.sync.any.pred q, p, 0xffffffff; "
-        f"@!q bra.uni DONE; {steps} DONE: }}"
+    step = (
+        "shr.s32 a, a, 23; min.s32 a, a, 253; sub.s32 b, a, 127; "
+        "cvt.rn.f32.s32 x, b; selp.f32 {growth}, x, 0f00000000, p; sub.s32 b, 254, a; shl.b32 b, b, 23; "
+        "mov.b32 x, b; selp.f32 {factor}, x, 0f3F800000, p;"
     )
+    return _where_rows_pass("0x49800000", step)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""The two products of the forward, Q K^T and P V, what goes with them, and the copy of a tile."""
+"""Products of tiles: Q K^T and P V of the forward, dO V^T of dQ's kernel; what goes with them, and a tile's copy."""
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
@@ -13,6 +13,7 @@ from tilewise.backends.hopper.scores import rescale
 
 __all__ = [
     "issue_output",
+    "issue_product",
     "issue_scores",
     "load_tile",
     "rescale_output",
@@ -30,20 +31,24 @@ def load_tile(desc, smem, slot, ready, span, head, row, D: gl.constexpr, D_REST:
 
 
 @gluon.jit
+def issue_product(a_smem, b_smem, a_slot, b_slot, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr):
+    """Start A B^T of 64 queries and a key tile: S = Q K^T or dP = dO V^T."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
+    a = a_smem[0].index(a_slot).reshape([64, D])
+    b = b_smem[0].index(b_slot).reshape([BLOCK_N, D])
+    product = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if D_REST:
+        a = a_smem[1].index(a_slot).reshape([64, D_REST])
+        b = b_smem[1].index(b_slot).reshape([BLOCK_N, D_REST])
+        product = warpgroup_mma(a, b.permute([1, 0]), product, is_async=True)
+    return product
+
+
+@gluon.jit
 def issue_scores(q_smem, q_slot, k_smem, k_slot, C: gl.constexpr):
     """Start S = Q K^T."""
-    BLOCK_N: gl.constexpr = C.BLOCK_N
-    D: gl.constexpr = C.D
-    D_REST: gl.constexpr = C.D_REST
-    zeros = gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
-    q = q_smem[0].index(q_slot).reshape([64, D])
-    k = k_smem[0].index(k_slot).reshape([BLOCK_N, D])
-    scores = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    if D_REST:
-        q = q_smem[1].index(q_slot).reshape([64, D_REST])
-        k = k_smem[1].index(k_slot).reshape([BLOCK_N, D_REST])
-        scores = warpgroup_mma(q, k.permute([1, 0]), scores, is_async=True)
-    return scores
+    return issue_product(q_smem, k_smem, q_slot, k_slot, C.D, C.D_REST, C)
 
 
 @gluon.jit

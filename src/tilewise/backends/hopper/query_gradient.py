@@ -18,7 +18,7 @@ from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.forward import make_parts
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
 from tilewise.backends.hopper.primitives import exp2
-from tilewise.backends.hopper.products import load_tile
+from tilewise.backends.hopper.products import issue_product, load_tile
 from tilewise.backends.hopper.schedule import key_tiles, own_tile, row_tile_of, whole_tiles
 from tilewise.backends.hopper.scores import capped, mask_scores, through_cap
 
@@ -72,21 +72,6 @@ def producer(q_desc, dout_desc, k_desc, v_desc, work_ptr, sizes, pipe, C: gl.con
         ready = pipe.v_ring.acquire(v_at, V_BYTES)
         load_tile(v_desc, pipe.v_smem, v_at.slot, ready, kv_span, kv_head, row, C.DV, C.DV_REST, C)
         v_at = v_at.next()
-
-
-@gluon.jit
-def issue_product(a_smem, b_smem, a_slot: gl.constexpr, b_slot, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr):
-    """Start A B^T of 64 queries and a key tile: S = Q K^T or dP = dO V^T."""
-    BLOCK_N: gl.constexpr = C.BLOCK_N
-    zeros = gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
-    a = a_smem[0].index(a_slot).reshape([64, D])
-    b = b_smem[0].index(b_slot).reshape([BLOCK_N, D])
-    product = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    if D_REST:
-        a = a_smem[1].index(a_slot).reshape([64, D_REST])
-        b = b_smem[1].index(b_slot).reshape([BLOCK_N, D_REST])
-        product = warpgroup_mma(a, b.permute([1, 0]), product, is_async=True)
-    return product
 
 
 @gluon.jit

@@ -16,6 +16,8 @@ __all__ = ["MAX_SPLITS", "PASSES", "Config", "Kind", "Pass", "choose", "overridd
 
 Pass = Literal["forward", "dkdv", "dq", "decode", "dbias"]
 PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq", "decode", "dbias")
+# forward_specialised.py ends a stray barrier of each of two stages.
+SPECIALISED_STAGES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,10 @@ class Config:
     one_tile: bool = False
     paired: bool = False
     specialised: bool = False
+
+    def __post_init__(self) -> None:
+        if self.specialised and self.num_stages != SPECIALISED_STAGES:
+            raise ValueError(f"a specialised tile has {SPECIALISED_STAGES} stages, not {self.num_stages}")
 
 
 # More partial results than this are not worth merging; starting and finishing a program costs as much as reading this
