@@ -38,7 +38,7 @@ ARROWS: dict[str, set[str]] = {
     "batching": {"operands"},
     "calls": {"device"},
     "ops": {"batching", "calls", "dispatch", "validation", "canonical", "problem", "operands", "device", "backends"},
-    "cascade": {"ops", "dispatch", "operands", "problem", "numerics", "device"},
+    "cascade": {"ops", "validation", "dispatch", "operands", "problem", "numerics", "device"},
     "api": {"fp8", "calls", "cascade", "ops", "validation", "dispatch", "operands", "numerics"},
     "kv": {"fp8", "api", "canonical", "cascade", "dispatch", "plan", "problem"},
     "backends": SPINE | {"fp8"},

@@ -9,6 +9,7 @@ of Tensor) sees none of this.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ MAX_CALLS, MAX_FAMILIES = 1024, 256
 # Alignment of addresses that kernels are told apart by, in bytes.
 ALIGNMENT = 16
 NUMBERS = (float, int, bool)
+INTEGERS = frozenset((int,))
 # What is behind torch's own wrappers, which take longer.
 _num_function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # noqa: SLF001
@@ -145,12 +147,17 @@ def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: 
         for tensor in tensors:
             if tensor is not None and tensor.is_nested:
                 return None
+        # 24.0 equals a 24 seen before, and is to be refused all the same.
+        if groups is not None and not INTEGERS.issuperset(map(type, itertools.chain.from_iterable(groups))):
+            return None
         family = _family(
             torch.is_grad_enabled(),
             _is_deterministic(),
             current.backend,
             current.check_values,
             device.override(),
+            # Whether a prefix is attended apart is a question of cost, which counts the threads.
+            None if groups is None else torch.get_num_threads(),
             kind,
             dropout,
             *flags,

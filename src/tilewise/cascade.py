@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise import dispatch, ops
+from tilewise import dispatch, ops, validation
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem
 from tilewise.numerics import merge_partials
@@ -48,6 +48,7 @@ CPU_MERGE_SECONDS = 2e-9
 ATTENDERS = {"cpu": "cpu", "cuda": "triton"}
 MERGERS = {"cpu": "cpu", "cuda": "triton"}
 MERGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HINT_MAKER = "PagedKVCache.shared_prefix() makes it."
 
 
 class Group(NamedTuple):
@@ -148,7 +149,7 @@ def attention(shared: SharedPrefix | None, operands: Operands, flags: Flags) -> 
 
 def _check(shared: Any, num_queries: int) -> None:
     """Types, and the sizes that are known without a look into the tensors, which the ops judge as any others."""
-    fix = "PagedKVCache.shared_prefix() makes it."
+    fix = HINT_MAKER
     if not isinstance(shared, SharedPrefix):
         raise InvalidProblem("shared_prefix", "a tilewise.cascade.SharedPrefix or None", type(shared).__name__, fix)
     groups: Any = shared.groups
@@ -169,32 +170,35 @@ def _check(shared: Any, num_queries: int) -> None:
         expected = f"a table row for each of {len(groups)} groups"
         raise InvalidProblem("shared_prefix.block_table", expected, len(shared.block_table), fix)
     if shared.cu_seqlens_q.device.type == "cpu" and ops.is_plain_eager(shared[1:]):
-        _check_contents(shared, num_queries, fix)
+        _check_contents(shared, num_queries)
 
 
-def _check_contents(shared: SharedPrefix, num_queries: int, fix: str) -> None:
+def _check_contents(shared: SharedPrefix, num_queries: int) -> None:
     """On a CPU, where a look into the tensors waits for nobody."""
-    starts, rows = shared.cu_seqlens_q, shared.rows
-    if starts.shape != (len(shared.groups) + 1,) or int(starts[-1]) != shared.num_rows:
+    totals, rows = shared.cu_seqlens_q.tolist(), shared.rows
+    if shared.cu_seqlens_q.shape != (len(shared.groups) + 1,) or totals[-1] != shared.num_rows:
         expected = f"{len(shared.groups) + 1} running totals up to {shared.num_rows}, the rows of the groups"
-        raise InvalidProblem("shared_prefix.cu_seqlens_q", expected, starts.tolist(), fix)
+        raise InvalidProblem("shared_prefix.cu_seqlens_q", expected, totals, HINT_MAKER)
     if rows is None or not len(rows):
         return
     whole = rows.dtype in (torch.int32, torch.int64) and rows.device.type == "cpu"
     if not whole or not 0 <= int(rows.min()) <= int(rows.max()) < num_queries or int(rows.bincount().max()) > 1:
-        raise InvalidProblem("shared_prefix.rows", f"distinct rows of q, which has {num_queries}", rows.tolist(), fix)
+        expected = f"distinct rows of q, which has {num_queries}"
+        raise InvalidProblem("shared_prefix.rows", expected, rows.tolist(), HINT_MAKER)
 
 
 def bound(
     shared: SharedPrefix, operands: Operands, flags: Flags, result: tuple[Tensor, Tensor], count: int, *,
     return_lse: bool,
 ) -> Callable[[Sequence[Tensor | None]], Any] | None:  # fmt: skip
-    """What serves later calls that look like this one, which had such a result (see calls), on a GPU; None if each is
-    to be judged.
+    """What serves later calls that look like this one, which had such a result (see calls); None if each is to be
+    judged.
 
     Called with the first `count` operands and the tensors of the hint, all in their order.
     """
-    if operands.q.device.type not in ATTENDERS or operands.k_scale is not None or ops.reads_contents(operands):
+    if operands.q.device.type not in ATTENDERS or operands.k_scale is not None:
+        return None
+    if not validation.lasts("paged", operands, flags):
         return None
     if refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
         plain = ops.Call("paged", operands, flags, return_lse=return_lse, lasting=True)
@@ -203,14 +207,19 @@ def bound(
     # What had to be copied first is copied in every call.
     if prefix is None or any(a is not b for a, b in zip(prefix.operands[:3], operands[:3], strict=True)):
         return None
-    own, num_rows = ops.Call("paged", _own(shared, operands), flags, return_lse=True, lasting=True), shared.num_rows
+    own, groups = ops.Call("paged", _own(shared, operands), flags, return_lse=True, lasting=True), shared.groups
     # The call outlives the tensors of this one, and holds none of them.
-    backend, problem = prefix.backend, prefix.problem
+    backend, problem, everything, num_rows = prefix.backend, prefix.problem, prefix.flags, shared.num_rows
     attend = backend.bind_prefixes(problem, prefix.operands, num_rows, shared.rows, *result)
+    reads = validation.reads_contents("paged", operands)
 
     def call(tensors: Sequence[Tensor | None]) -> Any:
         q, k, v, cu_seqlens_q, _, _, _, *rest = tensors[:count]
-        table, keys, starts, rows, own_table, own_keys = tensors[count:]
+        table, keys, starts, rows, own_table, own_keys = hint = tensors[count:]
+        if reads:
+            given: Any = Operands(q, k, v, starts, block_table=table, seqlens_k=keys)  # type: ignore[arg-type]
+            _check_contents(SharedPrefix(groups, *hint), len(given.q))  # type: ignore[arg-type]
+            validation.check_contents(problem, given, everything)
         out, lse = own((q, k, v, cu_seqlens_q, None, own_table, own_keys, *rest))
         if attend((q, k, v, starts, table, keys, rows, out, lse)) is None:
             given = Operands(q, k, v, starts, block_table=table, seqlens_k=keys)  # type: ignore[arg-type]
@@ -254,6 +263,7 @@ class _Direct(NamedTuple):
     backend: Any
     problem: AttentionProblem
     operands: Operands
+    flags: Flags
 
 
 def _direct(shared: SharedPrefix, operands: Operands, flags: Flags) -> _Direct | None:
@@ -262,9 +272,10 @@ def _direct(shared: SharedPrefix, operands: Operands, flags: Flags) -> _Direct |
     if name is None or flags.backend not in ("auto", name) or not ops.is_plain_eager((*operands, *shared[1:])):
         return None
     backend = _loaded(name)
-    problem, prefix = ops.judged("paged", *_prefix(shared, operands, flags))
+    prefix, everything = _prefix(shared, operands, flags)
+    problem, prefix = ops.judged("paged", prefix, everything)
     fits = backend is not None and backend.splits_prefixes(problem, shared.num_rows, devices.of(operands.q.device))
-    return _Direct(backend, problem, prefix) if fits else None
+    return _Direct(backend, problem, prefix, everything) if fits else None
 
 
 def _merged(

@@ -21,7 +21,7 @@ from tilewise.errors import Unsupported
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 
-__all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "reads_contents", "repeated", "result"]
+__all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "repeated", "result"]
 
 # The operands of each op; a question mark makes one optional.
 OPERANDS: dict[Kind, str] = {
@@ -66,17 +66,12 @@ def judged(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProbl
     return problem, canonical(problem, operands)
 
 
-def reads_contents(operands: Operands) -> bool:
-    """Whether a paged call is judged by what is in its tables, so that none serves for another."""
-    return validation.reads_contents("paged", operands)
-
-
 def result(
     kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, slot: calls.Slot | None = None
 ) -> calls.Result:
     """`attention`, of which only `out` may be wanted; `slot` is where later calls that look the same find this one."""
     if is_plain_eager(operands):
-        lasting = slot is not None and not validation.reads_contents(kind, operands)
+        lasting = slot is not None and validation.lasts(kind, operands, flags)
         call = Call(kind, operands, flags, return_lse=return_lse, lasting=lasting)
         if slot is not None and lasting:
             slot.call = call
@@ -113,8 +108,8 @@ class Call:
     """
 
     __slots__ = (
-        "_backwards", "_chosen", "_forward", "_lasting", "_record", "_recorded", "flags", "kind", "problem",
-        "return_lse",
+        "_backwards", "_chosen", "_forward", "_lasting", "_reads", "_record", "_recorded", "flags", "kind",
+        "problem", "return_lse",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool) -> None:
@@ -123,12 +118,15 @@ class Call:
         self._recorded = flags.needs_grad
         self._forward = self._bound_forward(operands) if lasting else None
         self._lasting = lasting
+        self._reads = lasting and validation.reads_contents(kind, operands)
         self._backwards: tuple[_BoundBackward, ...] = ()
         # The wrapper of torch's own `apply` unwraps what functorch leaves behind (2 us); no lasting call has such.
         self._record: Any = super(torch.autograd.Function, _Recorded).apply if lasting else _Recorded.apply
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> calls.Result:
         """(out, lse), or out if only that was asked for."""
+        if self._reads:
+            validation.check_contents(self.problem, Operands(*tensors), self.flags)  # type: ignore[arg-type]
         if self._recorded:
             recorded: calls.Result = self._record(self, *tensors)
             return recorded

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tilewise as tw
 from interpreting import interpret
-from tilewise import calls, cascade, fp8, ops
+from tilewise import calls, cascade, fp8
 from tilewise import device as devices
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
@@ -142,7 +142,6 @@ def test_interpreted_calls_are_bound_after_the_first(
     """
     for name, value in (("price_seconds", lambda *_: 0.0), ("ATTENDERS", {"cpu": "triton"})):
         monkeypatch.setattr(cascade, name, value)
-    monkeypatch.setattr(ops, "reads_contents", lambda _: False)
     monkeypatch.setattr(launch_prefix, "num_splits", lambda *_: splits)
     # What calls of equal looks were found to be, with another number of splits.
     for kept in (launch_prefix.prefix_pass, calls._family, calls._slot):

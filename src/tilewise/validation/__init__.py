@@ -23,8 +23,10 @@ from tilewise.validation.values import check_values, longest_sequences
 __all__ = [
     "OPTIONAL_PAGED",
     "autocast",
+    "check_contents",
     "check_flag",
     "describe",
+    "lasts",
     "needs_grad",
     "normalise",
     "problem_of",
@@ -49,8 +51,21 @@ def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem
     return problem
 
 
+def check_contents(problem: AttentionProblem, operands: Operands, flags: Flags) -> None:
+    """What `problem_of` reads from index tensors, for a call that looks like one whose structure was judged."""
+    longest_sequences(operands, flags)
+    check_values(problem, operands)
+
+
+def lasts(kind: Kind, operands: Operands, flags: Flags) -> bool:
+    """Whether the problem is that of all calls that look the same: no length is left for contents to tell."""
+    given = (operands.cu_seqlens_q, flags.max_seqlen_q), (operands.cu_seqlens_k, flags.max_seqlen_k)
+    is_open = any(totals is not None and longest is None for totals, longest in given)
+    return not (is_open and reads_contents(kind, operands))
+
+
 def reads_contents(kind: Kind, operands: Operands) -> bool:
-    """Whether the judgement depends on what is in index tensors: then it holds for this call alone."""
+    """Whether what is in index tensors is judged, too, in every call."""
     return kind != "dense" and (operands.q.device.type == "cpu" or settings.current().check_values)
 
 

@@ -4,7 +4,7 @@ first use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,19 @@ class CpuBackend:
 
         q = operands.q[:num_rows] if rows is None else operands.q.index_select(0, rows)
         launch.forward_into(problem, operands._replace(q=q), rows, out, lse)
+
+    def bind_prefixes(
+        self, problem: AttentionProblem, _operands: Operands, num_rows: int, *_: Tensor | None
+    ) -> Callable[[Sequence[Any]], bool]:
+        """`attend_prefixes` for q, k, v, cu_seqlens_q, block_table, seqlens_k, rows, out and lse that lie anyhow."""
+
+        def attend(tensors: Sequence[Any]) -> bool:
+            q, k, v, starts, table, keys, *results = tensors
+            given = Operands(q, k, v, starts, block_table=table, seqlens_k=keys)
+            self.attend_prefixes(problem, given, num_rows, *results)
+            return True
+
+        return attend
 
     def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
         """Rows of a partial result over other keys worked into `out` and `lse`: see tilewise.cascade."""

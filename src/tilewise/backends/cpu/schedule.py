@@ -24,8 +24,9 @@ __all__ = ["Lengths", "Schedule", "dense_lengths", "forward_schedule", "kept_sch
 Lengths = NDArray[np.int64]
 
 # Sequences of few query rows are split over keys in chunks, a function of the problem only, so that threads do not
-# matter. A chunk of many rows costs more to begin and to merge (256 rows, 1024 keys: 2 to 3 % of its time).
-DECODE_CHUNK, PANEL_CHUNK = 1024, 2048
+# matter. 256 rows on 4096 keys of 2 heads, two threads: chunks of 2048 make four items, and the slower core has two of
+# them (fp32 5.7 to 6.3 ms where 1024 takes 5.2 to 6.0, bf16 2.7 and 2.6); 512 are begun and merged too often.
+CHUNK = 1024
 CHUNK_ROWS = 64
 # Up to this many rows a unit is decoded: vectors along the head dim beat a mostly empty panel of queries (about 11
 # rows are even).
@@ -149,14 +150,14 @@ def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: L
         problem.num_heads // heads,
         heads,
         block,
-        chunk_keys(problem),
+        chunk_keys(),
         len(chunks) > 0 and int(chunks.max()) > 1,
     )
 
 
-def chunk_keys(problem: AttentionProblem) -> int:
+def chunk_keys() -> int:
     """Keys in a chunk: whole tiles."""
-    return round_up(DECODE_CHUNK if decodes(problem) else PANEL_CHUNK, host().block_n)
+    return round_up(CHUNK, host().block_n)
 
 
 def keys_seen(problem: AttentionProblem, end_row: Lengths, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
@@ -171,4 +172,4 @@ def _chunks(problem: AttentionProblem, k_lengths: Lengths) -> Lengths:
     """Chunks of keys per entry: more than one only for few rows and many keys."""
     if not splits_keys(problem):
         return np.ones_like(k_lengths)
-    return np.maximum(1, -(-k_lengths // chunk_keys(problem)))
+    return np.maximum(1, -(-k_lengths // chunk_keys()))
