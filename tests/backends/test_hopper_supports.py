@@ -32,7 +32,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "wide heads": {"head_dim": 256, "head_dim_v": 256, "needs_grad": True},
     "unequal": {"head_dim": 192, "head_dim_v": 128, "needs_grad": True, "deterministic": True},
     "decoding": {"seqlen_q": 1},
-    "several tokens": {"batch": 32, "seqlen_q": 16, "causal": True, "scale": -1.0},
+    "several tokens": {"batch": 32, "seqlen_q": 16, "causal": True},
     "decoding from pages": {"kind": "paged", "page_size": 8, "seqlen_q": 1, "has_sinks": True, "softcap": 30.0},
     "decoding from e4m3 pages": {"kind": "paged", "page_size": 16, "batch": 8, "seqlen_q": 2, "fp8": ("k", "v")},
 }
@@ -58,6 +58,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "wide head": ({"head_dim": 264, "head_dim_v": 264}, "head_dim 264"),
     "odd values": ({"head_dim_v": 100}, "head_dim_v 100"),
     "negative scale": ({"scale": -1.0}, "scale"),
+    "decoding, negative scale": ({"batch": 32, "seqlen_q": 16, "causal": True, "scale": -1.0}, "scale"),
+    "decoding, scale 0": ({"seqlen_q": 1, "scale": 0.0}, "scale"),
     "no keys": ({"seqlen_k": 0, "total_k": 0}, "nothing to compute"),
 }
 

@@ -168,6 +168,19 @@ def _magnitudes() -> dict[str, Case]:
             "scale_0": Case(scale=0.0),
             "scale_negative": Case(scale=-0.5, causal=True),
         }
+        | {
+            # Enough keys for decode kernels, the last tile not full.
+            f"scale_{name}_decode": Case(
+                scale=scale,
+                seqlens_q=(2, 2),
+                seqlens_k=(300, 300),
+                head_dim=64,
+                head_dim_v=64,
+                dtype=torch.bfloat16,
+                grad_of=(),
+            )
+            for name, scale in (("0", 0.0), ("negative", -0.5))
+        }
     )
 
 

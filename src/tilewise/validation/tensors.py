@@ -86,6 +86,8 @@ DTYPES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
 
 # At least this many of each: a model with zero of them is a mistake, while an empty batch or sequence is legal.
 LEAST: dict[str, int] = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 1, "head_dim_v": 1, "page_size": 1}
+# Magnitudes that fp32 holds in full precision, also times log2(e).
+SCALARS = (1e-37, 1e37)
 
 
 class TensorSpec(NamedTuple):
@@ -110,6 +112,7 @@ def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], f
     sizes = _bind_shapes(SHAPES[f"dense {flags.layout}" if kind == "dense" else kind], specs, public)
     _check_sizes(sizes)
     _check_dtypes(specs, public)
+    _check_scalars(specs["q"].dtype, flags)
     _check_devices(specs, public)
     lengths = _lengths(kind, sizes, specs, flags)
     scores = (lengths["batch"], sizes["num_heads"], lengths["seqlen_q"], lengths["seqlen_k"])
@@ -272,6 +275,19 @@ def _check_per_head(specs: Specs, batch: int, num_heads: int) -> None:
         raise InvalidProblem("alibi_slopes", expected, got, "Give one slope per query head, or per sequence and head.")
     if "seed" in specs and specs["seed"].shape.numel() not in (1, SEED_WITH_ORIGIN):
         raise InvalidProblem("seed", "one element", tuple(specs["seed"].shape), "Pass a single int64.")
+
+
+def _check_scalars(dtype: torch.dtype, flags: Flags) -> None:
+    """Below fp64 scores are computed in fp32: what multiplies them must be a number there, and its inverse too."""
+    if dtype == torch.float64:
+        return
+    expected = f"a magnitude from {SCALARS[0]} to {SCALARS[1]}, as scores are computed in float32"
+    fix = "Scale q or k themselves, or pass float64 tensors."
+    ratio = None if flags.scale is None or flags.softcap is None else flags.scale / flags.softcap
+    for name, number in (("scale", flags.scale), ("softcap", flags.softcap), ("softcap", ratio)):
+        if number and not SCALARS[0] <= abs(number) <= SCALARS[1]:
+            got = number if number is not ratio else f"{flags.softcap} beside scale {flags.scale}"
+            raise InvalidProblem(name, expected, got, fix)
 
 
 def _check_scales(kind: Kind, sizes: dict[str, int], lengths: dict[str, int], flags: Flags) -> None:

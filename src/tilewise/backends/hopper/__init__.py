@@ -175,12 +175,11 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % HEAD_DIM_STEP or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             yield f"{name} {size} is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
-    if decodes(problem):
-        return
-    if not problem.needs_grad and problem.seqlen_q * problem.group_size <= FEW_ROWS:
-        yield f"at most {FEW_ROWS} query rows a K/V head fill no warpgroup, and under {MANY_KEYS} keys no decode kernel"
     if problem.scale <= 0:
-        yield f"scale {problem.scale} is not positive (the running maximum is taken before scaling)"
+        yield f"scale {problem.scale} is not positive (keys are hidden and the maximum is taken before scaling)"
+    few = not problem.needs_grad and problem.seqlen_q * problem.group_size <= FEW_ROWS
+    if few and not decodes(problem):
+        yield f"at most {FEW_ROWS} query rows a K/V head fill no warpgroup, and under {MANY_KEYS} keys no decode kernel"
 
 
 def _decode_refusals(problem: AttentionProblem) -> Iterator[str]:
