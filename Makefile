@@ -32,12 +32,12 @@ bench: $(READY)
 	$(BIN)/python -m tilewise bench --device cpu --plots docs/images $(ARGS)
 
 # On a machine with a GPU: the python3 that is there, with its torch and Triton; nothing is installed.
-# ARGS="--only decode --output FILE" for a part of it.
 test-gpu:
 	PYTHONPATH=src python3 -m pytest -q tests/backends/test_conformance.py tests/gpu --device cuda --backend hopper --backend triton $(ARGS)
 
+# Figures and, where matplotlib is there, plots under bench/results. ARGS="--only decode --output FILE" for a part of it.
 bench-gpu:
-	PYTHONPATH=src python3 -m tilewise.bench --device cuda $(ARGS)
+	PYTHONPATH=src python3 -m tilewise.bench --device cuda --plots bench/results $(ARGS)
 
 # constraints.txt pins the development set; torch comes first because only the exact pin finds a CPU build.
 $(READY): pyproject.toml constraints.txt

@@ -11,7 +11,7 @@ from pathlib import Path
 from tilewise.bench.command import Options, chosen_cases, execute
 from tilewise.bench.plots import write_plots
 from tilewise.bench.report import plain
-from tilewise.bench.results import default_path, ensure_writable, read, write
+from tilewise.bench.results import Results, default_path, ensure_writable, read, write
 from tilewise.bench.verdicts import judge_all
 from tilewise.errors import TilewiseError
 
@@ -53,7 +53,17 @@ def _run(options: Options, given: argparse.Namespace) -> None:
         sys.stderr.write(f"written: {path}\n")
     sys.stdout.write(plain(results) + "\n")
     if given.plots:
-        sys.stderr.write("".join(f"written: {path}\n" for path in write_plots(results, given.plots)))
+        _draw(results, given.plots, None if given.results else path)
+
+
+def _draw(results: Results, folder: Path, kept: Path | None) -> None:
+    """Plots; where a run was just kept in a file and cannot be drawn here, how to draw it elsewhere."""
+    try:
+        sys.stderr.write("".join(f"written: {path}\n" for path in write_plots(results, folder)))
+    except TilewiseError as error:
+        if kept is None:
+            raise
+        sys.stderr.write(f"no plots here: {error}\nlater: python -m tilewise.bench --results {kept} --plots {folder}\n")
 
 
 def _announcer(total: int) -> Callable[[str], None]:
