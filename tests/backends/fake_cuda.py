@@ -2,6 +2,9 @@
 
 `libcuda.so.1` is replaced by a few functions that succeed, and a `cuLaunchKernelEx` that keeps the grid and a copy of
 every kernel parameter. So host code is tested (and timed) down to the last instruction before a real driver.
+
+There are several devices. As with a real driver each thread has a current one, a kernel belongs to the one it was
+loaded on and a stream from STREAMS on to one of STREAMS each; neither can be used while another device is current.
 """
 
 from __future__ import annotations
@@ -17,26 +20,34 @@ from typing import Any, NamedTuple
 
 import pytest
 
-__all__ = ["FakeCuda", "Launched", "fake_cuda"]
+__all__ = ["STREAMS", "FakeCuda", "Launched", "fake_cuda"]
 
 SOURCE = r"""
 #include <stdint.h>
 #include <stddef.h>
 #include <string.h>
 typedef struct { unsigned grid[3], block[3], shared; void* stream; } Config;
-enum { MAX_PARAMS = 256, MAX_BYTES = 128 };
+enum { MAX_PARAMS = 256, MAX_BYTES = 128, MAX_LOG = 64, STREAMS = 1000, FIRST_FUNCTION = 16 };
+static __thread int current;
+static struct { uint64_t device, stream; } history[MAX_LOG];
 static unsigned num_params, sizes[MAX_PARAMS], refusals;
 static struct { uint64_t launches, maps, grid[3], block, shared, stream; } seen;
 static unsigned char bytes[MAX_PARAMS * MAX_BYTES];
 void fake_expect(unsigned count, const unsigned* lengths) {
   num_params = count; memcpy(sizes, lengths, count * sizeof(unsigned)); memset(&seen, 0, sizeof seen);
 }
+int fake_device(int device) { int old = current; if (device >= 0) current = device; return old; }
+void* fake_history(void) { return history; }
 void fake_refuse(unsigned count) { refusals = count; }
 void* fake_seen(void) { return &seen; }
 void* fake_bytes(void) { return bytes; }
 int cuLaunchKernelEx(const Config* config, void* function, void** params, void** extra) {
+  uint64_t handle = (uint64_t)config->stream;
   if (refusals) { refusals--; return 201; }
-  seen.launches++; seen.block = config->block[0]; seen.shared = config->shared; seen.stream = (uint64_t)config->stream;
+  if ((uint64_t)function != FIRST_FUNCTION + current) return 400;
+  if (handle >= STREAMS && handle / STREAMS != current + 1) return 400;
+  if (seen.launches < MAX_LOG) { history[seen.launches].device = current; history[seen.launches].stream = handle; }
+  seen.launches++; seen.block = config->block[0]; seen.shared = config->shared; seen.stream = handle;
   for (int i = 0; i < 3; ++i) seen.grid[i] = config->grid[i];
   for (unsigned i = 0; i < num_params; ++i) memcpy(bytes + i * MAX_BYTES, params[i], sizes[i]);
   return 0;
@@ -45,12 +56,14 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, co
                            const uint64_t* strides, const unsigned* box) {
   seen.maps++; memset(map, 0, 128); memcpy(map, &address, 8); memcpy((char*)map + 8, shape, 8 * rank); return 0;
 }
-int cuCtxGetCurrent(void** context) { *context = (void*)1; return 0; }
-int cuCtxSetCurrent(void* context) { return 0; }
+int cuCtxGetCurrent(void** context) { *context = (void*)(uint64_t)(1 + current); return 0; }
+int cuCtxSetCurrent(void* context) { current = (int)(uint64_t)context - 1; return 0; }
 int cuDeviceGet(int* device, int index) { *device = index; return 0; }
-int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)1; return 0; }
-int cuModuleLoadData(void** module, const void* data) { *module = (void*)2; return 0; }
-int cuModuleGetFunction(void** function, void* module, const char* name) { *function = (void*)3; return 0; }
+int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)(uint64_t)(1 + device); return 0; }
+int cuModuleLoadData(void** module, const void* data) { *module = (void*)(uint64_t)(1 + current); return 0; }
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+  *function = (void*)((uint64_t)module - 1 + FIRST_FUNCTION); return 0;
+}
 int cuFuncGetAttribute(int* value, int attribute, void* function) { *value = 1024; return 0; }
 int cuFuncSetAttribute(void* function, int attribute, int value) { return 0; }
 int cuFuncSetCacheConfig(void* function, int config) { return 0; }
@@ -60,7 +73,7 @@ int cuCtxGetLimit(size_t* value, int limit) { *value = 0; return 0; }
 int cuCtxSetLimit(int limit, size_t value) { return 0; }
 int cuGetErrorString(int code, const char** text) { *text = "fake"; return 0; }
 """
-MAX_BYTES = 128
+MAX_BYTES, MAX_LOG, STREAMS = 128, 64, 1000
 FORMATS = {"i32": "<i", "i64": "<q", "fp32": "<f", "u8": "<B"}
 
 
@@ -80,7 +93,8 @@ class FakeCuda:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        library.fake_seen.restype = library.fake_bytes.restype = ctypes.c_void_p
+        for function in (library.fake_seen, library.fake_bytes, library.fake_history):
+            function.restype = ctypes.c_void_p
         self._kinds: list[str] = []
 
     def expect(self, signature: tuple[Any, ...] = ()) -> None:
@@ -88,6 +102,19 @@ class FakeCuda:
         self._kinds = list(_flat(signature))
         sizes = [_size(kind) for kind in self._kinds]
         self._library.fake_expect(len(sizes), (ctypes.c_uint * max(1, len(sizes)))(*sizes))
+
+    def device(self) -> int:
+        """The one that is current in this thread."""
+        return int(self._library.fake_device(-1))
+
+    def exchange_device(self, index: int) -> int:
+        """Make another one current unless the index is negative; the one that was."""
+        return int(self._library.fake_device(index))
+
+    def launched_on(self) -> list[tuple[int, int]]:
+        """(device, stream) of the launches since `expect`, at most MAX_LOG."""
+        pairs = ((ctypes.c_uint64 * 2) * MAX_LOG).from_address(self._library.fake_history())
+        return [(device, stream) for device, stream in pairs[: self.seen().launches]]
 
     def refuse(self, count: int) -> None:
         """The next launches fail: no context is current."""
@@ -136,12 +163,13 @@ def installed(folder: Path) -> Iterator[FakeCuda]:
     library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     with triton.knobs.nvidia.scope():
         triton.knobs.nvidia.libcuda_path = str(folder)
+        fake = FakeCuda(library)
         driver = CudaDriver()
-        driver.get_current_device = lambda: 0
+        driver.get_current_device = fake.device
         driver.get_current_stream = lambda _: 7
         driver.get_device_capability = lambda _: (9, 0)
         triton.runtime.driver.set_active(driver)
-        yield FakeCuda(library)
+        yield fake
         triton.runtime.driver._active = None
 
 

@@ -1,0 +1,170 @@
+"""A call whose tensors are on a GPU that is not the current one: where its kernels start, what they use, what is left.
+
+The GPUs are not there (fake_gpus). Both hold their operands at the same addresses, so that whatever is remembered for
+one of them and found for the other shows: the driver takes no kernel that was loaded on another device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_cuda import FakeCuda, fake_cuda
+from fake_gpus import FakeGpus, placed
+from tilewise import device as devices
+from tilewise import validation
+from tilewise.backends.gpu import scratch
+from tilewise.backends.hopper import BACKEND as HOPPER
+from tilewise.backends.triton import BACKEND as TRITON
+from tilewise.operands import Flags, Operands, Wanted
+
+__all__ = ["fake_cuda"]
+
+pytest.importorskip("triton", minversion="3.6")
+pytestmark = pytest.mark.slow
+hopper_launching = pytest.importorskip("tilewise.backends.hopper.launching")
+BF16 = torch.bfloat16
+CACHES = {
+    "gpu.compilation": ("_compiled",),
+    "gpu.scratch": ("_kept_on", "_order"),
+    "triton.launch": ("_kept_forward", "_kept_backward"),
+    "hopper.launching": ("_counters",),
+    "hopper.launch": ("forward_pass",),
+    "hopper.launch_backward": ("backward_pass",),
+    "hopper.launch_decode": ("decode_pass",),
+}
+# Kernels of a call: forward, backward (statistics, dK and dV, dQ) and decoding, whose parts Triton merges in a second.
+KERNELS = {"forward": (1, 1), "backward": (3, 3), "decode": (2, 1)}
+
+
+@pytest.fixture(params=["streams of their own", "default streams"])
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fake_cuda: FakeCuda) -> Iterator[FakeGpus]:
+    """Two H200s, nothing prepared, the first one current. The handle of the default stream is 0 on both."""
+    caches = [
+        getattr(importlib.import_module(f"tilewise.backends.{module}"), name)
+        for module, names in CACHES.items()
+        for name in names
+    ]
+    for cache in caches:
+        cache.cache_clear()
+    found = FakeGpus(fake_cuda, monkeypatch)
+    if request.param == "default streams":
+        found.streams |= {0: 0, 1: 0}
+    monkeypatch.setattr(hopper_launching, "outside_pools", lambda make, _: make())
+    monkeypatch.setattr(hopper_launching, "COUNTERS_PER_DEVICE", 64)
+    zeros = lambda counters, n: found.keep(torch.zeros(n, dtype=torch.int32), counters.device.index)  # noqa: E731
+    monkeypatch.setattr(hopper_launching.Counters, "_zeros", zeros)
+    fake_cuda.exchange_device(0)
+    with devices.overridden(devices.named("h200")):
+        yield found
+    fake_cuda.exchange_device(0)
+    for cache in caches:
+        cache.cache_clear()
+
+
+def calls_at(gpu: Any, kind: str, memory: list[Tensor], index: int) -> list[Callable[[], list[Tensor]]]:
+    """The ordinary call and the bound one, of tensors in this memory said to be on a device; they give results back."""
+    tensors = [placed(tensor, index) for tensor in memory]
+    operands = Operands(*tensors[:3])
+    training = kind == "backward"
+    problem = validation.problem_of("dense", Operands(*memory[:3]), Flags(causal=kind != "decode", needs_grad=training))
+    if training:
+        given = (*tensors[3:], None, Wanted())
+        bound = gpu.bind_backward(problem, operands, *given)
+        in_order: tuple[Tensor | None, ...] = (tensors[5], None, *tensors[3:5], *operands)
+        return [lambda: present(gpu.backward(problem, operands, *given)), lambda: present(bound(in_order))]
+    bound = gpu.bind_forward(problem, operands, want_lse=False)
+    return [lambda: present(gpu.forward(problem, operands)), lambda: present(bound(operands[:3]))]
+
+
+def present(results: Any) -> list[Tensor]:
+    return [tensor for tensor in results if tensor is not None]
+
+
+def memory_of(kind: str) -> list[Tensor]:
+    """What a call is given: q, k, v, and out, lse and dout of a backward."""
+    if kind == "decode":
+        keys = torch.zeros(1, 2, 4096, 64, dtype=BF16)
+        return [torch.zeros(1, 8, 1, 64, dtype=BF16), keys, torch.zeros_like(keys)]
+    rows = [torch.zeros(1, 2, 300, 64, dtype=BF16) for _ in range(5)]
+    return [*rows[:4], torch.zeros(1, 2, 300), rows[4]] if kind == "backward" else rows[:3]
+
+
+class Remembered(NamedTuple):
+    """What was remembered while a device was current: in which dictionary, and the addresses kernels start with."""
+
+    device: int
+    known: dict[Any, Any]
+    addresses: tuple[int, ...]
+
+
+BACKENDS = pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])
+KINDS = pytest.mark.parametrize("kind", ["forward", "backward", "decode"])
+
+
+@BACKENDS
+@KINDS
+def test_kernels_start_where_the_tensors_are(gpu: Any, kind: str, gpus: FakeGpus) -> None:
+    """On the device and the current stream of it, whichever device is current, and that one is current again after."""
+    driver, memory, count = gpus.driver, memory_of(kind), KERNELS[kind][gpu is HOPPER]
+    calls = {}
+    for index in (1, 0):
+        driver.exchange_device(1 - index)
+        calls[index] = calls_at(gpu, kind, memory, index)
+        assert driver.device() == 1 - index
+    for current in (0, 1, 0):
+        for index in (1, 0, 1):
+            for call in calls[index]:
+                driver.exchange_device(current)
+                driver.expect()
+                made = call()
+                assert driver.launched_on() == [(index, gpus.streams[index])] * count
+                assert driver.device() == current
+                assert {tensor.get_device() for tensor in made} == {index}
+
+
+@BACKENDS
+@KINDS
+def test_the_current_device_is_restored_after_an_error(gpu: Any, kind: str, gpus: FakeGpus) -> None:
+    for call in calls_at(gpu, kind, memory_of(kind), 1):
+        gpus.driver.refuse(2)  # the direct launch and the ordinary one after it
+        with pytest.raises(RuntimeError, match="fake"):
+            call()
+        assert gpus.driver.device() == 0
+        call()
+
+
+@BACKENDS
+@KINDS
+def test_what_is_kept_is_kept_by_device(gpu: Any, kind: str, gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scratch memory, counters and what starts kernels at known addresses, though streams and addresses are equal."""
+    remembered: list[Remembered] = []
+    plain = scratch.remember
+
+    def noted(known: dict[Any, Any], places: tuple[int, ...], value: Any) -> None:
+        # What a bound call uses beside its tensors has no place of its own there.
+        behind = [tensor.data_ptr() for tensor in getattr(value, "behind", ())]
+        remembered.append(Remembered(gpus.driver.device(), known, (*places[1:], *behind)))
+        plain(known, places, value)
+
+    for module in ("gpu.launching", "gpu.driver"):
+        monkeypatch.setattr(importlib.import_module(f"tilewise.backends.{module}"), "remember", noted)
+    memory = memory_of(kind)
+    for index in (0, 1):
+        for call in calls_at(gpu, kind, memory, index):
+            call()
+    # One pass, one set of tensor maps and so on for each device: none of these dictionaries serves both.
+    owners = [{id(one.known) for one in remembered if one.device == index} for index in (0, 1)]
+    assert owners[0]
+    assert not owners[0] & owners[1]
+    spans = [gpus.lasting_at(index) for index in (0, 1)]
+    assert len(spans[0]) == len(spans[1])
+    uses = [[any(a in span for a in one.addresses for span in spans[i]) for i in (0, 1)] for one in remembered]
+    assert not [one for one, of in zip(remembered, uses, strict=True) if of[1 - one.device]]
+    # Triton's backward and decode make everything anew in every call.
+    assert any(map(any, uses)) == (gpu is HOPPER or kind == "forward")
