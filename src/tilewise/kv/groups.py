@@ -27,10 +27,18 @@ MOST_FORKS = 32
 
 
 class PrefixGroup(NamedTuple):
-    """Places in the batch that share their first `num_pages` pages."""
+    """Places in the batch, and the pages that all of them start with.
+
+    The pages themselves, because the row of a place may be somebody else's by the time the hint is made of them.
+    """
 
     places: Ints
-    num_pages: int
+    pages: Table
+
+    @property
+    def num_pages(self) -> int:
+        """How many they share."""
+        return len(self.pages)
 
     @property
     def pages_saved(self) -> int:
@@ -96,6 +104,6 @@ def _stem(table: Table, rows: Ints, shareable: Ints, places: Ints, depth: int, f
     end = int(shareable[places].min())
     same = (table[rows[places], depth:end] == table[rows[places[0]], depth:end]).all(0)
     common = end if same.all() else depth + int(same.argmin())
-    whole = PrefixGroup(places, common)
+    whole = PrefixGroup(places, table[rows[places[0]], :common].copy())
     parts = _branches(table, rows, shareable, places, common, forks + 1) if forks < MOST_FORKS else []
     return parts if sum(part.pages_saved for part in parts) > whole.pages_saved else [whole]

@@ -106,7 +106,7 @@ class Tables:
         return known[2]
 
     def _new_parts(self, step: Step, groups: list[PrefixGroup]) -> Parts:
-        size, table = self.book.page_size, self.book.table
+        size = self.book.page_size
         order = np.concatenate([group.places for group in groups])
         counts = step.counts[order]
         rows = consecutive((np.cumsum(step.counts) - step.counts)[order], counts)
@@ -114,7 +114,7 @@ class Tables:
         prefix = np.zeros((len(groups), max(group.num_pages for group in groups)), np.int64)
         shift = np.zeros(len(step.rows), np.int64)
         for number, group in enumerate(groups):
-            prefix[number, : group.num_pages] = table[step.rows[group.places[0]], : group.num_pages]
+            prefix[number, : group.num_pages] = group.pages
             shift[group.places] = group.num_pages
         lengths = np.array([group.num_pages * size for group in groups], np.int64)
         described = tuple(
