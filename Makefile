@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-fast test-exhaustive check format bench test-gpu bench-gpu clean
+.PHONY: demo test test-fast test-exhaustive test-transformers check format bench test-gpu bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m tilewise demo
@@ -18,6 +18,17 @@ test-fast: $(READY)
 # Compiles every shipped configuration of the GPU backends for every architecture, without a GPU.
 test-exhaustive: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 900 -m exhaustive
+
+# The integration with another release of transformers (VERSION=5.20.2; the newest 5.x unless given), which lies in
+# build/ and leaves .venv alone. Of the pins, those stay that no release of transformers moves.
+NEWEST := >=5.17,<6
+test-transformers: $(READY)
+	rm -rf build/transformers
+	mkdir -p build/transformers
+	grep -vE "^(transformers|tokenizers|huggingface_hub|hf-xet|safetensors)==" constraints.txt > build/transformers/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target build/transformers/site --constraint build/transformers/constraints.txt "transformers$(if $(VERSION),==$(VERSION),$(NEWEST))"
+	PYTHONPATH=build/transformers/site $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"
+	PYTHONPATH=build/transformers/site $(BIN)/python -m pytest -q -n 2 --timeout 300 tests/integrations/test_transformers.py tests/integrations/test_transformers_batching.py
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -121,6 +121,8 @@ def test_equal_flags_of_other_types_are_judged() -> None:
         ({"softcap": 1.0}, {"softcap": True}),
         ({"scale": 1.0}, {"scale": True}),
         ({}, {"return_lse": 0}),
+        ({"window": (4, 0)}, {"window": (4.0, 0)}),
+        ({"window": (1, None)}, {"window": (True, None)}),
     ):
         call(q, k, v, **given)
         call(q, k, v, **given)
@@ -243,7 +245,7 @@ def test_transforms_see_every_call() -> None:
         call(q, k, v)
         want = torch.func.grad(lambda q: call(q, k, v).sum())(q)
     torch.testing.assert_close(want, torch.autograd.grad(call(q.requires_grad_(), k, v).sum(), q)[0])
-    flags = ("dense", 0.0, None, False, None, None, None, "bhsd", None, "auto", False)
+    flags = ("dense", 0.0, None, False, None, None, "bhsd", None, "auto", False)
     with FakeTensorMode() as mode:
         assert calls.slot_of([mode.from_tensor(t) for t in (q, k, v)], *flags) is None
 
@@ -325,7 +327,7 @@ def test_gradients_that_are_not_aligned_leave_the_others_alone() -> None:
     q, k, v = tensors(grad=True)
     shifted = torch.ones(q.numel() + 1)[1:].view(q.shape)
     out = call(q, k, v, backend="cpu")
-    slot = calls.slot_of((q, k, v), "dense", 0.0, None, False, None, None, None, "bhsd", None, "cpu", False)
+    slot = calls.slot_of((q, k, v), "dense", 0.0, None, False, None, None, "bhsd", None, "cpu", False)
     assert slot is not None
     want = torch.autograd.grad(out, (q, k, v), torch.ones_like(q), retain_graph=True)
     known = slot.call._backwards  # type: ignore[union-attr]
@@ -395,7 +397,7 @@ def test_threads_share_calls(judged: list[Any]) -> None:
 def test_a_call_knows_its_problem() -> None:
     q, k, v = tensors()
     call(q, k, v, causal=True, backend="cpu")
-    slot = calls.slot_of((q, k, v), "dense", 0.0, None, True, None, None, None, "bhsd", None, "cpu", False)
+    slot = calls.slot_of((q, k, v), "dense", 0.0, None, True, None, None, "bhsd", None, "cpu", False)
     assert slot is not None
     assert isinstance(slot.call, Call)
     assert slot.call.problem.causal

@@ -110,8 +110,8 @@ def attention(
     if v.__class__ is Fp8Tensor:
         given, about = validation.taken_apart(given)
     slot = calls.slot_of(
-        given, "dense", dropout, seed, causal, window, softcap, scale, layout, deterministic, backend, return_lse,
-        *about,
+        given, "dense", dropout, seed, causal, softcap, scale, layout, deterministic, backend, return_lse, *about,
+        window=window,
     )  # fmt: skip
     if slot is not None and slot.call is not None:
         return slot.call(given)  # type: ignore[arg-type]
@@ -192,8 +192,8 @@ def attention_varlen(
     if v.__class__ is Fp8Tensor:
         given, about = validation.taken_apart(given)
     slot = calls.slot_of(
-        given, "varlen", dropout, seed, causal, window, softcap, scale, deterministic, backend, return_lse,
-        max_seqlen_q, max_seqlen_k, *about,
+        given, "varlen", dropout, seed, causal, softcap, scale, deterministic, backend, return_lse, max_seqlen_q,
+        max_seqlen_k, *about, window=window,
     )  # fmt: skip
     if slot is not None and slot.call is not None:
         return slot.call(given)  # type: ignore[arg-type]
@@ -287,8 +287,8 @@ def attention_paged(
         given = (*given, *hint)
     if hinted or shared_prefix is None:
         slot = calls.slot_of(
-            given, "paged", 0.0, None, causal, window, softcap, scale, deterministic, backend, return_lse,
-            max_seqlen_q, *about, groups=groups,
+            given, "paged", 0.0, None, causal, softcap, scale, deterministic, backend, return_lse, max_seqlen_q,
+            *about, window=window, groups=groups,
         )  # fmt: skip
     if slot is not None and slot.call is not None:
         return slot.call(given)  # type: ignore[arg-type]

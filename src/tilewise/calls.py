@@ -29,7 +29,7 @@ MAX_CALLS, MAX_FAMILIES = 1024, 256
 # Alignment of addresses that kernels are told apart by, in bytes.
 ALIGNMENT = 16
 NUMBERS = (float, int, bool)
-INTEGERS = frozenset((int,))
+INTEGERS, SIDES = frozenset((int,)), frozenset((int, type(None)))
 # What is behind torch's own wrappers, which take longer.
 _num_function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # noqa: SLF001
@@ -128,7 +128,9 @@ def _function_modes_watch() -> bool:
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
-def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: Any, groups: Any = None) -> Slot | None:
+def slot_of(
+    tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: Any, window: Any = None, groups: Any = None
+) -> Slot | None:
     """The slot of a call, None for one that is not remembered: then there may be anything among the arguments.
 
     `tensors` are in the order of `Operands`, without the Nones at its end. A call with dropout draws or has a seed.
@@ -147,8 +149,10 @@ def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: 
         for tensor in tensors:
             if tensor is not None and tensor.is_nested:
                 return None
-        # 24.0 equals a 24 seen before, and is to be refused all the same.
-        if groups is not None and not INTEGERS.issuperset(map(type, itertools.chain.from_iterable(groups))):
+        # 24.0 equals a 24 seen before, three numbers a Group, and both are to be refused all the same.
+        if window is not None and not SIDES.issuperset(map(type, window)):
+            return None
+        if groups is not None and not _are_plain(groups):
             return None
         family = _family(
             torch.is_grad_enabled(),
@@ -160,6 +164,7 @@ def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: 
             None if groups is None else torch.get_num_threads(),
             kind,
             dropout,
+            window,
             *flags,
         )
         last = family.last
@@ -169,6 +174,10 @@ def slot_of(tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: 
     # A flag that has no hash, a tensor without strides or memory, no tensor: judged every time.
     except (TypeError, RuntimeError, AttributeError):
         return None
+
+
+def _are_plain(groups: Any) -> bool:
+    return tuple not in map(type, groups) and INTEGERS.issuperset(map(type, itertools.chain.from_iterable(groups)))
 
 
 def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Slot | None:

@@ -141,15 +141,18 @@ def describe(shared: SharedPrefix, operands: Operands, flags: Flags, spec: Devic
 def attention(shared: SharedPrefix | None, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
     """(out, lse) of a paged problem; the shared prefix, if there is one, is attended apart where that pays."""
     if shared is not None:
-        _check(shared, len(operands.q))
+        _check(shared, operands)
     if shared is None or refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
         return ops.repeated("paged", operands, flags)
+    if ops.is_plain_eager(operands):
+        # The batch's own tables are not read; a hint that is followed makes none legal that is refused without.
+        validation.check_structure("paged", operands, flags)
     return _apart(shared, operands, flags)
 
 
-def _check(shared: Any, num_queries: int) -> None:
+def _check(shared: Any, operands: Operands) -> None:
     """Types, and the sizes that are known without a look into the tensors, which the ops judge as any others."""
-    fix = HINT_MAKER
+    fix, num_queries = HINT_MAKER, len(operands.q)
     if not isinstance(shared, SharedPrefix):
         raise InvalidProblem("shared_prefix", "a tilewise.cascade.SharedPrefix or None", type(shared).__name__, fix)
     groups: Any = shared.groups
@@ -166,22 +169,24 @@ def _check(shared: Any, num_queries: int) -> None:
     if rows > num_queries or (shared.rows is not None and shared.rows.shape != (rows,)):
         got = rows if shared.rows is None else f"{rows}, of which rows names {tuple(shared.rows.shape)}"
         raise InvalidProblem("shared_prefix.groups", f"rows of q, which has {num_queries}", got, fix)
+    if shared.rows is not None and shared.rows.device != operands.q.device:
+        raise InvalidProblem("shared_prefix.rows", f"a tensor on {operands.q.device}", shared.rows.device, fix)
     if len(shared.block_table) != len(groups):
         expected = f"a table row for each of {len(groups)} groups"
         raise InvalidProblem("shared_prefix.block_table", expected, len(shared.block_table), fix)
-    if shared.cu_seqlens_q.device.type == "cpu" and ops.is_plain_eager(shared[1:]):
+    if ops.is_plain_eager(shared[1:]) and validation.reads_contents("paged", operands):
         _check_contents(shared, num_queries)
 
 
 def _check_contents(shared: SharedPrefix, num_queries: int) -> None:
-    """On a CPU, where a look into the tensors waits for nobody."""
+    """On a CPU, where a look into the tensors waits for nobody, and on a GPU if `settings` asks for it."""
     totals, rows = shared.cu_seqlens_q.tolist(), shared.rows
     if shared.cu_seqlens_q.shape != (len(shared.groups) + 1,) or totals[-1] != shared.num_rows:
         expected = f"{len(shared.groups) + 1} running totals up to {shared.num_rows}, the rows of the groups"
         raise InvalidProblem("shared_prefix.cu_seqlens_q", expected, totals, HINT_MAKER)
     if rows is None or not len(rows):
         return
-    whole = rows.dtype in (torch.int32, torch.int64) and rows.device.type == "cpu"
+    whole = rows.dtype in (torch.int32, torch.int64)
     if not whole or not 0 <= int(rows.min()) <= int(rows.max()) < num_queries or int(rows.bincount().max()) > 1:
         expected = f"distinct rows of q, which has {num_queries}"
         raise InvalidProblem("shared_prefix.rows", expected, rows.tolist(), HINT_MAKER)
@@ -200,18 +205,18 @@ def bound(
         return None
     if not validation.lasts("paged", operands, flags):
         return None
+    groups, reads = shared.groups, validation.reads_contents("paged", operands)
     if refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
         plain = ops.Call("paged", operands, flags, return_lse=return_lse, lasting=True)
-        return lambda tensors: plain(tensors[:count])
+        return functools.partial(_unshared, plain, groups if reads else None, count)
     prefix = _direct(shared, operands, flags)
     # What had to be copied first is copied in every call.
     if prefix is None or any(a is not b for a, b in zip(prefix.operands[:3], operands[:3], strict=True)):
         return None
-    own, groups = ops.Call("paged", _own(shared, operands), flags, return_lse=True, lasting=True), shared.groups
+    own = ops.Call("paged", _own(shared, operands), flags, return_lse=True, lasting=True)
     # The call outlives the tensors of this one, and holds none of them.
     backend, problem, everything, num_rows = prefix.backend, prefix.problem, prefix.flags, shared.num_rows
     attend = backend.bind_prefixes(problem, prefix.operands, num_rows, shared.rows, *result)
-    reads = validation.reads_contents("paged", operands)
 
     def call(tensors: Sequence[Tensor | None]) -> Any:
         q, k, v, cu_seqlens_q, _, _, _, *rest = tensors[:count]
@@ -227,6 +232,14 @@ def bound(
         return (out, lse) if return_lse else out
 
     return call
+
+
+def _unshared(plain: ops.Call, read: tuple[Group, ...] | None, count: int, tensors: Sequence[Tensor | None]) -> Any:
+    """A call whose hint is not followed, but judged if its groups are to be `read`."""
+    if read is not None:
+        queries: Any = tensors[0]
+        _check_contents(SharedPrefix(read, *tensors[count:]), len(queries))  # type: ignore[arg-type]
+    return plain(tensors[:count])
 
 
 def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:

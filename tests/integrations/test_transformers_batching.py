@@ -31,10 +31,10 @@ CUDA = pytest.param(
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
 )
 
-# Up to 5.21 every name can batch, by a prefix; from 5.22 on only those that contain "flash".
-PREFIXED = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 22)
-NAMES = (NAME, FLASH_NAME) if PREFIXED else (FLASH_NAME,)
-PAGE = "block_size" if PREFIXED else "page_size"
+# Up to 5.18 every name can batch, by a prefix; from 5.19 on only those that contain "flash".
+RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+NAMES = (NAME, FLASH_NAME) if RELEASE < (5, 19) else (FLASH_NAME,)
+PAGE = "block_size" if RELEASE < (5, 18) else "page_size"
 
 NEW_TOKENS = 9
 

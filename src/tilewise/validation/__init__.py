@@ -25,6 +25,7 @@ __all__ = [
     "autocast",
     "check_contents",
     "check_flag",
+    "check_structure",
     "describe",
     "lasts",
     "needs_grad",
@@ -40,15 +41,21 @@ __all__ = [
 
 def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
     """Judge real tensors and describe them; the structural part is remembered per combination of specs and flags."""
-    specs = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in operands])
+    specs = _specs(operands)
     if not reads_contents(kind, operands):
         return _describe(kind, specs, flags)
     # The structure comes first: contents are only read from index tensors of the right rank and dtype.
-    lengths_open = flags._replace(max_seqlen_q=None, max_seqlen_k=None)
-    _describe(kind, tuple([None if i in _LENGTH_BOUND else s for i, s in enumerate(specs)]), lengths_open)
+    check_structure(kind, operands, flags)
     problem = _describe(kind, specs, longest_sequences(operands, flags))
     check_values(problem, operands)
     return problem
+
+
+def check_structure(kind: Kind, operands: Operands, flags: Flags) -> None:
+    """What `problem_of` judges without a look into index tensors."""
+    lengths_open = flags._replace(max_seqlen_q=None, max_seqlen_k=None)
+    specs = [None if i in _LENGTH_BOUND else spec for i, spec in enumerate(_specs(operands))]
+    _describe(kind, tuple(specs), lengths_open)
 
 
 def check_contents(problem: AttentionProblem, operands: Operands, flags: Flags) -> None:
@@ -73,6 +80,10 @@ def reads_contents(kind: Kind, operands: Operands) -> bool:
 _LENGTH_BOUND = (Operands._fields.index("bias"), Operands._fields.index("mask"))
 
 Spec = tuple[torch.Size, torch.dtype, torch.device] | None
+
+
+def _specs(operands: Operands) -> tuple[Spec, ...]:
+    return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in operands])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -184,15 +184,23 @@ def _judge(needs_grad: bool, repeatable: bool, *given: Any) -> Flags:
     )
 
 
+# Where it stands among the arguments of `_judge`, and what its sides are but for subclasses.
+WINDOW = 2 + JUDGED.index("window")
+SIDES = frozenset((int, type(None)))
+
 # Judging takes 8 us, remembering 1 us. Typed, so that causal=1 is not taken for the causal=True seen before.
 _judge_once = functools.lru_cache(maxsize=1024, typed=True)(_judge)
 
 
 def _judge_hashable(*given: Any) -> Flags:
+    window = given[WINDOW]
     try:
-        return _judge_once(*given)
+        # Types inside a pair are not compared: (4.0, 0) would be taken for the (4, 0) seen before.
+        if window is None or SIDES.issuperset(map(type, window)):
+            return _judge_once(*given)
     except TypeError:  # something unhashable: a list as window is legal, anything else is named by its rule
-        return _judge(*given)
+        pass
+    return _judge(*given)
 
 
 def seed_tensor(seed: int | Tensor | None, dropout: float) -> Tensor | None:

@@ -5,7 +5,7 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
 
 Two names, one implementation: transformers takes a name that contains "flash" as one that needs no mask in continuous
-batching, and every other name (from release 5.22 on) as one that cannot do it. Importing this module changes nothing.
+batching, and every other name (from release 5.19 on) as one that cannot do it. Importing this module changes nothing.
 docs/migration.md says what each argument becomes.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["FLASH_NAME", "NAME", "register"]
 NAME, FLASH_NAME = "tilewise", "tilewise_flash"
 
 # The oldest release whose keyword arguments are known and tested, and the first that has no `paged|` prefix.
-OLDEST, UNPREFIXED = (5, 17), (5, 22)
+OLDEST, UNPREFIXED = (5, 17), (5, 19)
 
 
 def register(*, ignore: Iterable[str] = ()) -> None:

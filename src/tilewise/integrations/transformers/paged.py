@@ -1,6 +1,6 @@
 """Continuous batching: attention to transformers' PagedAttentionCache where it lies.
 
-Two shapes of that cache are known: of releases up to 5.21 (one tensor per layer of a group) and from 5.22 on (one
+Two shapes of that cache are known: of release 5.17 (one tensor per layer of a group) and from 5.18 on (one
 tensor for all, with an allocator per kind of layer). Both tell, for every step, the slots to write and, in order, the
 slots to read; a slot divided by the page size is its page, so the table of pages is a slice of what is to be read.
 
@@ -138,7 +138,7 @@ def _layer(cache: Any, layer_idx: int) -> _Layer:
 
 
 def _layer_of_allocator(cache: Any, layer_idx: int) -> _Layer:
-    """From release 5.22 on."""
+    """From release 5.18 on."""
     allocator = cache.layer_to_allocator[layer_idx]
 
     def update(k: Tensor, v: Tensor, step: Step) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ def _layer_of_allocator(cache: Any, layer_idx: int) -> _Layer:
 
 
 def _layer_of_group(cache: Any, layer_idx: int) -> _Layer:
-    """Up to release 5.21, where a window of 1 means none."""
+    """Of release 5.17, where a window of 1 means none."""
     group, place = cache.layer_index_to_group_indices[layer_idx]
 
     def update(k: Tensor, v: Tensor, step: Step) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,241 @@
+"""Paged calls that were seen before answer as if nothing had been: whatever changed since, on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise import calls, cascade, device, settings, validation
+
+BATCH, HEADS, KV_HEADS, DIM, SIZE, SHARED, OWN = 4, 4, 2, 16, 8, 3, 2
+
+
+class Batch:
+    """Four sequences with three pages in common and two of their own, decoded with a hint or without."""
+
+    def __init__(self, hinted: bool) -> None:
+        make, pages = torch.Generator().manual_seed(0), SHARED + BATCH * OWN
+        self.k, self.v = torch.randn(2, pages, SIZE, KV_HEADS, DIM, generator=make).unbind()
+        self.q = torch.randn(BATCH, HEADS, DIM, generator=make)
+        self.prefix = torch.arange(SHARED, dtype=torch.int32)[None]
+        self.own = torch.arange(SHARED, pages, dtype=torch.int32).view(BATCH, OWN)
+        self.table = torch.cat((self.prefix.expand(BATCH, -1), self.own), 1)
+        self.lengths = torch.full((BATCH,), (SHARED + OWN) * SIZE - 3, dtype=torch.int32)
+        self.own_lengths = self.lengths - SHARED * SIZE
+        self.groups: tuple[Any, ...] = (cascade.Group(BATCH, BATCH, SHARED * SIZE),)
+        self.keys = torch.tensor([SHARED * SIZE], dtype=torch.int32)
+        self.starts = torch.tensor([0, BATCH], dtype=torch.int32)
+        self.rows = torch.arange(BATCH)
+        self.hinted, self.flags = hinted, dict[str, Any]()
+
+    def attend(self) -> Tensor:
+        flags = dict(self.flags)
+        if self.hinted:
+            hint = (self.prefix, self.keys, self.starts, self.rows, self.own, self.own_lengths)
+            flags["shared_prefix"] = cascade.SharedPrefix(self.groups, *hint)
+        out: Tensor = tw.attention_paged(self.q, self.k, self.v, self.table, self.lengths, **flags)
+        return out
+
+
+def forget() -> None:
+    calls._family.cache_clear()
+    calls._slot.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Cascade at any size, and no call was seen before."""
+    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
+    forget()
+    yield
+    forget()
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def changed(name: str, change: Callable[[Any], Any]) -> Callable[[Batch], None]:
+    """Another tensor in the place of one, or one changed in place."""
+
+    def change_it(batch: Batch) -> None:
+        found = change(getattr(batch, name))
+        if found is not None:
+            setattr(batch, name, found)
+
+    return change_it
+
+
+def in_place(name: str, change: Callable[[Any], Any]) -> Callable[[Batch], None]:
+    def change_it(batch: Batch) -> None:
+        change(getattr(batch, name))
+
+    return change_it
+
+
+def flagged(**flags: Any) -> Callable[[Batch], None]:
+    return lambda batch: batch.flags.update(flags)
+
+
+def longs(tensor: Tensor) -> Tensor:
+    return tensor.long()
+
+
+# What becomes of the batch between two calls, and what the second one meets: None is a result.
+CHANGES: dict[str, tuple[Callable[[Batch], None], str | None]] = {
+    "nothing": (lambda _: None, None),
+    "other keys": (in_place("k", lambda t: t.copy_(t.flip(0))), None),
+    "keys set_ to other memory": (in_place("k", lambda t: t.set_(t.flip(0))), None),
+    "keys set_ to fewer pages": (in_place("k", lambda t: t.set_(t[:2].clone())), "expected num_pages 2"),
+    "keys of another dtype": (lambda b: setattr(b.k, "data", b.k.data.half()), "k_pages: expected dtype"),
+    "q resized": (in_place("q", lambda t: t.resize_(2, HEADS, DIM)), "expected"),
+    "a shorter table": (in_place("table", lambda t: t.resize_(BATCH, 1)), None),
+    "a shorter table of its own": (in_place("own", lambda t: t.resize_(BATCH, 1)), None),
+    "fewer lengths": (in_place("own_lengths", lambda t: t.resize_(2)), None),
+    "int64 table": (changed("table", longs), "block_table: expected dtype int32"),
+    "int64 lengths": (changed("lengths", longs), "seqlens_k: expected dtype int32"),
+    "int64 table of its own": (changed("own", longs), None),
+    "int64 totals": (changed("starts", longs), None),
+    "int32 rows": (changed("rows", lambda t: t.int()), None),
+    "rows of floats": (changed("rows", lambda t: t.float()), None),
+    "rows elsewhere": (changed("rows", lambda t: t.to("meta")), None),
+    "other rows": (in_place("rows", lambda t: t.copy_(t.flip(0))), None),
+    "a row twice": (in_place("rows", lambda t: t.zero_()), None),
+    "no rows": (lambda b: setattr(b, "rows", None), None),
+    "groups without a name": (lambda b: setattr(b, "groups", tuple(map(tuple, b.groups))), None),
+    "halves": (lambda b: setattr(b, "groups", (cascade.Group(4, 4, 24.0),)), None),  # type: ignore[arg-type]
+    "no groups": (lambda b: setattr(b, "groups", ()), None),
+    "a last dimension with strides": (changed("q", lambda t: t.mT.contiguous().mT), None),
+    "tables with strides": (changed("table", lambda t: t.t().contiguous().t()), None),
+    "tables of its own with strides": (changed("own", lambda t: t.t().contiguous().t()), None),
+    "q off the alignment": (changed("q", lambda t: torch.zeros(t.numel() + 1)[1:].view(t.shape).copy_(t)), None),
+    "a parameter": (changed("q", torch.nn.Parameter), None),
+    "q with a gradient": (in_place("q", lambda t: t.requires_grad_()), None),
+    "keys with a gradient": (in_place("k", lambda t: t.requires_grad_()), None),
+    "reference": (flagged(backend="reference"), None),
+    "one that is not there": (flagged(backend="hopper"), "backend 'hopper' does not take"),
+    "lse": (flagged(return_lse=True), None),
+    "an integer for causal": (flagged(causal=0), "causal: expected True or False"),
+    "a window": (flagged(window=(5, 0)), None),
+    "half a window": (flagged(window=(5.0, 0)), "window: expected None or a pair"),
+    "nobody": (
+        lambda b: b.__dict__.update(
+            q=b.q[:0], table=b.table[:0], lengths=b.lengths[:0], own=b.own[:0], own_lengths=b.own_lengths[:0],
+            rows=b.rows[:0], groups=(cascade.Group(0, 0, SHARED * SIZE),), starts=b.starts * 0,
+        ),
+        None,
+    ),
+}  # fmt: skip
+
+# What is in force during a call.
+AROUND: dict[str, Callable[[], Any]] = {
+    "one thread": lambda: threads(1),
+    "inference mode": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "autocast to bf16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast to fp16": lambda: torch.autocast("cpu", torch.float16),
+    "contents read": lambda: settings.overridden(check_values=True),
+    "another backend": lambda: settings.overridden(backend="reference"),
+    "no backend": lambda: settings.overridden(backend="hopper"),
+    "another device": lambda: device.overridden(device.named("h200")),
+}
+
+
+def outcome(batch: Batch) -> Any:
+    """What a call answers, as far as a caller can tell."""
+    try:
+        answer: Any = batch.attend()
+    except (tw.TilewiseError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    results = answer if isinstance(answer, tuple) else (answer,)
+    return [(t.tolist(), t.dtype, t.requires_grad, t.is_inference()) for t in results]
+
+
+def judge(hinted: bool, change: Callable[[Batch], None], around: Callable[[], Any]) -> Any:
+    """The outcome, the same with nothing remembered and after calls with the batch as it was and as it became."""
+    found = []
+    for seen in (False, True):
+        batch = Batch(hinted)
+        for _ in range(3 if seen else 0):
+            batch.attend()
+        change(batch)
+        for _ in range(2):
+            if not seen:
+                forget()
+                validation.flags._judge_once.cache_clear()
+            with around():
+                found.append(outcome(batch))
+        # Back to what it was: nothing of the change is left.
+        if seen:
+            assert outcome(Batch(hinted)) == outcome(Batch(hinted)) == base(hinted)
+    assert found[0] == found[1] == found[2] == found[3]
+    return found[0]
+
+
+def base(hinted: bool) -> Any:
+    forget()
+    return outcome(Batch(hinted))
+
+
+@pytest.mark.parametrize("hinted", [True, False], ids=["shared", "plain"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changed_since_is_followed(name: str, hinted: bool) -> None:
+    change, message = CHANGES[name]
+    found = judge(hinted, change, contextlib.nullcontext)
+    if message is not None:
+        assert isinstance(found, str)
+        assert message in found
+
+
+@pytest.mark.parametrize("hinted", [True, False], ids=["shared", "plain"])
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_in_force_is_followed(name: str, hinted: bool) -> None:
+    judge(hinted, lambda _: None, AROUND[name])
+
+
+@pytest.mark.parametrize("name", ["a row twice", "rows elsewhere", "rows of floats", "groups without a name"])
+def test_a_hint_that_does_not_pay_is_judged_like_one_that_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 1.0)
+    found = judge(True, CHANGES[name][0], contextlib.nullcontext)
+    assert isinstance(found, str)
+    assert found.startswith("InvalidProblem: shared_prefix.")
+
+
+def test_packed_calls_with_bounds_read_their_lengths_every_time() -> None:
+    """Sequences of any lengths up to the bound, forward and backward, packed and paged."""
+    make = torch.Generator().manual_seed(1)
+    q, k, v = torch.randn(3, 24, 2, 16, generator=make).unbind()
+    pages, table = torch.randn(9, 4, 2, 16, generator=make), torch.randperm(9, generator=make).view(3, 3).int()
+    for totals in ([0, 8, 16, 24], [0, 1, 12, 24], [0, 0, 0, 0], [0, 12, 24, 24], [0, 8, 16, 24]):
+        cu = torch.tensor(totals, dtype=torch.int32)
+        lengths = torch.tensor([12, totals[1], 7], dtype=torch.int32)
+        found: dict[str, list[Tensor]] = {}
+        for backend in ("cpu", "reference"):
+            leaves = [t.clone().requires_grad_() for t in (q, k, v, pages)]
+            flags: dict[str, Any] = {"max_seqlen_q": 12, "causal": True, "backend": backend}
+            a, b, c, cache = leaves
+            packed = tw.attention_varlen(a, b, c, cu, cu, max_seqlen_k=12, **flags)
+            paged = tw.attention_paged(a, cache, cache, table, lengths, cu_seqlens_q=cu, **flags)
+            (packed.square().sum() + paged.square().sum()).backward()
+            found[backend] = [packed, paged, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+        assert len(found["cpu"]) == 6
+        for mine, exact in zip(*found.values(), strict=True):
+            torch.testing.assert_close(mine, exact, atol=1e-5, rtol=1e-4)
+    too_long = torch.tensor([0, 13, 16, 24], dtype=torch.int32)
+    bounded: dict[str, Any] = {"max_seqlen_q": 12, "causal": True}
+    with pytest.raises(tw.InvalidProblem, match="max_seqlen_q: expected at least 13"):
+        tw.attention_varlen(q, k, v, too_long, too_long, max_seqlen_k=12, **bounded)
+    with pytest.raises(tw.InvalidProblem, match="max_seqlen_q: expected at least 13"):
+        tw.attention_paged(q, pages, pages, table, lengths, cu_seqlens_q=too_long, **bounded)
