@@ -101,7 +101,7 @@ def _terms_of(case: Case, inputs: Inputs, view: SequenceView) -> Results:
     per_kv_head = (case.num_kv_heads, group)
     return {
         "out": kept @ v,
-        "lse": sizes.amax(-1, keepdim=True) if sizes.shape[-1] else torch.zeros(1),
+        "lse": sizes.amax(-1, keepdim=True) if sizes.shape[-1] else sizes.new_zeros(1),
         "dq": scale * (ds @ k),
         "dk": scale * (ds.transpose(1, 2) @ q).unflatten(0, per_kv_head).sum(1),
         "dv": (kept.transpose(1, 2) @ dout).unflatten(0, per_kv_head).sum(1),
@@ -116,7 +116,7 @@ def _cotangents(case: Case, inputs: Inputs, view: SequenceView) -> tuple[Tensor,
         dout, dlse = dout.transpose(0, 1) if case.layout == "bshd" else dout, inputs.dlse[view.sequence]
     else:
         dout, dlse = inputs.dout[view.rows].transpose(0, 1), inputs.dlse[:, view.rows]
-    zero = torch.zeros(())
+    zero = torch.zeros((), device=dout.device)
     return (
         dout if "out" in case.cotangents else zero.expand(dout.shape).double(),
         dlse if "lse" in case.cotangents else zero.expand(dlse.shape).double(),

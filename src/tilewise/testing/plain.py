@@ -72,14 +72,15 @@ def masked_scores(case: Case, inputs: Inputs, view: SequenceView) -> Tensor:
     if case.softcap is not None:
         s = case.softcap * torch.tanh(s / case.softcap)
     # How far key j lies to the right of the query's own position, bottom-right aligned.
-    ahead = torch.arange(seqlen_k)[None, :] - torch.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
+    rows, keys = (torch.arange(length, device=s.device) for length in (seqlen_q, seqlen_k))
+    ahead = keys[None, :] - rows[:, None] - (seqlen_k - seqlen_q)
     if inputs.alibi_slopes is not None:
         slopes = inputs.alibi_slopes.expand(case.batch, case.num_heads)[view.sequence]
         s = s - slopes[:, None, None].to(s.dtype) * ahead.abs().to(s.dtype)
     scores_shape = (case.batch, case.num_heads, case.seqlen_q, case.seqlen_k)
     if inputs.bias is not None:
         s = s + inputs.bias.expand(scores_shape)[view.sequence, :, :seqlen_q, :seqlen_k]
-    hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
     if case.causal:
         hidden = hidden | (ahead > 0)
     left, right = case.window or (None, None)

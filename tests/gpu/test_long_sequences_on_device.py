@@ -1,0 +1,109 @@
+"""Long sequences on a Hopper GPU: what is only taken from 4096 keys on, every element against fp64.
+
+P at once and rows that it loses, dQ finished beside the main kernel, fixed point, odd lengths, windows, packed rows.
+The cases and their judge are in tests/backends/long_sequences.py; test_long_sequences.py tests them without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from long_sequences import CASES, Long, faults_of, make_long_inputs, misplaced, plan_of, run_long
+from tilewise.testing import BackendImplementation, Inputs
+from tilewise.testing.implementations import call_api
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
+    ),
+]
+
+REPEATS = 200
+CUDA = torch.device("cuda")
+# All that decides when rows are lost, and by whom they are computed again; packed ones get their tiles from a list.
+REPEATED_FORWARDS = [
+    "d128 at once, causal, sinks",
+    "d64 at once",
+    "d64 at once, four warpgroups",
+    "d64 at once, packed",
+]
+# dQ of the first is summed in no fixed order.
+REPEATED_BACKWARDS = {"dq finished beside": ("dk", "dv"), "deterministic": ("dq", "dk", "dv")}
+
+
+@pytest.fixture(autouse=True)
+def exact_sums() -> Iterator[None]:
+    """Plain PyTorch in bf16 adds in fp32, as the tolerance supposes."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = False
+    yield
+    settings.allow_bf16_reduced_precision_reduction = before
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_fp64(name: str) -> None:
+    long = CASES[name]
+    assert misplaced(long, plan_of(long, CUDA)) == []
+    inputs = make_long_inputs(long, CUDA)
+    faults = faults_of(long, inputs, run_long(long, inputs, BackendImplementation("hopper", CUDA)))
+    assert faults == [], "\n".join(faults[:6])
+
+
+def changes(first: tuple[Tensor, ...], again: tuple[Tensor, ...]) -> Tensor:
+    """Whether any bit differs; bits, because NaN is not equal to itself."""
+    pairs = zip(first, again, strict=True)
+    return torch.stack([(a.view(torch.uint8) != b.view(torch.uint8)).any() for a, b in pairs]).any()
+
+
+@pytest.mark.parametrize("name", REPEATED_FORWARDS)
+def test_forwards_are_equal_to_the_bit(name: str) -> None:
+    long = CASES[name]
+    inputs = make_long_inputs(long, CUDA)
+    attend = functools.partial(call_api, long.case, inputs, "hopper")
+    first, different = attend(), torch.zeros((), dtype=torch.int64, device=CUDA)
+    for _ in range(REPEATS):
+        different += changes(first, attend())
+    assert int(different) == 0
+
+
+@pytest.mark.parametrize("name", REPEATED_BACKWARDS)
+def test_backwards_are_equal_to_the_bit(name: str) -> None:
+    long = CASES[name]
+    inputs = make_long_inputs(long, CUDA)
+    leaves: Inputs = inputs.map(lambda name, t: t.requires_grad_(name in ("q", "k", "v")))
+    out, _ = call_api(long.case, leaves, "hopper")
+    count = len(REPEATED_BACKWARDS[name])
+
+    def gradients() -> tuple[Tensor, ...]:
+        every = torch.autograd.grad(out, (leaves.q, leaves.k, leaves.v), inputs.dout, retain_graph=True)
+        return every[3 - count :]
+
+    first, different = gradients(), torch.zeros((), dtype=torch.int64, device=CUDA)
+    for _ in range(REPEATS):
+        different += changes(first, gradients())
+    assert int(different) == 0
+
+
+def test_a_planted_error_is_found_here_as_well() -> None:
+    """The judge on this device: one row, one query tile of dQ and one key that nobody looks at."""
+    long: Long = CASES["dq finished beside, odd"]
+    inputs = make_long_inputs(long, CUDA)
+    results = run_long(long, inputs, BackendImplementation("hopper", CUDA))
+    results["out"][0, 0, 4001] = results["out"][0, 0, 4000]
+    results["dq"][0, 15, 4032:4096] = 0.0
+    hidden = inputs.k.clone()
+    faults = faults_of(long, inputs, results)
+    assert any("K/V head 0: out" in fault for fault in faults)
+    assert any("K/V head 15: dq" in fault for fault in faults)
+    hidden[0, 0, 5000] = -inputs.k[0, 0, 5000]
+    other = call_api(long.case, inputs.map(lambda name, t: hidden if name == "k" else t), "hopper")
+    faults = faults_of(long, inputs, results | {"out": other[0], "lse": other[1]})
+    assert any("K/V head 0: out" in fault for fault in faults)
