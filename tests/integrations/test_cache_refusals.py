@@ -85,6 +85,15 @@ def test_the_offsets_of_queries_are_judged_before_the_cache_is_written(offsets: 
     assert not cache.any()
 
 
+@pytest.mark.parametrize("lengths", [5, int32([5, 5])], ids=["int", "tensor"])
+@pytest.mark.parametrize("appended", [True, False])
+def test_a_cache_of_fewer_rows_than_queries(lengths: Any, appended: bool) -> None:
+    cache, new = torch.zeros(2, 8, 2, 16), torch.ones(2, 1, 2, 16) if appended else None
+    with pytest.raises(tw.InvalidProblem, match="k_cache: expected at least 2 rows as q has sequences, got 1"):
+        fa2.flash_attn_with_kvcache(Q, cache[:1], cache[:1].clone(), new, new, cache_seqlens=lengths)
+    assert not cache.any()
+
+
 def test_new_tokens_of_a_left_padded_cache_that_is_not_contiguous() -> None:
     torch.manual_seed(0)
     wide = torch.randn(2, 16, 2, 16)
