@@ -94,6 +94,33 @@ def test_a_cache_of_fewer_rows_than_queries(lengths: Any, appended: bool) -> Non
     assert not cache.any()
 
 
+E4M3 = torch.float8_e4m3fn
+DESCALES: dict[str, Any] = {"other heads": (2, 3), "more rows": (5, 2), "fewer rows": (2, 2), "a vector": (3,)}
+
+
+@pytest.mark.parametrize("which", ["q_descale", "k_descale", "v_descale"])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("name", DESCALES)
+def test_descales_are_judged_before_the_cache_is_written(name: str, queries: int, which: str) -> None:
+    cache, new = torch.zeros(6, 4, 2, 16).to(E4M3), torch.ones(3, 1, 2, 16).to(E4M3)
+    q, table = torch.ones(3, queries, 4, 16).to(E4M3), int32([[0, 1], [2, 3], [4, 5]])
+    given: dict[str, Any] = {which: torch.ones(DESCALES[name])}
+    with pytest.raises(tw.InvalidProblem, match=f"{which}: expected .3, kv_heads. on cpu"):
+        fa3.flash_attn_with_kvcache(
+            q, cache, cache.clone(), new, new, cache_seqlens=int32([5, 4, 3]), page_table=table, causal=True, **given
+        )
+    assert not cache.float().any()
+
+
+@pytest.mark.parametrize("which", ["q_descale", "k_descale", "v_descale"])
+@pytest.mark.parametrize("name", DESCALES)
+def test_descales_of_packed_chunks_are_judged(name: str, which: str) -> None:
+    x, totals = torch.ones(6, 4, 16).to(E4M3), int32([0, 1, 3, 6])
+    given: dict[str, Any] = {which: torch.ones(DESCALES[name])}
+    with pytest.raises(tw.InvalidProblem, match=f"{which}: expected .3, kv_heads. on cpu"):
+        fa3.flash_attn_varlen_func(x, x[:, :2], x[:, :2], totals, totals, 3, 3, attention_chunk=8, **given)
+
+
 def test_new_tokens_of_a_left_padded_cache_that_is_not_contiguous() -> None:
     torch.manual_seed(0)
     wide = torch.randn(2, 16, 2, 16)

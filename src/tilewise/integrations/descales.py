@@ -13,7 +13,6 @@ from tilewise.integrations.translation import places
 
 __all__ = ["Descale", "Descales", "rescaled"]
 
-NAMES = "q_descale, k_descale, v_descale"
 Descale = Tensor | None
 Three = tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]
 
@@ -28,10 +27,10 @@ class Descales(NamedTuple):
     def containers(self, q: Tensor, k: Tensor, v: Tensor, batch: int, layout: Literal["bshd", "packed"]) -> Three:
         """Dense or packed operands with their descales."""
 
-        def made(data: Tensor, descale: Descale) -> Fp8Tensor:
-            return Fp8Tensor(data, _per_head([descale], batch, data), "head", layout)
+        def made(name: str, data: Tensor, descale: Descale) -> Fp8Tensor:
+            return Fp8Tensor(data, _per_head(name, descale, batch, data), "head", layout)
 
-        return made(q, self.q), made(k, self.k), made(v, self.v)
+        return made("q_descale", q, self.q), made("k_descale", k, self.k), made("v_descale", v, self.v)
 
     def paged(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: int) -> Three:
         """Packed q and pages, which sequences with different descales may share: k's factor goes to q, and v's is left
@@ -41,9 +40,11 @@ class Descales(NamedTuple):
             if tensor.dtype != E4M3:
                 fix = "FP8 caches are attended by FP8 queries."
                 raise InvalidProblem(name, "float8_e4m3fn as k_cache has", tensor.dtype, fix)
+        self.check(batch, q)
         one = torch.ones(1, 1, 1, dtype=torch.float32, device=q.device)
         k, v = (Fp8Tensor(t, one.expand(t.shape[0], t.shape[2], 1), "page", "paged") for t in (k_pages, v_pages))
-        return Fp8Tensor(q, _per_head([self.q, self.k], batch, q), "head", "packed"), k, v
+        both = _per_head("q_descale", self.q, batch, q) * _per_head("k_descale", self.k, batch, q)
+        return Fp8Tensor(q, both, "head", "packed"), k, v
 
     def widened(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None
@@ -51,16 +52,23 @@ class Descales(NamedTuple):
         """FP8 q, k, v as bf16, and what to multiply `out` with. e4m3 fits bf16 exactly, only q * descale is rounded."""
         if q.dtype != E4M3:
             return q, k, v, None
+        self.check(len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1, q)
         wide = q.float()
-        for descale in (self.q, self.k):
+        for name, descale in (("q_descale", self.q), ("k_descale", self.k)):
             if descale is not None:
-                wide = wide * _per_row(descale, q, cu_seqlens_q)
-        out_scale = None if self.v is None else _per_row(self.v, q, cu_seqlens_q)
+                wide = wide * _per_row(name, descale, q, cu_seqlens_q)
+        out_scale = None if self.v is None else _per_row("v_descale", self.v, q, cu_seqlens_q)
         return wide.bfloat16(), k.bfloat16(), v.bfloat16(), out_scale
 
     def rescaled(self, out: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
         """`out` of `paged` operands times v's factor."""
-        return out if self.v is None else rescaled(out, _per_row(self.v, out, cu_seqlens_q))
+        return out if self.v is None else rescaled(out, _per_row("v_descale", self.v, out, cu_seqlens_q))
+
+    def check(self, batch: int, q: Tensor) -> None:
+        """Refuse what does not fit so many sequences of q's heads, before anything is made of it."""
+        for name, descale in zip(("q_descale", "k_descale", "v_descale"), self, strict=True):
+            if descale is not None:
+                _check(name, descale, batch, q)
 
 
 def rescaled(out: Tensor, scale: Tensor | None) -> Tensor:
@@ -68,31 +76,34 @@ def rescaled(out: Tensor, scale: Tensor | None) -> Tensor:
     return out if scale is None else (out.float() * scale).to(out.dtype)
 
 
-def _repeated(descale: Tensor, heads: int) -> Tensor:
-    """(batch, heads, 1) of descales (batch, kv_heads)."""
-    if descale.dim() != 2 or not descale.shape[1] or heads % descale.shape[1]:
-        fix = "One factor for every K/V head of every sequence."
-        raise InvalidProblem(NAMES, f"(batch, kv_heads), {heads} heads a multiple", tuple(descale.shape), fix)
-    return descale.repeat_interleave(heads // descale.shape[1], 1)[..., None]
-
-
-def _per_head(descales: list[Descale], batch: int, data: Tensor) -> Tensor:
-    """(batch, heads, 1): the product of descales, each repeated for the heads it serves."""
+def _check(name: str, descale: object, batch: int, data: Tensor) -> None:
+    """(batch, kv_heads), or (1, kv_heads) for all sequences; the heads of data are a multiple."""
     heads = data.shape[-2]
-    given = [_repeated(d.float(), heads) for d in descales if d is not None]
-    if any(len(factor) not in (1, batch) for factor in given):
-        fix = "A row a sequence, or one for all."
-        raise InvalidProblem(NAMES, f"{batch} rows or 1", [len(factor) for factor in given], fix)
-    product = torch.ones(1, 1, 1, dtype=torch.float32, device=data.device)
-    for factor in given:
-        product = product * factor
-    return product.expand(batch, heads, 1)
+    fix = "One factor for every K/V head of every sequence, or one row for all of them."
+    expected = f"({batch}, kv_heads) on {data.device}, {heads} heads a multiple"
+    if not isinstance(descale, Tensor):
+        raise InvalidProblem(name, f"a tensor {expected}", type(descale).__name__, fix)
+    fits = descale.dim() == 2 and descale.shape[0] in (1, batch) and descale.shape[1] and not heads % descale.shape[1]
+    if not fits or descale.device != data.device:
+        raise InvalidProblem(name, expected, f"{tuple(descale.shape)} on {descale.device}", fix)
 
 
-def _per_row(descale: Tensor, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Descales for every row and head of dense or packed rows, (..., heads, 1)."""
-    descale = _repeated(descale, rows.shape[-2])
+def _per_head(name: str, descale: Descale, batch: int, data: Tensor) -> Tensor:
+    """(batch, heads, 1) of a descale, repeated for the heads it serves."""
+    heads = data.shape[-2]
+    if descale is None:
+        return torch.ones(1, 1, 1, dtype=torch.float32, device=data.device).expand(batch, heads, 1)
+    _check(name, descale, batch, data)
+    factors = descale.float().repeat_interleave(heads // descale.shape[1], 1)[..., None]
+    return factors.expand(batch, heads, 1)
+
+
+def _per_row(name: str, descale: Tensor, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """A descale for every row and head of dense or packed rows, (..., heads, 1)."""
+    batch = len(rows) if cu_seqlens is None else len(cu_seqlens) - 1
+    factors = _per_head(name, descale, batch, rows)
     if cu_seqlens is None:
-        return descale[:, None] if rows.dim() == 4 else descale
+        return factors[:, None] if rows.dim() == 4 else factors
     sequence, _ = places(cu_seqlens, rows.shape[0])
-    return descale[sequence.clamp(max=descale.shape[0] - 1)]
+    # Rows past the last sequence are nobody's: they are not scaled.
+    return torch.cat((factors, factors.new_ones(1, *factors.shape[1:])))[sequence]
