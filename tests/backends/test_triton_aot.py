@@ -213,6 +213,16 @@ def test_forward_on_hopper(head_dim: int, programs: int, seqlen_k: int, flags: d
         assert programs * 128 * -(-built.registers // 8) * 8 <= 65536
 
 
+@pytest.mark.parametrize("flags", [{}, {"causal": True, "window_left": 100}], ids=["full", "window"])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(128, 64), (64, 128)])
+def test_forward_of_values_of_another_width(head_dim: int, head_dim_v: int, flags: dict[str, Any]) -> None:
+    """The tiles that were measured with equal widths would lose the queries of 128 columns beside 64."""
+    q, k, v = (torch.zeros(1, 4, 4096, dim, dtype=BF16) for dim in (head_dim, head_dim, head_dim_v))
+    built = build(calls_with("dense", Operands(q, k, v), "h200", **flags)[0], "h200")
+    assert (built.name, built.spilled, built.serialised) == ("forward_kernel", 0, False)
+    assert lost_queries(built.sass) == []
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_specialised_forward(head_dim: int, causal: bool) -> None:

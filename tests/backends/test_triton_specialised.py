@@ -116,6 +116,7 @@ def test_programs_take_long_and_short_blocks_in_turn() -> None:
         assert call_of(problem_of(128, seqlen=seqlen)).grid == (132, 1, 1)
 
 
-def test_as_many_stages_as_strays_are_ended() -> None:
-    with pytest.raises(ValueError, match="2 stages, not 3"):
-        configs.Config(128, 128, 4, 3, specialised=True)
+@pytest.mark.parametrize(("num_warps", "num_stages"), [(4, 3), (8, 2)])
+def test_tiles_whose_strays_are_not_those_that_are_ended_are_refused(num_warps: int, num_stages: int) -> None:
+    with pytest.raises(ValueError, match=rf"\(2, 4\) stages and warps, not \({num_stages}, {num_warps}\)"):
+        configs.Config(128, 128, num_warps, num_stages, specialised=True)

@@ -128,6 +128,7 @@ def _empty() -> dict[str, Case]:
         "varlen_length_1": Case(kind="varlen", seqlens_q=(1, 1, 1), seqlens_k=(1, 1, 1), causal=True),
         "paged_batch_0": Case(kind="paged", seqlens_q=(), seqlens_k=(), decode=True),
         "paged_empty": Case(kind="paged", seqlens_q=(1, 1, 1), seqlens_k=(0, 17, 0), decode=True),
+        "paged_idle_bias": Case(kind="paged", seqlens_q=(0, 1, 0), seqlens_k=(33, 40, 20), bias="bhqk", mask="b1qk"),
     }
     return dense | packed
 
@@ -165,6 +166,9 @@ def _magnitudes() -> dict[str, Case]:
         | {
             "large_softcap": Case(values="large", softcap=30.0),
             "large_sinks": Case(values="large", sinks=True, window=(20, 0)),
+            "window_of_31_bits": Case(window=(2**31 - 1, 2**31 - 1)),
+            "window_of_31_bits_right": Case(window=(None, 2**31 - 1), seqlens_q=(20,), seqlens_k=(70,)),
+            "window_of_31_bits_causal": Case(window=(2**31 - 1, 0), causal=True, seqlens_q=(20,), seqlens_k=(10,)),
             "scale_0": Case(scale=0.0),
             "scale_negative": Case(scale=-0.5, causal=True),
         }

@@ -89,8 +89,8 @@ def type_name(argument: Any) -> str:
         return f"tensordesc<{TYPE_NAMES[argument.address.dtype]}[{box}]{layout}>"
     if isinstance(argument, float):
         return "fp32"
-    value = argument.value if isinstance(argument, Multiple) else argument
-    return "i32" if -(2**31) <= value < 2**31 else "i64"
+    value, wide = (argument.value, argument.wide) if isinstance(argument, Multiple) else (argument, False)
+    return "i32" if -(2**31) <= value < 2**31 and not wide else "i64"
 
 
 def target_of(device: DeviceSpec) -> GPUTarget:

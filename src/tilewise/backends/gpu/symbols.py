@@ -49,10 +49,13 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Multiple:
-    """A run-time number that is a multiple of `of` in every call that shares the compiled kernel."""
+    """A run-time number that is a multiple of `of` in every call that shares the compiled kernel; `wide` if products
+    with it need 64 bits.
+    """
 
     value: int
     of: int
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,16 +38,23 @@ SINGLE_STATS: Dims = (1, 0, None)
 # The backward's statistics of a sequence fill whole tiles (see primitives.STAT_TILE); those of single tokens start at
 # an aligned address for every head.
 STAT_TILE, STAT_ROWS = 128, 16
+# Rows of the largest tile.
+MOST_ROWS = 256
 
 
-def _rows(name: str, view: View, dims: Dims, sizes: tuple[int, int], offset: int = 0) -> Rows:
-    """A tensor of token rows; the strides of its (sequences, heads) do not matter where there is only one."""
+def _rows(name: str, view: View, dims: Dims, sizes: tuple[int, int], reach: int = MOST_ROWS) -> Rows:
+    """A tensor of token rows; the strides of its (sequences, heads) do not matter where there is only one.
+
+    Kernels count up to `reach` rows from a 64-bit address in 32 bits, unless their stride is wider.
+    """
     strides = [0 if dim is None else view.strides[dim] for dim in dims]
     strides[:2] = [0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=False)]
     unit = ALIGNMENT // view.dtype.itemsize
-    if not view.aligned or any(stride % unit for stride in strides):
-        return Rows(Address(name, view.dtype, aligned=False, offset=offset), *strides)
-    return Rows(Address(name, view.dtype, offset=offset), *(Multiple(stride, unit) for stride in strides))
+    aligned = view.aligned and not any(stride % unit for stride in strides)
+    unit, wide = unit if aligned else 1, reach * strides[2] >= 2**31
+    found: list[int | Multiple] = [Multiple(stride, unit) if aligned else stride for stride in strides]
+    found[2] = Multiple(strides[2], unit, wide) if wide else found[2]
+    return Rows(Address(name, view.dtype, aligned=aligned), *found)
 
 
 def _paired(view: View) -> View:
@@ -67,16 +74,16 @@ def packed_rows(name: str, view: View, heads: int) -> Rows:
     return _rows(name, view, PACKED, (0, heads))
 
 
-def page_rows(name: str, view: View, heads: int) -> Rows:
-    """Rows of (pages, page_size, heads, dim); a page takes the place of a sequence."""
-    return _rows(name, view, PAGES, (0, heads))
+def page_rows(problem: AttentionProblem, name: str, view: View) -> Rows:
+    """Rows of (pages, page_size, num_kv_heads, dim); a page takes the place of a sequence."""
+    return _rows(name, view, PAGES, (0, problem.num_kv_heads), max(MOST_ROWS, problem.page_size or 0))
 
 
 def key_rows(problem: AttentionProblem, name: str, view: View) -> Rows:
     """Rows of k or v, or of dense or packed dk or dv; e4m3 as pairs of columns."""
     view = _paired(view)
     if problem.kind == "paged":
-        return page_rows(name, view, problem.num_kv_heads)
+        return page_rows(problem, name, view)
     if problem.kind == "varlen":
         return packed_rows(name, view, problem.num_kv_heads)
     return dense_rows(problem, name, view, problem.num_kv_heads)

@@ -16,8 +16,9 @@ __all__ = ["MAX_SPLITS", "PASSES", "Config", "Kind", "Pass", "choose", "overridd
 
 Pass = Literal["forward", "dkdv", "dq", "decode", "dbias"]
 PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq", "decode", "dbias")
-# forward_specialised.py ends a stray barrier of each of two stages.
-SPECIALISED_STAGES = 2
+# Stages and warps: forward_specialised.py ends a stray barrier of each of two stages, and with eight warps the compiler
+# takes nothing apart.
+SPECIALISED_SHAPE = (2, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,9 @@ class Config:
     specialised: bool = False
 
     def __post_init__(self) -> None:
-        if self.specialised and self.num_stages != SPECIALISED_STAGES:
-            raise ValueError(f"a specialised tile has {SPECIALISED_STAGES} stages, not {self.num_stages}")
+        shape = (self.num_stages, self.num_warps)
+        if self.specialised and shape != SPECIALISED_SHAPE:
+            raise ValueError(f"a specialised tile has {SPECIALISED_SHAPE} stages and warps, not {shape}")
 
 
 # More partial results than this are not worth merging; starting and finishing a program costs as much as reading this

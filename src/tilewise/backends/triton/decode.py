@@ -63,7 +63,9 @@ def decode_kernel(
     else:
         d_idx = tl.arange(0, T.BLOCK_D)[None, :]
         q_tile = tl.load(q_rows[:, None] + d_idx, mask=row_ok[:, None] & (d_idx < T.HEAD_DIM), other=0.0)
-    terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head[:, None], m_idx[:, None], seqlen_q, T)
+    # A sequence without queries reads the first row of bias and mask: there is none before it.
+    last = tl.maximum(seqlen_q, 1)
+    terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head[:, None], m_idx[:, None], last, T)
     place = (m_idx, head, batch_idx)
     acc = empty_accumulator(BLOCK_M, T)
     row_max, row_sum = initial_state(sinks, head, split == 0, BLOCK_M, T)

@@ -290,7 +290,7 @@ def gather_pages_call(plan: Plan, views: Views, name: str, target: View, dim: in
     rows = Allocation.contiguous(page_rows_shape(plan, dim), torch.float32).view
     arguments = {
         "rows": dense_rows(problem, name, rows, problem.num_kv_heads),
-        "pages": page_rows(f"{name}_pages", target, problem.num_kv_heads),
+        "pages": page_rows(problem, f"{name}_pages", target),
         "order": Address("order", torch.int64, aligned=False),
         "page_ends": Address("page_ends", torch.int64, aligned=False),
         "seqlens_k": single_address(views, "seqlens_k"),

@@ -75,7 +75,9 @@ def plan_for(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, prec
         keep_scale=1.0 / (1.0 - problem.dropout) if problem.dropout < 1.0 else 0.0,
         drop_below=dropout_threshold(problem.dropout),
     )
-    plan = Plan(problem, device, traits, sizes, Band(left or 0, right or 0), scalars, 0)
+    # A window wider than the sequences cuts nothing, and may have 31 bits: sums with it would not fit 32.
+    band = Band(min(left or 0, problem.seqlen_k), min(right or 0, problem.seqlen_q))
+    plan = Plan(problem, device, traits, sizes, band, scalars, 0)
     few = problem.seqlen_k < MIN_SPLIT_KEYS
     serving = sizes.seqlen_q == 1 and problem.seqlen_k > 0 and not problem.needs_grad
     if sizes.seqlen_q * problem.group_size > MAX_DECODE_ROWS or (few and not serving):
