@@ -181,6 +181,23 @@ def test_kvcache_with_packed_queries_and_new_keys(store: str, chunk: int) -> Non
         close(lse[:, rows], expected[1][0])
 
 
+def test_queries_are_turned_by_their_own_positions_where_keys_are_left_out() -> None:
+    """All of q by the position of the first, unless causality, a window or chunks tell queries apart."""
+    cache, q, new, cos, sin = randn(2, 32, 2, 16), randn(2, 3, 4, 16), randn(2, 3, 2, 16), randn(40, 8), randn(40, 8)
+
+    def call(module: Any, **flags: Any) -> Tensor:
+        given: dict[str, Any] = {"rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": int32(5, 9), **flags}
+        out: Tensor = module.flash_attn_with_kvcache(q, cache.clone(), cache.clone(), new, new, **given)
+        return out
+
+    for module in (fa2, fa3):
+        together, apart = call(module), call(module, window_size=(31, 31))
+        assert not torch.allclose(together, apart, atol=1e-3)
+        assert torch.equal(call(module, window_size=[-1, -1]), together)
+        assert torch.equal(call(module, window_size=(-1, -2)), together)
+    torch.testing.assert_close(call(fa3, attention_chunk=32), apart)
+
+
 def test_kvcache_rotary_offsets() -> None:
     cos, sin = torch.rand(32, 4), torch.rand(32, 4)
     q, k_new, cache = randn(2, 1, 2, 8), randn(2, 1, 2, 8, seed=1), randn(2, 6, 2, 8, seed=2)

@@ -212,13 +212,14 @@ def flash_attn_with_kvcache(
     _reject_for_caches(q, qv, rotary_cos)
     _check_chunk(attention_chunk)
     store = cache.Store(k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad)
-    spread = causal or window_size != UNBOUNDED
+    causal, window = flag_of("causal", causal), window_of(window_size)
+    spread = causal or window is not None or attention_chunk > 0
     rotary = cache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, spread=spread, offsets=rotary_seqlens)
     out, lse = cache.append_and_attend(
         q, k, v, store, cache_seqlens, rotary,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, chunk=attention_chunk,
-        descales=Descales(q_descale, k_descale, v_descale), causal=flag_of("causal", causal),
-        window=window_of(window_size), softcap=softcap_of(softcap), scale=number_of(softmax_scale),
+        descales=Descales(q_descale, k_descale, v_descale), causal=causal, window=window, softcap=softcap_of(softcap),
+        scale=number_of(softmax_scale),
     )  # fmt: skip
     nothing = torch.empty(0, dtype=torch.float32, device=out.device)
     return (out, lse, nothing, nothing) if return_softmax_lse else out

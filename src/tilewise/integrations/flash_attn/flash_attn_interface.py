@@ -199,11 +199,12 @@ def flash_attn_with_kvcache(
     """
     del num_splits
     store = cache.Store(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
-    rotary = cache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, spread=causal or window_size != UNBOUNDED)
+    causal, window = flag_of("causal", causal), window_of(window_size)
+    rotary = cache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, spread=causal or window is not None)
     out, lse = cache.append_and_attend(
         q, k, v, store, cache_seqlens, rotary,
-        causal=flag_of("causal", causal), window=window_of(window_size), softcap=softcap_of(softcap),
-        alibi_slopes=alibi_slopes, scale=number_of(softmax_scale),
+        causal=causal, window=window, softcap=softcap_of(softcap), alibi_slopes=alibi_slopes,
+        scale=number_of(softmax_scale),
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 
