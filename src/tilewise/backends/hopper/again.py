@@ -2,8 +2,9 @@
 
 The producer is far ahead by then, so the warpgroup fetches its keys itself, 64 at a time, into the only shared memory
 that is its own: where its rows of O go afterwards. Slow, 64 keys a step and nothing ahead, and rare: it takes a score
-55 to 69 above all that its row has seen before (2^100, of which the reference may lag 2^20), in one tile. Infinities
-and NaN in V take this way, too, a whole block of 64 rows for one of them.
+55 to 69 above all that its row has seen before (2^100, of which the reference may lag 2^20) in the row's last tile, and
+2^127 in one before, after which sums move into the reference. Infinities and NaN in V take this way, too, a whole block
+of 64 rows for one of them.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.

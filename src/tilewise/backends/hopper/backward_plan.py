@@ -27,7 +27,8 @@ AHEAD_HEADS = 8
 # tiles on. D=128 full, N=1024, 1/2/4: 403/475/473; causal, N=512, 1/2: 218/223, N=1024 357/353; D=64 330/323.
 AHEAD_ROUNDS, CAUSAL_AHEAD_ROUNDS = 2, 1
 CAUSAL_BLOCKS = 8
-# How many rounds after a wave a share of dQ is finished, and how many after that its place in the ring is used again.
+# How many rounds after a wave a share of dQ is finished, and how many after that its place in the ring is used again:
+# more or fewer, at N=1024, where dQ is no longer finished beside, had 288 to 329 TFLOP/s, these 329.
 FINISH_ROUNDS = 1.5
 REUSE_ROUNDS = 1.5
 # Queries of a block of the kernel that computes dQ alone.
@@ -113,13 +114,15 @@ class BackwardPlan(NamedTuple):
 
     @property
     def progress(self) -> Address | None:
-        """How many shares of every K/V head are prepared (preparing.py), behind the lists."""
+        """How many shares of every K/V head are prepared (preparing.py), then, where dQ is finished beside, how many
+        warpgroups are done with it (finishing.py); behind the lists.
+        """
         offset = 4 * (self.fixed_words + self.list_words)
         return Address("workspace", torch.int32, offset=offset) if self.config.AHEAD else None
 
     @property
     def num_counts(self) -> int:
-        """Of shares."""
+        """Of both."""
         return self.key_sizes.num_items * (1 + self.config.FINISHES) if self.config.AHEAD else 0
 
     @property

@@ -185,7 +185,8 @@ class BackwardConfig:
 BACKWARD_BLOCK_M = {64: 128, 128: 64}
 # The longest sequences whose backward is faster with heads prepared beside it: under a causal mask, and without.
 AHEAD_SEQLEN_K, AHEAD_FULL_SEQLEN_K = 4096, 2048
-# The longest ones whose backward at D=128, under a causal mask, is faster with dQ finished in the main kernel.
+# The longest ones whose backward at D=128, under a causal mask, is faster with dQ finished in the main kernel; longer
+# ones were not timed.
 FINISHED_SEQLEN_K = 16384
 # Tiles of 64 rows and 64 columns of 16 bits (8 KiB) in the shared memory of a CTA that computes dQ alone.
 QUERY_GRADIENT_TILES = 28

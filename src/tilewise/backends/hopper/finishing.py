@@ -9,7 +9,8 @@ zeros for the head that has this place of the ring next, which waits for them (p
 Nobody waits in a circle: all tiles come from the counter, so they are taken in their order, by CTAs that run. A share
 waits for tiles of a head, less than a wave after t - lag, and the lag is at least a wave. A tile of head h waits for
 shares of head h - ring_items, which went to tiles less than a wave and the lag after that head's first one, and the
-ring is at least that long (backward_plan.ring_items). So everybody waits for smaller numbers only. The last heads, for
+ring is at least that long (backward_plan.ring_items). The producer of a CTA hands tile t to its preparers once they are
+done with the one before, whose number is smaller. So everybody waits for smaller numbers only. The last heads, for
 whose shares there is no number, are left to backward_rows.finish_queries_kernel.
 """
 

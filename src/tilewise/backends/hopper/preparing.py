@@ -10,7 +10,8 @@ cleared, and dO is read, shortly before they are used, and are still in L2. Wher
 
 Nobody waits in a circle: the last share of the head of tile t belongs to a tile less than a wave after t, and the host
 sees to it that the front is at least a wave and num_programs long (backward_plan.front_items). So that share went to a
-tile with a smaller number than t, which was taken before t, by a CTA that runs, and preparers wait for nobody but TMA.
+tile with a smaller number than t, which was taken before t, by a CTA that runs. Preparers wait for TMA alone, but where
+they finish dQ, too: for whom, finishing.py says.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.

@@ -49,6 +49,9 @@ __all__ = [
     "whole_rows",
 ]
 
+# Sums from here on are not trusted AT_ONCE: see lost_rows.
+LOST = gl.constexpr(2.0**100)
+
 
 @gluon.jit
 def capped(scores, cap_scale, C: gl.constexpr):
@@ -169,10 +172,10 @@ def rescale(acc, factor, COLUMNS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def lost_rows(acc, row_sum):
-    """Whether a row's O or sum is over 2^100 or not finite: AT_ONCE, its last scores were so far over its reference."""
+    """Whether a row's O or sum is LOST or not finite: AT_ONCE, its last scores were so far over its reference."""
     total = gl.sum(acc, axis=1)
     total = gl.maximum(total, -total) + gl.convert_layout(row_sum, total.type.layout)
-    return gl.max(gl.where(total < 1.2676506002282294e30, 0, 1), axis=0) > 0
+    return gl.max(gl.where(total < LOST, 0, 1), axis=0) > 0
 
 
 @gluon.jit
