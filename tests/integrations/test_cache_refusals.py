@@ -121,6 +121,31 @@ def test_descales_of_packed_chunks_are_judged(name: str, which: str) -> None:
         fa3.flash_attn_varlen_func(x, x[:, :2], x[:, :2], totals, totals, 3, 3, attention_chunk=8, **given)
 
 
+TABLES = {"rotary_cos": torch.ones(12, 8), "rotary_sin": torch.ones(12, 8)}
+ROTARY: dict[str, dict[str, Any]] = {
+    "offsets of one": {"rotary_seqlens": int32([7])},
+    "offsets of three": {"rotary_seqlens": int32([7, 7, 7])},
+    "offsets in fractions": {"rotary_seqlens": torch.tensor([7.0, 7.0])},
+    "offsets in a list": {"rotary_seqlens": [7, 7]},
+    "a short sin": {"rotary_sin": torch.ones(3, 8)},
+    "a sin of one column": {"rotary_sin": torch.ones(12, 1)},
+    "a cos of integers": {"rotary_cos": torch.ones(12, 8, dtype=torch.int32)},
+    "a cos of one dimension": {"rotary_cos": torch.ones(12)},
+    "a cos in a list": {"rotary_cos": [[1.0] * 8] * 12},
+}
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_what_turns_nothing_is_named_before_the_cache_is_written(name: str) -> None:
+    cache, new = torch.zeros(2, 8, 2, 16), torch.ones(2, 1, 2, 16)
+    (wrong,) = ROTARY[name]
+    with pytest.raises(tw.InvalidProblem, match=f"{wrong}: expected"):
+        fa3.flash_attn_with_kvcache(
+            Q, cache, cache.clone(), new, new, cache_seqlens=int32([5, 4]), **{**TABLES, **ROTARY[name]}
+        )
+    assert not cache.any()
+
+
 def test_new_tokens_of_a_left_padded_cache_that_is_not_contiguous() -> None:
     torch.manual_seed(0)
     wide = torch.randn(2, 16, 2, 16)

@@ -5,6 +5,7 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import tilewise as tw
 from tilewise.integrations import flash_attn as fa
 from tilewise.integrations.flash_attn import bert_padding
 from tilewise.integrations.flash_attn.layers import rotary
+from tilewise.nn import rotate
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -103,6 +105,19 @@ def test_rotary_rejections() -> None:
         rotary.apply_rotary_emb(x, randn(4, 4), randn(4, 4), seqlen_offsets=1)
     with pytest.raises(tw.InvalidProblem, match="at most 4 columns"):
         rotary.apply_rotary_emb(x, randn(4, 5), randn(4, 5))
+    cos, sin, cu_seqlens = randn(8, 4), randn(8, 4), torch.tensor([0, 1, 2, 4], dtype=torch.int32)
+    wrong: tuple[Any, ...] = (-2, 1.0, torch.tensor([-1]), torch.tensor([0, 1]), torch.tensor([1.0]))
+    for offsets in wrong:
+        with pytest.raises(tw.InvalidProblem, match="seqlen_offsets: expected"):
+            rotary.apply_rotary_emb(x, cos, sin, seqlen_offsets=offsets)
+    with pytest.raises(tw.InvalidProblem, match="seqlen_offsets: expected"):
+        rotary.apply_rotary_emb(x[0], cos, sin, seqlen_offsets=torch.tensor([0, 1]), cu_seqlens=cu_seqlens)
+    tables: tuple[Any, ...] = (sin[:2], sin[:, :1], sin[:, :3], (10 * sin).long(), sin.tolist())
+    for other in tables:
+        with pytest.raises(tw.InvalidProblem, match="sin: expected"):
+            rotary.apply_rotary_emb(x, cos, other)
+        with pytest.raises(tw.InvalidProblem, match="sin: expected"):
+            rotate(x, cos[:4], other[:4])
 
 
 def run_python(code: str) -> str:

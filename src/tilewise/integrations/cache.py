@@ -21,7 +21,7 @@ from tilewise.fp8.container import E4M3
 from tilewise.integrations.descales import Descales
 from tilewise.integrations.translation import places
 from tilewise.kv.writing import write_rows
-from tilewise.nn.rotary import rotate
+from tilewise.nn.rotary import check_tables, rotate
 
 __all__ = ["Rotary", "Store", "append_and_attend"]
 
@@ -107,6 +107,7 @@ class Rotary(NamedTuple):
             if cos is not sin:
                 raise InvalidProblem("rotary_cos, rotary_sin", "both or neither", "one of them", "Pass both tables.")
             return None
+        check_tables(cos, sin, ("rotary_cos", "rotary_sin"))
         return cls(cos, sin, interleaved, spread, offsets)
 
     def turn(self, x: Tensor, position: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ def append_and_attend(
     """
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     store.check(batch)
-    _check_lengths(seqlens, batch)
+    _check_lengths("cache_seqlens", seqlens, batch)
     write: Write | None = None
     if k is None or v is None:
         _reject_without_new_tokens(k, v, rotary)
@@ -148,6 +149,7 @@ def append_and_attend(
         _check_offsets(cu_seqlens_k_new, batch, len(k))
         if rotary is not None:
             base = before if rotary.offsets is None else rotary.offsets
+            _check_lengths("rotary_seqlens", rotary.offsets, batch)
             q = rotary.turn(q, _tokens(q, cu_seqlens_q, base, spread=rotary.spread)[1])
             k = rotary.turn(k, _tokens(k, cu_seqlens_k_new, base)[1])
         write = _appending(store, k, v, _tokens(k, cu_seqlens_k_new, before), batch)
@@ -192,12 +194,12 @@ def _check_integers(name: str, tensor: Tensor, shape: tuple[int, ...], fix: str)
         raise InvalidProblem(name, f"a tensor of integers of shape {shape}", got, fix)
 
 
-def _check_lengths(seqlens: Any, batch: int) -> None:
+def _check_lengths(name: str, seqlens: Any, batch: int) -> None:
     fix = "An int for all sequences, or int32 (batch,)."
     if isinstance(seqlens, Tensor):
-        _check_integers("cache_seqlens", seqlens, (batch,), fix)
+        _check_integers(name, seqlens, (batch,), fix)
     elif seqlens is not None and (not isinstance(seqlens, int) or seqlens < 0):
-        raise InvalidProblem("cache_seqlens", "the tokens already in the cache", repr(seqlens), fix)
+        raise InvalidProblem(name, "the tokens already in the cache", repr(seqlens), fix)
 
 
 def _check_new(k: Tensor, v: Tensor, store: Store, batch: int | None) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidProblem
 
-__all__ = ["rotary_table", "rotate"]
+__all__ = ["check_tables", "rotary_table", "rotate"]
 
 
 def rotary_table(
@@ -26,12 +26,26 @@ def rotary_table(
     return angles.cos(), angles.sin()
 
 
+def check_tables(cos: Tensor, sin: Tensor, names: tuple[str, str] = ("cos", "sin"), *, dims: int | None = 2) -> None:
+    """Refuse what are no two tables of one shape on one device: a single column would be broadcast."""
+    for name, table in zip(names, (cos, sin), strict=True):
+        if not isinstance(table, Tensor) or not table.is_floating_point() or table.dim() != (dims or table.dim() or 1):
+            got = f"{table.dtype} of shape {tuple(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
+            expected = "a floating-point tensor (seqlen, rotary_dim / 2)" if dims else "a floating-point tensor"
+            raise InvalidProblem(name, expected, got, "See rotary_table.")
+    if cos.shape != sin.shape or cos.device != sin.device:
+        expected = f"shape {tuple(cos.shape)} on {cos.device} as {names[0]} has"
+        fix = "Make both from the same angles: see rotary_table."
+        raise InvalidProblem(names[1], expected, f"{tuple(sin.shape)} on {sin.device}", fix)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Turn the first rotary_dim features of x (..., heads, dim); cos, sin (..., rotary_dim / 2), one row a token.
 
     `interleaved` pairs features 0 and 1, 2 and 3, ...; otherwise feature p goes with p + rotary_dim / 2. Computed in
-    fp32 (fp64 for fp64) whatever the dtype of x. Rejects a rotary_dim above dim.
+    fp32 (fp64 for fp64) whatever the dtype of x. Rejects a rotary_dim above dim, and tables of unequal shapes.
     """
+    check_tables(cos, sin, dims=None)
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim > x.shape[-1]:
         fix = "cos and sin have half as many columns as there are features to turn."

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidProblem
 from tilewise.integrations.translation import places
-from tilewise.nn.rotary import rotate
+from tilewise.nn.rotary import check_tables, rotate
 
 __all__ = ["apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"]
 
@@ -28,6 +28,8 @@ def apply_rotary_emb(
     `cu_seqlens` x is packed; `max_seqlen` is then accepted and not needed. `inplace` writes into x and returns it.
     """
     del max_seqlen
+    check_tables(cos, sin)
+    _check_offsets(seqlen_offsets, len(x) if cu_seqlens is None else len(cu_seqlens) - 1)
     positions = _positions(x, seqlen_offsets, cu_seqlens)
     _check_positions(positions, cos.shape[0])
     turned = rotate(x, cos[positions], sin[positions], interleaved=interleaved)
@@ -75,20 +77,32 @@ def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> T
     """One position a token: (seqlen,), (batch, seqlen) or (total,)."""
     if cu_seqlens is not None:
         sequence, position = places(cu_seqlens, x.shape[0])
-        if isinstance(offsets, Tensor):
-            # Rows past the last sequence belong to nobody; any position does.
-            position = position + offsets[sequence.clamp(max=offsets.numel() - 1)]
-            return torch.where(sequence < offsets.numel(), position, 0)
-        return torch.where(sequence < cu_seqlens.numel() - 1, position + offsets, 0)
+        batch = cu_seqlens.numel() - 1
+        if isinstance(offsets, Tensor) and batch:
+            offsets = offsets[sequence.clamp(max=batch - 1)]
+        # Rows past the last sequence belong to nobody; any position does.
+        return torch.where(sequence < batch, position + offsets, 0)
     position = torch.arange(x.shape[1], device=x.device)
     return offsets[:, None] + position if isinstance(offsets, Tensor) else offsets + position
+
+
+def _check_offsets(offsets: object, batch: int) -> None:
+    fix = "An int for all sequences, or an integer tensor (batch,); none below 0."
+    if isinstance(offsets, Tensor):
+        if offsets.dtype not in (torch.int32, torch.int64) or tuple(offsets.shape) != (batch,):
+            got = f"{offsets.dtype} of shape {tuple(offsets.shape)}"
+            raise InvalidProblem("seqlen_offsets", f"integers of shape {(batch,)}", got, fix)
+    elif not isinstance(offsets, int) or offsets < 0:
+        raise InvalidProblem("seqlen_offsets", "an integer >= 0 or a tensor", repr(offsets), fix)
 
 
 def _check_positions(positions: Tensor, rows: int) -> None:
     """Contents are looked at on a CPU only; on a GPU that would make the CPU wait."""
     if positions.device.type != "cpu" or torch.compiler.is_compiling() or positions.numel() == 0:
         return
-    last = int(positions.max())
+    first, last = (int(end) for end in positions.aminmax())
+    if first < 0:
+        raise InvalidProblem("seqlen_offsets", "no position before the first", first, "Offsets are 0 or more.")
     if last >= rows:
         fix = "Make cos and sin as long as the longest sequence with its offset."
         raise InvalidProblem("cos", f"at least {last + 1} rows for the last position", rows, fix)
