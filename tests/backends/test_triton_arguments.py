@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from tilewise import device as devices
 from tilewise.problem import AttentionProblem
 
 pytest.importorskip("triton", minversion="3.6")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 key_rows = pytest.importorskip("tilewise.backends.triton.arguments").key_rows
+configs = pytest.importorskip("tilewise.backends.triton.configs")
+planning = pytest.importorskip("tilewise.backends.triton.planning")
 View = pytest.importorskip("tilewise.backends.gpu.launching").View
 Multiple = pytest.importorskip("tilewise.backends.gpu.symbols").Multiple
 
@@ -38,3 +41,11 @@ def test_rows_far_apart_are_reached_with_64_bits() -> None:
     assert key_rows(long, "k", apart).stride_row == Multiple(4096, 1, wide=True)
     assert key_rows(problem_with(kind="paged", page_size=64), "k", pages).stride_row == Multiple(4096, 8)
     assert compilation.type_name(Multiple(4096, 8, wide=True)) == "i64"
+
+
+def test_an_experiment_leaves_no_splits_behind() -> None:
+    problem, h200 = problem_with(kind="dense", batch=1, seqlen_k=1024, total_k=1024), devices.named("h200")
+    with configs.overridden({"decode": configs.Config(16, 128, 8, 3)}):
+        tried = planning.plan_for(problem, h200, packed_q=False).num_splits
+    kept = planning.plan_for(problem, h200, packed_q=False).num_splits
+    assert (tried, kept) == (8, 16)

@@ -269,32 +269,34 @@ def test_specialised_forward(causal: bool, seqlen_q: int, seqlen_k: int, monkeyp
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
 @pytest.mark.parametrize("flags", [{}, {"causal": True}, {"window": (7, 3)}], ids=["full", "causal", "window"])
 @pytest.mark.parametrize(
-    "tile",
+    ("tile", "keys"),
     [
-        configs.Config(16, 16, 4, 1, boxes=True, hold_queries=True, joined=True, heads_per_wave=1),
-        configs.Config(16, 64, 4, 1, boxes=True, one_tile=True),
+        (configs.Config(16, 16, 4, 1, boxes=True, hold_queries=True, joined=True, heads_per_wave=1), 29),
+        (configs.Config(16, 64, 4, 1, boxes=True, one_tile=True), 29),
+        (configs.Config(16, 64, 4, 1, boxes=True, one_tile=True), 64),
     ],
-    ids=["one_loop", "one_tile"],
+    ids=["one_loop", "one_tile", "one_whole_tile"],
 )
-def test_few_keys_in_boxes(tile: Any, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_keys_in_boxes(tile: Any, keys: int, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """One loop for all keys and a grid of (tile, head, sequence), and all keys in one tile: ragged ends, rows without a
-    key, shared heads, as many programs for the heads as there are.
+    key, shared heads, as many programs for the heads as there are; a tile without a mask where keys fill it.
     """
     torch.manual_seed(0)
     passes = importlib.import_module("tilewise.backends.triton.passes")
     plain: Any = passes._tiled
-    names: list[str] = []
+    names: list[tuple[str, bool | None]] = []
 
-    def noted(kernel: Any, *arguments: Any) -> Any:
-        names.append(kernel.__name__)
-        return plain(kernel, *arguments)
+    def noted(kernel: Any, programs: int, arguments: dict[str, Any], config: Any) -> Any:
+        names.append((kernel.__name__, arguments.get("WHOLE")))
+        return plain(kernel, programs, arguments, config)
 
     monkeypatch.setattr(passes, "_tiled", noted)
-    q, k, v = torch.randn(2, 4, 37, 16), torch.randn(2, 2, 29, 16), torch.randn(2, 2, 29, 16)
+    q, k, v = torch.randn(2, 4, 37, 16), torch.randn(2, 2, keys, 16), torch.randn(2, 2, keys, 16)
     with configs.overridden({"forward": tile}):
         out, lse = tilewise.attention(q, k, v, **flags, return_lse=True, backend="triton")
     wide = (x.double() for x in (q, k, v))
     want, want_lse = tilewise.attention(*wide, **flags, return_lse=True, backend="reference")
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-6)
     torch.testing.assert_close(lse.double(), want_lse.double(), rtol=0, atol=2e-6)
-    assert names == ["one_tile_kernel" if tile.one_tile else "forward_kernel"]
+    whole = keys == tile.block_n and not flags
+    assert names == [("one_tile_kernel", whole) if tile.one_tile else ("forward_kernel", None)]

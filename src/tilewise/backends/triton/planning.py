@@ -55,9 +55,12 @@ class Plan(NamedTuple):
         return self.sizes._replace(heads_per_wave=heads)
 
 
-@functools.lru_cache(maxsize=4096)
 def plan_for(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precision: str = "ieee") -> Plan:
-    """Everything about a call that needs no tensor."""
+    """Everything about a call that needs no tensor; kept, but for experiments with other tiles."""
+    return (_kept_plan if configs.overrides() is None else _plan)(problem, device, packed_q, precision)
+
+
+def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precision: str) -> Plan:
     left, right = problem.band
     traits = traits_of(problem, device, packed_q=packed_q, precision=precision, interpreted=interpreted())
     sizes = Sizes(
@@ -90,3 +93,6 @@ def plan_for(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, prec
     tiles = triton.cdiv(problem.seqlen_k, config.block_n)
     rows = problem.batch * problem.num_kv_heads
     return plan._replace(num_splits=configs.num_splits(device, itemsize, programs, rows, tiles))
+
+
+_kept_plan = functools.lru_cache(maxsize=4096)(_plan)
