@@ -416,6 +416,7 @@ BAD: dict[str, tuple[Callable[[PageBook, int], object], str]] = {
     "no tokens": (lambda book, _: book.add([]), "between 1 and max_seqlen = 16 tokens, got 0"),
     "prompt too long": (lambda book, _: book.add([1] * 17), "between 1 and max_seqlen = 16 tokens, got 17"),
     "beyond the length": (lambda book, a: book.step([a], [13]), "at most max_seqlen = 16 tokens for request"),
+    "beyond any number": (lambda book, a: book.step([a], [2**63 - 1]), "at most max_seqlen = 16 tokens for request 2"),
     "no count": (lambda book, a: book.step([a], [0]), "at least 1 for request"),
     "counts too few": (lambda book, a: book.step([a], []), "counts: expected 1 entries"),
     "ids too many": (lambda book, a: book.step([a], None, [1, 2]), "tokens: expected 1 entries"),

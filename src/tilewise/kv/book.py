@@ -212,12 +212,12 @@ class PageBook:
             return self._decode(batch, batch.slots, tokens)
         rows = batch.rows
         before = self.lengths[rows]
-        new = self._counted(requests, rows, before, counts)
-        ids, given = self._checked_tokens(requests, rows, before, new, tokens)
+        new = self._counted(batch.requests, rows, before, counts)
+        ids, given = self._checked_tokens(batch.requests, rows, before, new, tokens)
         after = before + new
         owned, needed = -(-before // self.page_size), -(-after // self.page_size)
         copied = self._tails_to_copy(rows, before)
-        self._check_room(requests, after, int((needed - owned).sum()) + len(copied))
+        self._check_room(batch.requests, before, new, int((needed - owned).sum()) + len(copied))
         copies = self._take(rows, owned, needed, copied)
         self.lengths[rows] = after
         self._note_ids(batch, before, ids, given)
@@ -350,7 +350,7 @@ class PageBook:
         before = self.lengths[rows]
         ids, given = self._checked_ids(batch, before, tokens)
         after, out = before + 1, np.nonzero(before % size == 0)[0]
-        self._check_room(batch.requests, after, len(out))
+        self._check_room(batch.requests, before, batch.ones, len(out))
         slots, previous = last + 1, None if self.rows.is_changed else last
         if len(out):
             pages = self.pages.take_many(len(out))
@@ -453,11 +453,14 @@ class PageBook:
                 waiting[page] = left - 1
         return shared
 
-    def _check_room(self, requests: Sequence[int], after: Ints, pages: int) -> None:
-        if len(after) and int(after.max()) > self.max_seqlen:
-            request = requests[int(after.argmax())]
-            expected = f"at most max_seqlen = {self.max_seqlen} tokens for request {request}"
-            raise InvalidProblem("counts", expected, int(after.max()), "Finish the request, or make a longer cache.")
+    def _check_room(self, requests: Sequence[int], before: Ints, new: Ints, pages: int) -> None:
+        # Their sum could pass what an int64 holds.
+        over = new > self.max_seqlen - before
+        if over.any():
+            place = int(over.argmax())
+            expected = f"at most max_seqlen = {self.max_seqlen} tokens for request {requests[place]}"
+            fix = "Finish the request, or make a longer cache."
+            raise InvalidProblem("counts", expected, int(before[place]) + int(new[place]), fix)
         if pages > self.pages.available and pages > self.available_pages():
             raise OutOfPages(
                 f"the step takes {pages} pages and {self.pages.available} of {self.pages.num_pages} are available: "

@@ -26,13 +26,15 @@ def rotary_table(
     return angles.cos(), angles.sin()
 
 
-def check_tables(cos: Tensor, sin: Tensor, names: tuple[str, str] = ("cos", "sin"), *, dims: int | None = 2) -> None:
+def check_tables(cos: object, sin: object, names: tuple[str, str] = ("cos", "sin"), *, dims: int | None = 2) -> None:
     """Refuse what are no two tables of one shape on one device: a single column would be broadcast."""
     for name, table in zip(names, (cos, sin), strict=True):
-        if not isinstance(table, Tensor) or not table.is_floating_point() or table.dim() != (dims or table.dim() or 1):
+        if not (isinstance(table, Tensor) and table.is_floating_point() and table.dim() == (dims or table.dim() or 1)):
             got = f"{table.dtype} of shape {tuple(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
             expected = "a floating-point tensor (seqlen, rotary_dim / 2)" if dims else "a floating-point tensor"
             raise InvalidProblem(name, expected, got, "See rotary_table.")
+    assert isinstance(cos, Tensor)
+    assert isinstance(sin, Tensor)
     if cos.shape != sin.shape or cos.device != sin.device:
         expected = f"shape {tuple(cos.shape)} on {cos.device} as {names[0]} has"
         fix = "Make both from the same angles: see rotary_table."
