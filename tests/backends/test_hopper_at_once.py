@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -81,3 +82,58 @@ def test_sums_that_end_close_to_the_largest_number(
     ref, ref_lse = expected(case, operands)
     torch.testing.assert_close(out.double(), ref, atol=3e-4, rtol=0.02)
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+
+
+# Of the key that is visited last, all others have 0; of a sink, with what no finite number weighs.
+TOPS = (69.0, 69.5, 87.0, 88.5, math.nan)
+SINKS = (-math.inf, -88.0, 87.0, 88.0, math.nan)
+
+
+@pytest.mark.parametrize("tile", ["D64_AT_ONCE", "D64_QUAD_AT_ONCE"])
+@pytest.mark.parametrize("sink", SINKS)
+def test_sinks_beside_sums_of_any_size(
+    tile: str,
+    sink: float,
+    emulated: Emulated,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sums that are kept and sums that are lost, on both sides of 2^100, a score of 69.3."""
+    MODE.late_loads = False
+    use(tile, emulated, monkeypatch)
+    case = Case(seqlens=(64, 200), heads=(1, 1), sinks=True)
+    given = case.inputs()
+    q, sinks = torch.zeros_like(given.q), torch.full((1,), sink)
+    q[..., 0] = 8.0
+    for top in TOPS:
+        k = torch.zeros_like(given.k)
+        k[..., 0, 0] = top
+        operands = given._replace(q=q, k=k, v=given.v / 64, sinks=sinks)
+        out, lse = emulated("launch").run_forward(case.problem, operands)
+        ref, ref_lse = expected(case, operands)
+        # What a sink outweighs by more than 2^26 may become 0.
+        least = 2.0**-26 * float(operands.v.double().abs().max())
+        scale = float(ref.nan_to_num().abs().max())
+        torch.testing.assert_close(out.double(), ref, atol=least + 0.02 * scale, rtol=0.0, equal_nan=True)
+        torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("sink", SINKS)
+def test_rows_without_a_key_beside_sinks(
+    sink: float,
+    emulated: Emulated,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first 100 queries see no key; of others, some sums are lost."""
+    MODE.late_loads = False
+    case = Case(seqlens=(300, 200), heads=(1, 1), causal=True, sinks=True, rising=2000.0)
+    given = case.inputs()._replace(sinks=torch.full((1,), sink))
+    ref, ref_lse = expected(case, given)
+    for tile in ("D64_BANDED_AT_ONCE", "D64_QUAD_AT_ONCE"):
+        use(tile, emulated, monkeypatch)
+        out, lse = emulated("launch").run_forward(case.problem, given)
+        empty, seen = slice(0, 100), slice(100, None)
+        assert torch.equal(out[:, :, empty].float().isnan(), ref[:, :, empty].isnan())
+        if not math.isnan(sink):
+            assert not out[:, :, empty].any()
+        torch.testing.assert_close(out[:, :, seen].double(), ref[:, :, seen], atol=0.03, rtol=0.02, equal_nan=True)
+        torch.testing.assert_close(lse.double(), ref_lse, atol=1e-3, rtol=1e-5, equal_nan=True)
