@@ -110,6 +110,19 @@ def test_a_mirror_of_inference_mode_serves_later_steps(made_in: bool) -> None:
     assert made.block_table[0, :2].tolist() == cache.book.pages_of(requests[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float8_e4m3fn])
+def test_pages_made_in_inference_mode_serve_outside_of_it(dtype: torch.dtype) -> None:
+    with torch.inference_mode():
+        cache = tw.PagedKVCache(8, PAGE, 1, 1, 16, dtype=dtype, device="cpu")
+    source = torch.float32 if dtype == torch.float8_e4m3fn else dtype
+    request = cache.add([1, 2, 3, 4, 5])
+    cache.append(*torch.ones(2, cache.step([request]), 1, 16, dtype=source).unbind())
+    rows = cache.step([request, cache.fork(request)])
+    cache.append(*torch.ones(2, rows, 1, 16, dtype=source).unbind())
+    assert cache.stats().copies == 1
+    assert cache.book.length(request) == 6
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["", "entered when somebody asks"])
 def test_ids_are_known_after_many_steps(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than are noted, moved to their requests in between."""

@@ -90,13 +90,15 @@ class PagedKVCache:
             num_pages, page_size, max_seqlen=max_seqlen, max_requests=max_requests, prefix_sharing=prefix_sharing
         )
         shape = (num_layers, num_pages, page_size, num_kv_heads)
-        self.k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
-        self.v = torch.empty((*shape, width_v), dtype=dtype, device=device)
         # Of e4m3 pages: one for each (layer, page, head).
         self._scales: tuple[Tensor, Tensor] | None = None
-        if dtype == torch.float8_e4m3fn:
-            k_scale, v_scale = (new_scales(num_layers, num_pages, num_kv_heads, self.device) for _ in range(2))
-            self._scales = k_scale, v_scale
+        # Inference tensors could only be written to in that mode.
+        with torch.inference_mode(False):
+            self.k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
+            self.v = torch.empty((*shape, width_v), dtype=dtype, device=device)
+            if dtype == torch.float8_e4m3fn:
+                k_scale, v_scale = (new_scales(num_layers, num_pages, num_kv_heads, self.device) for _ in range(2))
+                self._scales = k_scale, v_scale
         self._tables: Tables = (HostTables if self.device.type == "cpu" else StagedTables)(self.book, self.device)
         self._step: Step | None = None
         self._batch: BatchTables | None = None
