@@ -138,17 +138,19 @@ def _layer(cache: Any, layer_idx: int) -> _Layer:
 
 
 def _layer_of_allocator(cache: Any, layer_idx: int) -> _Layer:
-    """From release 5.18 on."""
+    """From release 5.18 on, whose allocators do not say their kind of layer and take rows as models have them."""
     allocator = cache.layer_to_allocator[layer_idx]
+    window, named = getattr(allocator, "sliding_window", None), getattr(allocator, "layer_type", None)
 
     def update(k: Tensor, v: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         read, write = step.read_index[allocator.index], step.write_index[allocator.index]
-        both: tuple[Tensor, Tensor] = allocator.update(k, v, layer_idx, read, write)
+        new = (k, v) if named is not None else (_heads_first(k), _heads_first(v))
+        both: tuple[Tensor, Tensor] = allocator.update(*new, layer_idx, read, write)
         return both
 
-    window = getattr(allocator, "sliding_window", None)
+    kind = named or ("full_attention" if window is None else "sliding_attention")
     pages = allocator.get_cache_for_block_table(layer_idx) if window is None else None
-    return _Layer(allocator.layer_type, allocator.index, window, allocator.write_trash_index, pages, update)
+    return _Layer(kind, allocator.index, window, allocator.write_trash_index, pages, update)
 
 
 def _layer_of_group(cache: Any, layer_idx: int) -> _Layer:
@@ -156,8 +158,9 @@ def _layer_of_group(cache: Any, layer_idx: int) -> _Layer:
     group, place = cache.layer_index_to_group_indices[layer_idx]
 
     def update(k: Tensor, v: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        new = (k.transpose(0, 1)[None], v.transpose(0, 1)[None])
-        both: tuple[Tensor, Tensor] = cache.update(*new, layer_idx, step.read_index, step.write_index)
+        both: tuple[Tensor, Tensor] = cache.update(
+            _heads_first(k), _heads_first(v), layer_idx, step.read_index, step.write_index
+        )
         return both
 
     if cache.sliding_windows[layer_idx] > 1:
@@ -165,3 +168,8 @@ def _layer_of_group(cache: Any, layer_idx: int) -> _Layer:
         return _Layer("sliding_attention", group, window, cache.write_trash_index, None, update)
     k, v = (t[place].unflatten(0, (-1, cache.block_size)) for t in (cache.key_cache, cache.value_cache))
     return _Layer("full_attention", group, None, cache.write_trash_index, (k, v), update)
+
+
+def _heads_first(rows: Tensor) -> Tensor:
+    """(1, num_kv_heads, tokens, head_dim) of (tokens, num_kv_heads, head_dim)."""
+    return rows.transpose(0, 1)[None]
