@@ -14,7 +14,7 @@ from tilewise.kv.pages import PageAllocator
 from tilewise.kv.prefix import PrefixIndex, known_ids, page_of
 
 
-def test_pages_are_taken_and_given_back_in_constant_time_and_counted() -> None:
+def test_pages_are_taken_given_back_and_counted() -> None:
     told: list[int] = []
     pool = PageAllocator(3, told.append)
     first, second, third = pool.take(), pool.take(), pool.take()

@@ -277,7 +277,7 @@ class PagedKVCache:
     def block_table(self) -> Tensor:
         """int32 (batch, columns) on the device: the pages of the step's requests, of a fixed step (seats, columns).
 
-        To be read: later steps may have the same table.
+        Later steps may be given the same tensor; not if somebody wrote to it, so that an edit stays in its step.
         """
         return self._running().block_table
 
@@ -298,7 +298,7 @@ class PagedKVCache:
     def shared_prefix(self) -> SharedPrefix | None:
         """The requests of the step that start with the same pages, for `attention_paged`; None if there are none.
 
-        To be read: later steps may have the same tensors.
+        Later steps may be given the same tensors; not those that somebody wrote to.
         """
         self._running()
         assert self._step is not None
