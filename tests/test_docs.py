@@ -4,6 +4,7 @@ import doctest
 import importlib
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,12 @@ def test_links_to_files_and_headings(page: Path) -> None:
 def test_files_that_are_named_exist(page: Path) -> None:
     for path in re.findall(r"`((?:src|tests|bench|docs|examples)/[\w./-]+)`", page.read_text()):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_every_committed_result_is_linked_by_a_page() -> None:
+    """A file of figures that no page links to supports no statement. What a run left here itself is not asked for."""
+    listed = subprocess.run(["git", "ls-files", "bench/results"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("no git checkout")
+    links = {Path(link).name for page in PAGES for link in re.findall(r"\]\(([^)#:]*)", page.read_text())}
+    assert {Path(name).name for name in listed.stdout.splitlines()} <= links
