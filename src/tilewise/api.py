@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
+import torch
 from torch import Tensor
 
 from tilewise import calls, cascade, dispatch, ops, validation
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
         shared_prefix: cascade.SharedPrefix | None
 
 
-__all__ = ["attention", "attention_paged", "attention_varlen", "backends", "judge", "merge"]
+__all__ = ["attention", "attention_after", "attention_paged", "attention_varlen", "backends", "merge"]
 
 # q, k and v: tensors, or e4m3 data with its scales.
 Attended = Tensor | Fp8Tensor
@@ -114,7 +116,7 @@ def attention(
         window=window,
     )  # fmt: skip
     if slot is not None and slot.call is not None:
-        return slot.call(given)  # type: ignore[arg-type]
+        return slot.call(given)
     (query, key, value), scales = validation.unwrapped(q, k, v, layout)
     validation.require_tensors(q=query, k=key, v=value, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
     query, key, value = validation.autocast(query, key, value)
@@ -196,7 +198,7 @@ def attention_varlen(
         max_seqlen_k, *about, window=window,
     )  # fmt: skip
     if slot is not None and slot.call is not None:
-        return slot.call(given)  # type: ignore[arg-type]
+        return slot.call(given)
     (query, key, value), scales = validation.unwrapped(q, k, v, "packed")
     validation.require_tensors(
         q=query, k=key, v=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask,
@@ -291,7 +293,7 @@ def attention_paged(
             *about, window=window, groups=groups,
         )  # fmt: skip
     if slot is not None and slot.call is not None:
-        return slot.call(given)  # type: ignore[arg-type]
+        return slot.call(given)
     (query, key, value), scales = validation.unwrapped(q, k_pages, v_pages, "packed", "paged")
     validation.require_tensors(
         q=query, k_pages=key, v_pages=value, block_table=block_table, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q,
@@ -317,7 +319,8 @@ def attention_paged(
     return (out, lse) if return_lse else out
 
 
-def judge(
+def attention_after(
+    write: Callable[[], None],
     kind: Literal["dense", "paged"],
     attended: tuple[Any, Any, Any],
     *,
@@ -328,23 +331,24 @@ def judge(
     softcap: float | None,
     scale: float | None,
     **others: Tensor | None,
-) -> None:
-    """Refuse what `attention` or `attention_paged` would, while nothing is written yet. Compilers see the call alone:
-    they judge as they trace it.
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `attention` or `attention_paged` to keys that `write` brings: it is called between judging, so that
+    a call that raises has written nothing, and computing. Compilers judge as they trace: they see both, one by one.
     """
-    if calls.is_watched():
-        return
-    layouts = (layout,) if kind == "dense" else ("packed", "paged")
-    (q, k, v), scales = validation.unwrapped(*attended, *layouts)
-    optional = validation.OPTIONAL_PAGED
-    validation.require_tensors(q=q, k=k, v=v, optional=optional, **others)
-    q, k, v = validation.autocast(q, k, v)
+    (q, k, v), scales = validation.unwrapped(*attended, *((layout,) if kind == "dense" else ("packed", "paged")))
+    validation.require_tensors(q=q, k=k, v=v, optional=validation.OPTIONAL_PAGED, **others)
     flags = validation.normalise(
         causal=causal, window=window, softcap=softcap, scale=scale, dropout=0.0, layout=layout, deterministic=None,
         backend="auto", return_lse=True, needs_grad=False, max_seqlen_q=max_seqlen_q,
     )  # fmt: skip
-    operands = Operands(q, k, v, **others)
-    ops.Call(kind, *validation.with_scales(operands, flags, scales), return_lse=True, lasting=False)
+    operands, flags = validation.with_scales(Operands(q, k, v, **others), flags, scales)
+    query, key, value = validation.autocast_looks(q, k, v)
+    if key is k and value is v and not torch.compiler.is_compiling():
+        return ops.repeated(kind, operands._replace(q=validation.autocast(q)[0]), flags, write)
+    ops.refuse(kind, operands._replace(q=query, k=key, v=value), flags)
+    write()
+    query, key, value = validation.autocast(q, k, v)
+    return ops.repeated(kind, operands._replace(q=query, k=key, v=value), flags)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:

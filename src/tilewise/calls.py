@@ -95,7 +95,7 @@ class Slot:
     __slots__ = ("call", "groups", "is_tried", "look")
 
     def __init__(self, groups: Any) -> None:
-        self.call: Callable[[Sequence[Tensor | None]], Result] | None = None
+        self.call: Callable[..., Result] | None = None
         self.look: Look | None = None
         self.groups, self.is_tried = groups, False
 

@@ -21,7 +21,7 @@ from tilewise.errors import Unsupported
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 
-__all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "repeated", "result"]
+__all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "refuse", "repeated", "result"]
 
 # The operands of each op; a question mark makes one optional.
 OPERANDS: dict[Kind, str] = {
@@ -52,12 +52,23 @@ def attention(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Ten
     return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True))
 
 
-def repeated(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
-    """`attention` without dropout, remembered as the calls of the public functions are."""
+def repeated(
+    kind: Kind, operands: Operands, flags: Flags, before: Callable[[], None] | None = None
+) -> tuple[Tensor, Tensor]:
+    """`attention` without dropout, remembered as the calls of the public functions are; `before` it is computed and
+    after it was judged, something may be done.
+    """
     slot = calls.slot_of(operands, kind, flags.dropout, None, flags)
     if slot is not None and slot.call is not None:
-        return cast("tuple[Tensor, Tensor]", slot.call(operands))
-    return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True, slot=slot))
+        return cast("tuple[Tensor, Tensor]", slot.call(operands, before))
+    return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True, slot=slot, before=before))
+
+
+def refuse(kind: Kind, operands: Operands, flags: Flags) -> None:
+    """Raise what `attention` would; of tensors that stand for others (fakes, batched ones) that call alone can tell."""
+    plain = all(t is None or ((type(t) is Tensor or type(t) is Parameter) and not t.is_meta) for t in operands)
+    if plain and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():  # noqa: SLF001
+        _choose(kind, operands, flags)
 
 
 def judged(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, Operands]:
@@ -67,7 +78,13 @@ def judged(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProbl
 
 
 def result(
-    kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, slot: calls.Slot | None = None
+    kind: Kind,
+    operands: Operands,
+    flags: Flags,
+    *,
+    return_lse: bool,
+    slot: calls.Slot | None = None,
+    before: Callable[[], None] | None = None,
 ) -> calls.Result:
     """`attention`, of which only `out` may be wanted; `slot` is where later calls that look the same find this one."""
     if is_plain_eager(operands):
@@ -75,7 +92,10 @@ def result(
         call = Call(kind, operands, flags, return_lse=return_lse, lasting=lasting)
         if slot is not None and lasting:
             slot.call = call
-        return call(operands)
+        return call(operands, before)
+    if before is not None:
+        refuse(kind, operands, flags)
+        before()
     if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():  # noqa: SLF001
         out, lse = _TransformedAttention.apply(kind, flags, *operands)  # type: ignore[no-untyped-call]
     else:
@@ -123,10 +143,12 @@ class Call:
         # The wrapper of torch's own `apply` unwraps what functorch leaves behind (2 us); no lasting call has such.
         self._record: Any = super(torch.autograd.Function, _Recorded).apply if lasting else _Recorded.apply
 
-    def __call__(self, tensors: Sequence[Tensor | None]) -> calls.Result:
+    def __call__(self, tensors: Sequence[Tensor | None], before: Callable[[], None] | None = None) -> calls.Result:
         """(out, lse), or out if only that was asked for."""
         if self._reads:
             validation.check_contents(self.problem, Operands(*tensors), self.flags)  # type: ignore[arg-type]
+        if before is not None:
+            before()
         if self._recorded:
             recorded: calls.Result = self._record(self, *tensors)
             return recorded

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
 from tilewise.integrations import flash_attn as fa2
 from tilewise.integrations import flash_attn_interface as fa3
+from tilewise.integrations import sdpa
 from tilewise.kv.writing import write_rows
+from tilewise.validation.values import check_values
 
 
 def int32(values: Any) -> Tensor:
@@ -72,6 +77,76 @@ def test_the_attention_is_judged_before_the_cache_is_written(name: str, lengths:
         fa2.flash_attn_with_kvcache(**given)
     assert not given["k_cache"].any()
     assert not given["v_cache"].any()
+
+
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "routed": sdpa.routed,
+    "counted": lambda: FlopCounterMode(display=False),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "a default device": lambda: torch.device("cpu"),
+}
+
+
+@pytest.mark.parametrize("lengths", [5, int32([5, 4])], ids=["int", "tensor"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_attention_is_judged_before_the_cache_is_written_whoever_watches(mode: str, lengths: Any) -> None:
+    torch.manual_seed(0)
+    q, new, old = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 8, 2, 16)
+    k_cache, v_cache = old.clone(), old.clone()
+    with MODES[mode](), pytest.raises(tw.InvalidProblem, match="softmax_scale"):
+        fa2.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=lengths, softmax_scale=float("nan"))
+    slopes = torch.zeros(3)
+    with MODES[mode](), pytest.raises(tw.InvalidProblem, match="alibi_slopes"):
+        fa2.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=lengths, alibi_slopes=slopes)
+    assert torch.equal(k_cache, old)
+    # What is right is attended as ever, the new keys too.
+    with MODES[mode]():
+        out = fa2.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=lengths)
+        again = fa2.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths + 1)
+    assert torch.equal(out, again)  # type: ignore[arg-type]
+    assert torch.equal(k_cache[0, 5], new[0, 0])
+
+
+@pytest.mark.parametrize("lengths", [5, int32([5, 5])], ids=["int", "tensor"])
+@pytest.mark.parametrize("appended", [True, False])
+def test_a_cache_may_have_more_rows_than_queries(lengths: Any, appended: bool) -> None:
+    torch.manual_seed(0)
+    q, new, old = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(4, 8, 2, 16)
+    rows: Any = new if appended else None
+    found = fa2.flash_attn_with_kvcache(q, old.clone(), old.clone(), rows, rows, cache_seqlens=lengths)
+    want = fa2.flash_attn_with_kvcache(q, old[:2].clone(), old[:2].clone(), rows, rows, cache_seqlens=lengths)
+    assert torch.equal(found, want)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lengths", [30, torch.full((4,), 30, dtype=torch.int32)], ids=["int", "tensor"])
+def test_an_appending_call_is_judged_once_and_cast_once(lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast the whole cache is converted: only after the new keys are in it."""
+    q, new, cache = torch.randn(4, 1, 4, 16), torch.randn(4, 1, 2, 16), torch.randn(4, 64, 2, 16)
+    seen: list[torch.dtype] = []
+    contents = [0]
+    convert = Tensor.to
+
+    def converted(tensor: Tensor, *given: Any, **options: Any) -> Tensor:
+        if tensor.shape[-2:] == (2, 16) and tensor.numel() > new.numel():
+            seen.extend(to for to in given if isinstance(to, torch.dtype) and to != tensor.dtype)
+        return convert(tensor, *given, **options)
+
+    def counted(*given: Any) -> None:
+        contents[0] += 1
+        check_values(*given)
+
+    def append() -> None:
+        fa2.flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=lengths)
+
+    for _ in range(3):
+        append()
+    monkeypatch.setattr("tilewise.validation.check_values", counted)
+    append()
+    assert contents == [0 if isinstance(lengths, int) else 1]
+    monkeypatch.setattr(Tensor, "to", converted)
+    with torch.autocast("cpu", torch.bfloat16):
+        append()
+    assert seen == [torch.bfloat16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("offsets", [[1, 1, 2], [0, 2, 1], [0, 1, 9]], ids=str)

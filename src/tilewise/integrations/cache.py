@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.api import attention, attention_paged, judge
+from tilewise.api import attention, attention_after, attention_paged
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
 from tilewise.integrations.descales import Descales
@@ -274,7 +274,7 @@ def _attend_dense(
     if total > store.capacity:
         fix = "Pass at most the length of the cache."
         raise InvalidProblem("cache_seqlens", f"at most {store.capacity}, the capacity of the cache", total, fix)
-    k, v = store.k[:, :total], store.v[:, :total]
+    k, v = store.k[: len(q), :total], store.v[: len(q), :total]
     if chunk:
         ends = torch.full((1,), total, dtype=torch.int64, device=q.device)
         flags = {**flags, "mask": _same_chunk(ends, ends.new_full((1,), q.shape[1]), q.shape[1], total, chunk)}
@@ -282,8 +282,7 @@ def _attend_dense(
     if descales is not None and k.dtype == E4M3:
         attended = descales.containers(q, k, v, len(q), "bshd")
     if write is not None:
-        judge("dense", attended, layout="bshd", **flags)
-        write()
+        return attention_after(write, "dense", attended, layout="bshd", **flags)
     return attention(*attended, layout="bshd", return_lse=True, **flags)
 
 
@@ -313,19 +312,25 @@ def _attend_paged(
         flags = {**flags, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": longest}
     fp8 = descales if k.dtype == E4M3 else None
     attended: Any = (packed, k, v) if fp8 is None else fp8.paged(packed, k, v, batch)
-    if write is not None:
-        judge("paged", attended, block_table=table, seqlens_k=seqlens_k, **flags)
-        write()
-        if store.leftpad is not None:  # of a cache that is not contiguous, pages of one token are a copy
-            k, v, table = store.pages(batch)
-            attended = (packed, k, v) if fp8 is None else fp8.paged(packed, k, v, batch)
-    query, keys_in, values_in = attended
-    out, lse = attention_paged(query, keys_in, values_in, table, seqlens_k, return_lse=True, **flags)
+    if write is None:
+        query, keys_in, values_in = attended
+        out, lse = attention_paged(query, keys_in, values_in, table, seqlens_k, return_lse=True, **flags)
+    else:
+        through = write if store.leftpad is None else functools.partial(_write_through, write, store, k, v)
+        out, lse = attention_after(through, "paged", attended, block_table=table, seqlens_k=seqlens_k, **flags)
     if fp8 is not None:
         out = fp8.rescaled(out, flags.get("cu_seqlens_q"))
     if not dense_q:
         return out, lse
     return out.unflatten(0, (batch, longest)), lse.unflatten(1, (batch, longest)).transpose(0, 1)
+
+
+def _write_through(write: Write, store: Store, k: Tensor, v: Tensor) -> None:
+    """Of a cache that is not contiguous, pages of one token are a copy."""
+    write()
+    for pages, kept in ((k, store.k), (v, store.v)):
+        if kept.stride(0) != kept.shape[1] * kept.stride(1):
+            pages.view(kept.shape).copy_(kept)
 
 
 def _same_chunk(seqlens_k: Tensor, seqlens_q: Tensor, rows: int, keys: int, chunk: int) -> Tensor:

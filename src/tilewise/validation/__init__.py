@@ -15,7 +15,15 @@ import torch
 from tilewise import settings
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem, Kind
-from tilewise.validation.flags import OPTIONAL_PAGED, autocast, check_flag, needs_grad, normalise, require_tensors
+from tilewise.validation.flags import (
+    OPTIONAL_PAGED,
+    autocast,
+    autocast_looks,
+    check_flag,
+    needs_grad,
+    normalise,
+    require_tensors,
+)
 from tilewise.validation.quantised import taken_apart, unwrapped, with_scales
 from tilewise.validation.tensors import TensorSpec, describe
 from tilewise.validation.values import check_values, longest_sequences
@@ -23,6 +31,7 @@ from tilewise.validation.values import check_values, longest_sequences
 __all__ = [
     "OPTIONAL_PAGED",
     "autocast",
+    "autocast_looks",
     "check_contents",
     "check_flag",
     "check_structure",

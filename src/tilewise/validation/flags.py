@@ -231,7 +231,22 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype not in KEPT_BY_AUTOCAST else t for t in tensors)
+    return tuple(t.to(dtype) if _is_cast(t) else t for t in tensors)
+
+
+def autocast_looks(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What `autocast` makes of these but for their contents, in an element of memory each: to be judged."""
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        t.new_empty((), dtype=dtype).expand(t.shape) if _is_cast(t) and t.dtype != dtype else t for t in tensors
+    )
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype not in KEPT_BY_AUTOCAST
 
 
 def check_flag(name: str, value: Any) -> None:
