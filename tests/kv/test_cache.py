@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import cascade
-from tilewise.kv.tables import HostTables, StagedTables, Tables, round_columns
+from tilewise.kv.tables import HostTables, StagedTables, Tables
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS = 4, 2, 16, 24, 2
 Rows = tuple[Tensor, Tensor]
@@ -283,6 +283,30 @@ def random_step(shadow: Shadow, rng: random.Random, live: list[int]) -> bool:
 PAGE = 3
 
 
+def offend(cache: tw.PagedKVCache, finished: int) -> None:
+    """What every moment of a cache's life refuses, without a change to its books, its tables or its pages."""
+    step = cache._running()
+    seen = cache.stats(), cache.k.clone(), cache.v.clone(), *(t.clone() for t in step if t is not None)
+    q, pages = torch.zeros(len(step.slots), HEADS, DIM), cache.pages()
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: cache.free(finished), "which is finished"),
+        (lambda: cache.step([finished]), "which is finished|every layer of the step before appended"),
+        (lambda: cache.step([10**6]), "request: expected|every layer of the step before appended"),
+        (lambda: cache.append(q[1:], q[1:]), "k: expected shape|all finished"),
+        (lambda: tw.attention_paged(q, *pages, step.block_table.to("meta"), step.seqlens_k), "block_table: expected"),
+        (lambda: tw.attention_paged(q, *pages, step.block_table, step.seqlens_k.to("meta")), "seqlens_k: expected"),
+    ]
+    for call, message in calls:
+        with pytest.raises(tw.InvalidProblem, match=message):
+            call()
+    now = cache.stats(), cache.k, cache.v, *(t for t in cache._running() if t is not None)
+    for before, after in zip(seen, now, strict=True):
+        if isinstance(before, Tensor) and isinstance(after, Tensor):
+            torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert after == before
+
+
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("tables", [HostTables, StagedTables])
 def test_random_lives_equal_dense_attention(tables: type[Tables]) -> None:
@@ -290,7 +314,13 @@ def test_random_lives_equal_dense_attention(tables: type[Tables]) -> None:
     rng, shadow = random.Random(1), Shadow(PAGE, torch.float32, num_pages=40, max_seqlen=12 * PAGE)
     cache, shared = shadow.cache, 0
     cache._tables = tables(cache.book, cache.device)
-    for _ in range(80):
+    finished = shadow.add([0])
+    shadow.step([finished])
+    cache.free(finished)
+    del shadow.tokens[finished]
+    for number in range(80):
+        if number % 4 == 0:
+            offend(cache, finished)
         live, choice = list(shadow.tokens), rng.random()
         request = rng.choice(live) if live else shadow.add([0])
         if choice < 0.2:
@@ -311,30 +341,6 @@ def test_random_lives_equal_dense_attention(tables: type[Tables]) -> None:
     stats = cache.stats()
     assert cache.available_pages() == stats.num_pages
     assert min(shared, stats.copies, stats.evictions, stats.hit_tokens) > 0
-
-
-def test_tables_ask_for_few_different_sizes() -> None:
-    sizes = [round_columns(columns) for columns in range(1, 1025)]
-    assert len(set(sizes)) == 36
-    assert all(columns <= size < 1.25 * columns for columns, size in enumerate(sizes, 1))
-
-
-def test_rows_of_any_layout_are_written_and_nothing_else() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        cache = tw.PagedKVCache(40, 5, 1, 3, 7, dtype=dtype, device="cpu", head_dim_v=9)
-        cache.k.fill_(-1)
-        cache.v.fill_(-1)
-        rows = cache.step([cache.add(range(33)), cache.add(range(100, 171))])
-        qkv = torch.randn(rows, 3, 2 * 7 + 9).to(dtype)
-        k, v = qkv[..., :14:2], qkv[..., 14:]
-        cache.append(k, v)
-        flat_k, flat_v = cache.k.flatten(1, 2)[0], cache.v.flatten(1, 2)[0]
-        assert torch.equal(flat_k[cache.slots()], k)
-        assert torch.equal(flat_v[cache.slots()], v)
-        untouched = torch.ones(200, dtype=torch.bool)
-        untouched[cache.slots()] = False
-        assert (flat_k[untouched] == -1).all()
-        assert (flat_v[untouched] == -1).all()
 
 
 def rows_of(count: int, dim: int = DIM, **options: Any) -> Tensor:

@@ -14,7 +14,7 @@ import tilewise as tw
 import tilewise.kv.written
 from tilewise.errors import InvalidProblem, OutOfPages
 from tilewise.kv import PageBook
-from tilewise.kv.tables import HostTables, StagedTables, Tables
+from tilewise.kv.tables import HostTables, StagedTables, Tables, round_columns
 
 PAGE = 4
 
@@ -265,3 +265,27 @@ def test_integers_of_numpy_and_torch_are_integers(integer: Any) -> None:
         cache.truncate(request, integer(6))
     with pytest.raises(InvalidProblem, match="layer: expected an integer between 0 and 0"):
         cache.pages(integer(1))
+
+
+def test_tables_ask_for_few_different_sizes() -> None:
+    sizes = [round_columns(columns) for columns in range(1, 1025)]
+    assert len(set(sizes)) == 36
+    assert all(columns <= size < 1.25 * columns for columns, size in enumerate(sizes, 1))
+
+
+def test_rows_of_any_layout_are_written_and_nothing_else() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        cache = tw.PagedKVCache(40, 5, 1, 3, 7, dtype=dtype, device="cpu", head_dim_v=9)
+        cache.k.fill_(-1)
+        cache.v.fill_(-1)
+        rows = cache.step([cache.add(range(33)), cache.add(range(100, 171))])
+        qkv = torch.randn(rows, 3, 2 * 7 + 9).to(dtype)
+        k, v = qkv[..., :14:2], qkv[..., 14:]
+        cache.append(k, v)
+        flat_k, flat_v = cache.k.flatten(1, 2)[0], cache.v.flatten(1, 2)[0]
+        assert torch.equal(flat_k[cache.slots()], k)
+        assert torch.equal(flat_v[cache.slots()], v)
+        untouched = torch.ones(200, dtype=torch.bool)
+        untouched[cache.slots()] = False
+        assert (flat_k[untouched] == -1).all()
+        assert (flat_v[untouched] == -1).all()
