@@ -33,7 +33,10 @@ class Recorded(NamedTuple):
 
 PAGED: dict[str, Any] = {"kind": "paged", "page_size": 64}
 FP8: dict[str, Any] = {**PAGED, "fp8": ("k", "v")}
-SEVERAL: dict[str, Any] = {"seqlen_q": 4, "total_q": 64, "causal": True}
+SEVERAL: dict[str, Any] = {"seqlen_q": 4, "causal": True}
+HALF: dict[str, Any] = {"dtype": torch.float16}
+PACKED: dict[str, Any] = {"kind": "varlen"}
+CAPPED: dict[str, Any] = {"softcap": 30.0}
 RECORDS = {
     "d128": Recorded({}, 32, fast=True),
     "d64": Recorded({"d": 64}, 16),
@@ -49,23 +52,49 @@ RECORDS = {
     "pages of 8": Recorded({**PAGED, "page_size": 8}, 32),
     "pages of 16": Recorded({**PAGED, "page_size": 16}, 32),
     "pages of 64": Recorded(PAGED, 32, fast=True),
-    "one sequence in pages": Recorded({**PAGED, "batch": 1, "total_q": 1}, 32),
-    "two sequences in pages": Recorded({**PAGED, "batch": 2, "total_q": 2}, 32),
-    "four sequences in pages": Recorded({**PAGED, "batch": 4, "total_q": 4}, 32),
+    "one sequence in pages": Recorded({**PAGED, "batch": 1}, 32),
+    "two sequences in pages": Recorded({**PAGED, "batch": 2}, 32),
+    "four sequences in pages": Recorded({**PAGED, "batch": 4}, 32),
     "several tokens from pages": Recorded({**PAGED, **SEVERAL}, 32),
     "e4m3 pages": Recorded(FP8, 64, hot_spills=2, fast=True),
     "e4m3 pages of 16, d64": Recorded({**FP8, "page_size": 16, "d": 64}, 16),
     "e4m3, d256": Recorded({**FP8, "d": 256}, 64),
     "e4m3, everything": Recorded({**FP8, "softcap": 30.0, "has_sinks": True, "window_left": 999, **SEVERAL}, 32),
+    # What test_hopper_records.py asks for beside all these, several choices in one.
+    "fp16, e4m3 pages of 128, 16 rows": Recorded(
+        {"d": 64, **HALF, **FP8, "page_size": 128, **CAPPED, "window_left": 999, "num_kv_heads": 2}, 32, hot_spills=5
+    ),
+    "fp16, packed, everything, d256": Recorded(
+        {"d": 256, **HALF, **PACKED, **CAPPED, **SEVERAL, "window_left": 999, "batch": 2}, 32
+    ),
+    "fp16, e4m3 pages of 8, 16 rows, d256": Recorded(
+        {"d": 256, **HALF, **FP8, "page_size": 8, **CAPPED, "num_kv_heads": 2}, 32
+    ),
+    "fp16, e4m3 pages of 8, 32 rows": Recorded(
+        {"d": 64, **HALF, **FP8, "page_size": 8, **SEVERAL, "num_kv_heads": 4}, 16, hot_spills=8
+    ),
+    "e4m3 pages of 16, 32 rows, unequal": Recorded(
+        {"d": 192, "head_dim_v": 128, **FP8, "page_size": 16, **SEVERAL, "window_left": 999, "num_kv_heads": 4}, 24
+    ),
+    "one sequence in pages of 8, d256": Recorded({"d": 256, **PAGED, "page_size": 8, "batch": 1}, 32),
+    "four sequences in pages of 16, d256": Recorded({"d": 256, **PAGED, "page_size": 16, "batch": 4}, 32),
+    "e4m3 pages of 32, unequal": Recorded({"d": 192, "head_dim_v": 128, **FP8, "page_size": 32}, 48),
+    "pages of 32, 32 rows": Recorded({"d": 64, **PAGED, "page_size": 32, **SEVERAL, "num_kv_heads": 4}, 16),
+    "pages of 128, d64": Recorded({"d": 64, **PAGED, "page_size": 128}, 16),
+    "pages of 32, d256": Recorded({"d": 256, **PAGED, "page_size": 32}, 32),
+    "pages of 64, d256": Recorded({"d": 256, **PAGED}, 32),
+    "e4m3 pages of 32, 16 rows, d256": Recorded({"d": 256, **FP8, "page_size": 32, "num_kv_heads": 2}, 32),
+    "e4m3, 16 rows, d64": Recorded({"d": 64, **FP8, **SEVERAL}, 32, hot_spills=10),
 }
 
 
 def described(**features: Any) -> AttentionProblem:
     """16 sequences of 8192 keys, one query each; `d` is the head dim."""
-    d = features.pop("d", 128)
+    d, batch, seqlen_q = features.pop("d", 128), features.get("batch", 16), features.get("seqlen_q", 1)
     values: dict[str, Any] = {
-        "kind": "dense", "dtype": torch.bfloat16, "batch": 16, "seqlen_q": 1, "seqlen_k": 8192, "total_q": 16,
-        "total_k": 16 * 8192, "num_heads": 32, "num_kv_heads": 8, "head_dim": d, "head_dim_v": d, "scale": 1.0,
+        "kind": "dense", "dtype": torch.bfloat16, "batch": 16, "seqlen_q": 1, "seqlen_k": 8192,
+        "total_q": batch * seqlen_q, "total_k": batch * 8192, "num_heads": 32, "num_kv_heads": 8, "head_dim": d,
+        "head_dim_v": d, "scale": 1.0,
     }  # fmt: skip
     return AttentionProblem(**values | features)
 

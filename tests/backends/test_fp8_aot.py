@@ -37,6 +37,7 @@ class Recorded(NamedTuple):
 
 
 CAUSAL: dict[str, Any] = {"causal": True}
+HALF: dict[str, Any] = {"dtype": torch.float16}
 WINDOW: dict[str, Any] = {"window_left": 100, "window_right": 50}
 PACKED: dict[str, Any] = {"kind": "varlen"}
 BLOCKS: dict[str, Any] = {"scale_blocks": (128, 128, 128)}
@@ -52,6 +53,13 @@ RECORDS = (
     Recorded({"d": 256}, 64, fast=True),
     Recorded({"d": 256, **CAUSAL}, 96, hot_spills=16),
     Recorded({"d": 256, **CAUSAL, **PACKED}, 96),
+    # What test_hopper_records.py asks for beside all these, several choices in one. At D=256 a window alone spills 98
+    # times in the loops and values with scales of blocks 162.
+    Recorded({"d": 64, **HALF, **PACKED, **BLOCKS}, 36),
+    Recorded({"d": 64, **HALF, **WINDOW, **BLOCKS}, 48),
+    Recorded({"d": 256, **HALF, **WINDOW, **BLOCKS}, 128, hot_spills=745),
+    Recorded({"d": 128, **HALF, **BLOCKS}, 32),
+    Recorded({"d": 128, **HALF, **PACKED}, 48),
 )
 
 

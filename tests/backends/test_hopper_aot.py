@@ -64,6 +64,7 @@ HALF: dict[str, Any] = {"dtype": torch.float16}
 # finished there as well, D=128 causal, N=8192, is 4 % faster: 501 -> 521.
 ALONE: dict[str, Any] = {"num_kv_heads": 4, "seqlen_k": 1024}
 FINISHED: dict[str, Any] = {"num_kv_heads": 4, "seqlen_k": 8192}
+SHORT: dict[str, Any] = {"seqlen_q": 1024, "seqlen_k": 1024}
 RECORDS: tuple[Recorded, ...] = (
     Recorded(FORWARD, {"d": 64}, 128, 96, fast=True),
     Recorded(FORWARD, {"d": 64, **HALF}, 128, 72),
@@ -142,6 +143,34 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(QUERIES, {"d": 192, "dv": 128, **CAUSAL, **PACKED}, 168, 112),
     Recorded(QUERIES, {"d": 256}, 168, 72, hot_spills=46, fast=True),
     Recorded(QUERIES, {"d": 256, **CAUSAL}, 168, 144, hot_spills=134),
+    # What test_hopper_records.py asks for beside all these, several choices in one.
+    Recorded(FORWARD, {"d": 192, **HALF, **WINDOW, **PACKED, **CAPPED, **SHORT}, 168, 160),
+    Recorded(FORWARD, {"d": 64, "dv": 128, **HALF, **PAGED, "page_size": 128, **CAPPED, **SHORT}, 168, 48),
+    Recorded(FORWARD, {"d": 64, **HALF, **PACKED, **CAPPED, **SHORT}, 80, 32),
+    Recorded(FORWARD, {"d": 64, "dv": 128, **HALF, **CAUSAL, **PAGED, **SHORT}, 168, 72),
+    Recorded(FORWARD, {"d": 256, "dv": 64, **HALF, **SHORT}, 168, 80),
+    Recorded(FORWARD, {"d": 64, **CAUSAL, **PAGED, **SHORT}, 128, 108),
+    Recorded(FORWARD, {"d": 64, **PAGED, "page_size": 128, **SHORT}, 128, 72),
+    Recorded(FORWARD, {"d": 64, **HALF, **PACKED, **SHORT}, 128, 72),
+    Recorded(FORWARD, {"d": 64, **CAUSAL, **PACKED, **CAPPED, **SHORT}, 80, 32),
+    Recorded(FORWARD, {"d": 64, **CAUSAL, **PAGED, "page_size": 128, **SHORT}, 128, 108),
+    Recorded(FORWARD, {"d": 64, **HALF, **CAUSAL, **PACKED, **SHORT}, 128, 108),
+    Recorded(FORWARD, {"d": 64, **CAUSAL, **PAGED, **CAPPED, **SHORT}, 80, 32),
+    Recorded(BACKWARD, {"d": 256, "dv": 64, **HALF, **PACKED, **CAPPED, **SHORT}, 168, 48),
+    Recorded(BACKWARD, {"d": 192, **HALF, **WINDOW, **PACKED, **CAPPED, **SHORT}, 168, 80),
+    Recorded(BACKWARD, {"d": 192, "dv": 128, **HALF, **CAPPED, **SHORT}, 168, 32),
+    Recorded(BACKWARD, {"d": 64, **HALF, **SHORT}, 168, 64, hot_spills=9),
+    Recorded(BACKWARD, {"d": 96, **HALF, **SHORT}, 168, 64, hot_spills=2),
+    Recorded(BACKWARD, {"d": 256, **HALF, **SHORT}, 168, 40),
+    Recorded(BACKWARD, {"d": 192, "dv": 128, **WINDOW, **SHORT}, 168, 64),
+    Recorded(BACKWARD, {"d": 256, "dv": 64, **WINDOW, **SHORT}, 168, 68),
+    Recorded(QUERIES, {"d": 256, "dv": 64, **SHORT}, 168, 48),
+    Recorded(QUERIES, {"d": 192, **HALF, **WINDOW, **PACKED, **CAPPED, **SHORT}, 168, 192),
+    Recorded(QUERIES, {"d": 256, **HALF, **WINDOW, **PACKED, **CAPPED, **SHORT}, 168, 216, hot_spills=148),
+    Recorded(QUERIES, {"d": 256, "dv": 64, **HALF, **CAUSAL, **PACKED, **CAPPED, **SHORT}, 168, 96),
+    Recorded(QUERIES, {"d": 192, "dv": 128, **HALF, **CAPPED, **SHORT}, 168, 56),
+    Recorded(QUERIES, {"d": 192, "dv": 128, **WINDOW, **SHORT}, 168, 168),
+    Recorded(QUERIES, {"d": 256, "dv": 64, **WINDOW, **SHORT}, 168, 144),
 )
 
 
