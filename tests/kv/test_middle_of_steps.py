@@ -45,6 +45,23 @@ def test_a_prefix_stays_that_of_its_group_when_a_row_changes_hands(tables: type[
     torch.testing.assert_close(cache.attention(q)[1:], plain[1:])
 
 
+def test_a_step_that_is_written_is_not_written_again() -> None:
+    """Two equal prompts end up on one page: a second append of the step would write to it."""
+    cache = tw.PagedKVCache(8, 4, LAYERS, 1, 8, dtype=torch.float32, device="cpu")
+    requests = [cache.add([1, 2, 3, 4, 5]) for _ in range(2)]
+    rows = cache.step(requests)
+    for layer in (0, 0, 1):
+        cache.append(torch.ones(rows, 1, 8), torch.ones(rows, 1, 8), layer=layer)
+    kept = cache.k.clone()
+    with pytest.raises(tw.InvalidProblem, match="layer: expected one of a step that is not written whole"):
+        cache.append(torch.zeros(rows, 1, 8), torch.zeros(rows, 1, 8), layer=1)
+    assert torch.equal(cache.k.nan_to_num(), kept.nan_to_num())
+    # A step of nobody, in which kernels are compiled, writes to no page.
+    cache.step([])
+    for layer in (0, 1, 0):
+        cache.append(torch.zeros(0, 1, 8), torch.zeros(0, 1, 8), layer=layer)
+
+
 def written_for(tokens: list[int], layer: int) -> float:
     """What is written for the last of these tokens."""
     return float(hash((*tokens, layer)) % 1_000_003)

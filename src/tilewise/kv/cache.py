@@ -196,10 +196,13 @@ class PagedKVCache:
     def append(self, k: Tensor, v: Tensor, *, layer: int = 0) -> None:
         """Write one layer's K and V of the step: (rows, num_kv_heads, dim), packed in the order of its requests.
 
-        Rows of a request that was freed meanwhile are still expected; a step of which none is left is refused.
+        Rows of a request that was freed meanwhile are still expected; a step of which none is left is refused, and one
+        of which every layer is written, unless a graph is captured: its pages may be others' by now.
         """
         batch, layer = self._running(), self._number(layer)
         self._refuse_finished()
+        if len(self._written) == len(self.k):
+            self._refuse_written(layer)
         k_pages, v_pages = self.pages(layer)
         for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
             self._check_rows(name, new, pages, len(batch.slots))
@@ -369,6 +372,12 @@ class PagedKVCache:
         requests = self._step.requests
         if requests and not any(request in self.book for request in requests):
             raise InvalidProblem("step", "a step with a request that goes on", "all finished", "Call step(requests).")
+
+    def _refuse_written(self, layer: int) -> None:
+        assert self._step is not None
+        if self._step.requests and not self._capturing():
+            fix = "Call step(requests) for their next tokens."
+            raise InvalidProblem("layer", "one of a step that is not written whole", f"{layer} once more", fix)
 
     def _check_rows(self, name: str, new: Any, pages: Tensor, rows: int) -> None:
         expected = (rows, *pages.shape[2:])
