@@ -312,6 +312,10 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     console = Console()
     try:
+        if options.plot is not None and not (options.simulate and options.plot.suffix.lower() == ".svg"):
+            raise tw.InvalidProblem(
+                "plot", "--simulate, and a name that ends in .svg", str(options.plot), "The picture is an SVG."
+            )
         if options.trace is not None:
             trace = load_trace(options.trace, seed=options.seed)
         elif options.simulate:

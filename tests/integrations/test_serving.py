@@ -160,5 +160,10 @@ def test_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert serve.main(["--simulate", "--requests", "20", "--plot", str(tmp_path / "memory.svg")]) == 0
     assert "saved by pages" in capsys.readouterr().out
     assert (tmp_path / "memory.svg").stat().st_size > 1000
+    for wrong in (["--simulate", "--plot", "memory.png"], ["--plot", "memory.svg"]):
+        assert serve.main(wrong) == 2
+        assert "error: plot: expected --simulate, and a name that ends in .svg" in " ".join(
+            capsys.readouterr().out.split()
+        )
     assert serve.main(["--trace", str(tmp_path / "none.json")]) == 2
     assert "error: trace" in capsys.readouterr().out
