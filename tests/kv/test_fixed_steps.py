@@ -210,3 +210,27 @@ def test_a_cache_says_what_it_is() -> None:
     served.prefill([1, 2, 3, 4, 5])
     sizes = f"64 pages of {PAGE} tokens, {LAYERS} layers of {KV_HEADS} x {DIM}, torch.float32 on cpu"
     assert repr(served.cache) == f"<PagedKVCache: {sizes}; 1 requests hold 2 pages>"
+
+
+@pytest.mark.parametrize("tables", [HostTables, StagedTables])
+@pytest.mark.parametrize("inference", [False, True])
+def test_gradients_of_a_fixed_step_are_taken_before_the_next_one(tables: type[Tables], inference: bool) -> None:
+    """Its lengths are written in place: afterwards torch refuses, where other keys would be read in silence."""
+    served = Served(tables)
+    request = served.prefill([1, 2, 3])
+    q = torch.randn(SEATS, HEADS, DIM, requires_grad=True)
+
+    def decode() -> Tensor:
+        served.cache.step([request], fixed=True)
+        for layer in range(LAYERS):
+            served.cache.append(*torch.randn(2, SEATS, KV_HEADS, DIM).unbind(), layer=layer)
+        out: Tensor = served.cache.attention(q)
+        return out
+
+    out = decode()
+    (found,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+    assert bool(found.isfinite().all())
+    with torch.inference_mode(inference):
+        decode()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), q)

@@ -133,6 +133,7 @@ class HostTables(Tables):
         seats = book.rows.max_requests or 0
         self._lengths, self._slots = np.zeros(seats, np.int32), np.full(seats, NO_SLOT, np.int64)
         self._table = np.zeros((seats, book.table.shape[1]), np.int32)
+        self._last: BatchTables | None = None
 
     def batch(self, step: Step) -> BatchTables:
         """The step's tables."""
@@ -156,7 +157,11 @@ class HostTables(Tables):
         columns = self.columns(step.before + step.counts)
         self._table[:, :columns] = self.book.table[:, :columns]
         table = torch.from_numpy(self._table)
-        return BatchTables(table, torch.from_numpy(lengths), None, torch.from_numpy(slots))
+        # What autograd kept of the last fixed step is another step's now: it looks at versions and refuses.
+        if self._last is not None:
+            torch.autograd.graph.increment_version(self._last.seqlens_k)
+        self._last = BatchTables(table, torch.from_numpy(lengths), None, torch.from_numpy(slots))
+        return self._last
 
     def shared(self, step: Step, groups: list[PrefixGroup]) -> SharedPrefix:
         """The hint for the step's groups."""
