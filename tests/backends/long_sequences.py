@@ -32,10 +32,13 @@ OWN_SCORE = 10.0
 BLOCK = 64
 # Keys of the tile that is visited last: what a row has seen before them says nothing of their scores.
 LATE_KEYS = slice(3, 11)
-# Scores of the late keys by block of rows, in nats above all others. None: no row is lost. 60: sums of 2^87, which may
-# stay; 72: of 2^104, finite but computed again; 88: over 2^127; 2048: not even P is finite. "one": a single row, of 88.
-# "rising": 16 more in every tile of 128 keys, so that the reference moves all the time and nothing is lost.
-BLOCKS: tuple[float | str | None, ...] = (None, 60.0, 72.0, "one", 88.0, "rising", 2048.0)
+# What the scores of a block of rows do. None: every query has its key. A number: how far the late keys are above all
+# others, in nats: 60 (sums of 2^87) may stay, 72 (2^104) is finite but computed again, 88 is over 2^127, at 2048 not
+# even P is finite. "one": a single row of 88. "rising": RISE more in every tile of keys, so that the reference always
+# moves and nothing is lost. ("middle", x): so far above in a tile after which more come, where 72 moves into the
+# reference and 100 is lost.
+Scores = float | str | tuple[str, float] | None
+BLOCKS: tuple[Scores, ...] = (None, 60.0, "one", 88.0, "rising", ("middle", 72.0), ("middle", 100.0), 2048.0, 72.0)
 RISE, RISING_KEYS = 16.0, 128
 # Beside each of them a sink that weighs as much; and beside the keys of queries.
 LOST_SINKS, SINKS = (2.0, 61.0, 73.0, 89.0), (1.0, 9.0)
@@ -177,7 +180,7 @@ def _sequence(long: Long, seqlen_q: int, seqlen_k: int, generator: torch.Generat
 
     k, v = (normal(case.num_kv_heads, seqlen_k, dim) for dim in (case.head_dim, case.head_dim_v))
     if long.values == "lost":
-        k[..., :3] = 0.0
+        k[..., :4] = 0.0
     chosen = _own_keys(case, seqlen_q, seqlen_k, generator)[..., None].expand(-1, -1, case.head_dim)
     q = k.repeat_interleave(group, 0).gather(1, chosen) * (OWN_SCORE / (case.head_dim * scale))
     if long.values == "lost":
@@ -207,22 +210,24 @@ def _own_keys(case: Case, seqlen_q: int, seqlen_k: int, generator: torch.Generat
 
 
 def _lose_rows(q: Tensor, k: Tensor, scale: float) -> None:
-    """Scores out of three columns: the late keys', small differences between them, and what rises from tile to tile."""
+    """Scores out of four columns: the late keys', small differences, what rises from tile to tile, the middle keys'."""
     keys = torch.arange(k.shape[1], device=k.device)
-    k[:, LATE_KEYS, 0] = 1.0
-    k[:, LATE_KEYS, 1] = (keys[LATE_KEYS] % 3).float()
+    middle = slice(k.shape[1] // 2, k.shape[1] // 2 + 8)
+    k[:, LATE_KEYS, 0] = k[:, middle, 3] = 1.0
+    for late in (LATE_KEYS, middle):
+        k[:, late, 1] = (keys[late] % 3).float()
     k[..., 2] = ((k.shape[1] - 1 - keys) // RISING_KEYS).float()
     for begin in range(0, q.shape[1], BLOCK):
         kind = BLOCKS[begin // BLOCK % len(BLOCKS)]
-        rows = q[:, begin + 17 : begin + 18] if kind == "one" else q[:, begin : begin + BLOCK]
         if kind is None:
             continue
+        rows = q[:, begin + 17 : begin + 18] if kind == "one" else q[:, begin : begin + BLOCK]
         rows.zero_()
         if kind == "rising":
             rows[..., 2] = RISE / scale
             continue
-        top = 88.0 if kind == "one" else float(kind)
-        rows[..., 0] = top / scale
+        top = kind[1] if isinstance(kind, tuple) else 88.0 if isinstance(kind, str) else kind
+        rows[..., 3 if isinstance(kind, tuple) else 0] = top / scale
         # bf16 has no number between 2048 and 2064.
         rows[..., 1] = 1.0 / scale if top < 128.0 else 0.0
 

@@ -85,7 +85,7 @@ def changed(name: str, change: Callable[[torch.Tensor], object]) -> Callable[[Lo
 
 
 # Of a block whose rows are lost; of one whose rows have keys of their own.
-ROW, OWN_ROW = 2 * BLOCK + 5, 5
+ROW, OWN_ROW = 3 * BLOCK + 5, 5
 PLANTED: dict[str, tuple[str, str, Callable[[Long, Inputs], Results]]] = {
     "a row of another query": ("d128 at once", "out", changed("out", lambda x: x[0, 1, OWN_ROW].copy_(x[0, 1, 6]))),
     "a row not written": ("d128 at once", "out", changed("out", lambda x: x[0, 1, ROW].fill_(torch.nan))),
