@@ -166,7 +166,7 @@ SPECIALISED: dict[int, Specialised] = {
 SPECIALISED_SHARE = 0.75
 
 # This table and the next three were not measured on such devices or problems, nor were the rows of 512 anywhere: they
-# are what compiles into the registers and shared memory there are (tests/backends/test_triton_aot.py).
+# are what compiles into the registers and shared memory there are (tests/backends/triton_records.csv).
 _LARGE_SMEM: dict[Pass, Table] = {
     "forward": {
         64: Config(128, 64, 4, 3),
