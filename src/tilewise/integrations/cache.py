@@ -19,7 +19,7 @@ from tilewise.api import attention, attention_after, attention_paged
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
 from tilewise.integrations.descales import Descales
-from tilewise.integrations.translation import places
+from tilewise.integrations.translation import number_of, places, require_tensors
 from tilewise.kv.writing import write_rows
 from tilewise.nn.rotary import check_tables, rotate
 
@@ -40,6 +40,9 @@ class Store:
     leftpad: Tensor | None = None
 
     def __post_init__(self) -> None:
+        given = {"cache_batch_idx": self.batch_idx, "cache_leftpad": self.leftpad, "block_table": self.table}
+        there = {name: tensor for name, tensor in given.items() if tensor is not None}
+        require_tensors(k_cache=self.k, v_cache=self.v, **there)
         if self.table is not None and (self.batch_idx is not None or self.leftpad is not None):
             name = "cache_batch_idx" if self.batch_idx is not None else "cache_leftpad"
             raise Unsupported(f"{name} with a paged cache: permute or shift the rows of the page table instead")
@@ -138,6 +141,7 @@ def append_and_attend(
     """
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     store.check(batch)
+    seqlens = number_of(seqlens)
     _check_lengths("cache_seqlens", seqlens, batch)
     write: Write | None = None
     if k is None or v is None:
@@ -198,7 +202,7 @@ def _check_lengths(name: str, seqlens: Any, batch: int) -> None:
     fix = "An int for all sequences, or int32 (batch,)."
     if isinstance(seqlens, Tensor):
         _check_integers(name, seqlens, (batch,), fix)
-    elif seqlens is not None and (not isinstance(seqlens, int) or seqlens < 0):
+    elif seqlens is not None and (not isinstance(seqlens, int) or isinstance(seqlens, bool) or seqlens < 0):
         raise InvalidProblem(name, "the tokens already in the cache", repr(seqlens), fix)
 
 

@@ -20,7 +20,17 @@ from tilewise.api import attention, attention_varlen, merge
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations import aliases, cache, pieces
 from tilewise.integrations.descales import Descale, Descales, rescaled
-from tilewise.integrations.translation import flag_of, length, number_of, softcap_of, stacked, window_of, worded
+from tilewise.integrations.translation import (
+    CACHE_NAMES,
+    flag_of,
+    length,
+    number_of,
+    require_tensors,
+    softcap_of,
+    stacked,
+    window_of,
+    worded,
+)
 from tilewise.problem import MAX_HEAD_DIM
 
 __all__ = [
@@ -48,7 +58,7 @@ def uninstall() -> None:
     aliases.take_out({"flash_attn_interface": sys.modules[__name__]})
 
 
-@worded
+@worded()
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -70,7 +80,8 @@ def flash_attn_func(
 ) -> Result:
     """Attention of q (batch, seqlen_q, heads, dim) to k, v; (out, lse) with `return_attn_probs`."""
     del num_splits, pack_gqa, sm_margin
-    flags = _flags(softmax_scale, causal, window_size, softcap, deterministic, attention_chunk)
+    flags = _flags(softmax_scale, causal, window_size, softcap, deterministic)
+    attention_chunk = _chunk_of(attention_chunk)
     fp8 = q.dtype == torch.float8_e4m3fn
     if fp8 and qv is None and not attention_chunk:
         made = Descales(q_descale, k_descale, v_descale).containers(q, k, v, len(q), "bshd")
@@ -119,7 +130,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
-@worded
+@worded()
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -147,9 +158,10 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention of packed sequences, of which the first `seqused_*` rows count; other rows give 0 and lse -inf."""
     del num_splits, pack_gqa, sm_margin
-    flags = _flags(softmax_scale, causal, window_size, softcap, deterministic, attention_chunk)
+    flags = _flags(softmax_scale, causal, window_size, softcap, deterministic)
+    attention_chunk = _chunk_of(attention_chunk)
     fp8 = q.dtype == torch.float8_e4m3fn
-    max_seqlen_q, max_seqlen_k = length(max_seqlen_q), length(max_seqlen_k)
+    max_seqlen_q, max_seqlen_k = length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
     if fp8 and qv is None and not attention_chunk and seqused_q is None and seqused_k is None:
         made = Descales(q_descale, k_descale, v_descale).containers(q, k, v, len(cu_seqlens_q) - 1, "packed")
         flags |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
@@ -168,7 +180,7 @@ def flash_attn_varlen_func(
     return (out, lse) if return_attn_probs else out
 
 
-@worded
+@worded(CACHE_NAMES | {"block_table": "page_table"})
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -209,8 +221,9 @@ def flash_attn_with_kvcache(
     tables beside FP8.
     """
     del scheduler_metadata, num_splits, pack_gqa, sm_margin
+    require_tensors(q=q)
     _reject_for_caches(q, qv, rotary_cos)
-    _check_chunk(attention_chunk)
+    attention_chunk = _chunk_of(attention_chunk)
     store = cache.Store(k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad)
     causal, window = flag_of("causal", causal), window_of(window_size)
     spread = causal or window is not None or attention_chunk > 0
@@ -280,9 +293,7 @@ def _flags(
     window_size: tuple[int, int],
     softcap: float,
     deterministic: bool,
-    attention_chunk: int,
 ) -> dict[str, Any]:
-    _check_chunk(attention_chunk)
     return {
         "causal": flag_of("causal", causal),
         "window": window_of(window_size),
@@ -292,9 +303,11 @@ def _flags(
     }
 
 
-def _check_chunk(attention_chunk: object) -> None:
-    if not isinstance(attention_chunk, int) or attention_chunk < 0:
+def _chunk_of(attention_chunk: object) -> int:
+    chunk = number_of(attention_chunk)
+    if not isinstance(chunk, int) or chunk < 0:
         raise InvalidProblem("attention_chunk", "an integer >= 0", repr(attention_chunk), "0 switches it off.")
+    return chunk
 
 
 def _lengthened(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, fp8: bool) -> tuple[Tensor, Tensor]:

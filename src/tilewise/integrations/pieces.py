@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.errors import InvalidProblem
+
 __all__ = ["cut"]
 
 
@@ -26,6 +28,9 @@ def cut(
 ) -> tuple[Tensor, Tensor]:
     """(cu_seqlens_q, cu_seqlens_k) of pieces that each attend only to themselves: together the asked-for attention."""
     stored_q, stored_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+    for name, used, stored in (("seqused_q", seqused_q, stored_q), ("seqused_k", seqused_k, stored_k)):
+        if used is not None:
+            _check_used(name, used, stored)
     used_q = stored_q if seqused_q is None else seqused_q.int()
     used_k = stored_k if seqused_k is None else seqused_k.int()
     none = torch.zeros_like(stored_q)[:, None]
@@ -40,6 +45,21 @@ def cut(
     row = torch.cat((row, stored_q[:, None], stored_q[:, None]), 1)
     key = torch.cat((key, used_k[:, None], stored_k[:, None]), 1)
     return _totals(cu_seqlens_q, row), _totals(cu_seqlens_k, key)
+
+
+def _check_used(name: str, used: object, stored: Tensor) -> None:
+    """Integers, one a sequence; on a CPU also none above what is stored."""
+    fix = "The rows in use of every sequence, as int32 (batch,)."
+    expected = f"a tensor of integers of shape {tuple(stored.shape)}"
+    if not isinstance(used, Tensor):
+        raise InvalidProblem(name, expected, type(used).__name__, fix)
+    if used.dtype not in (torch.int32, torch.int64) or used.shape != stored.shape:
+        raise InvalidProblem(name, expected, f"{used.dtype} of shape {tuple(used.shape)}", fix)
+    if used.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    for sequence, (rows, most) in enumerate(zip(used.tolist(), stored.tolist(), strict=True)):
+        if not 0 <= rows <= most:
+            raise InvalidProblem(name, f"from 0 to {most} rows, those of sequence {sequence}", rows, fix)
 
 
 def _totals(cu_seqlens: Tensor, ends: Tensor) -> Tensor:

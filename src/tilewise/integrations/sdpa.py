@@ -52,6 +52,7 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, q, q, is_causal=True).shape
         torch.Size([1, 2, 4, 8])
     """
+    is_causal = number_of(is_causal)
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if not (all(isinstance(tensor, Tensor) for tensor in tensors) and isinstance(is_causal, bool)):
         _refuse(query, key, value, attn_mask, is_causal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -13,12 +14,15 @@ from torch import Tensor
 from tilewise.errors import InvalidProblem
 
 __all__ = [
+    "CACHE_NAMES",
+    "FLASH_NAMES",
     "Window",
     "flag_of",
     "length",
     "number_of",
     "places",
     "renamed",
+    "require_tensors",
     "softcap_of",
     "stacked",
     "window_of",
@@ -30,6 +34,7 @@ Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 # What flash-attn calls arguments that have another name in tilewise.
 FLASH_NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size"}
+CACHE_NAMES = FLASH_NAMES | {"k_pages": "k_cache", "v_pages": "v_cache", "seqlens_k": "cache_seqlens"}
 
 
 def renamed(error: InvalidProblem, names: dict[str, str]) -> InvalidProblem:
@@ -37,17 +42,29 @@ def renamed(error: InvalidProblem, names: dict[str, str]) -> InvalidProblem:
     return InvalidProblem(names.get(error.argument, error.argument), error.expected, error.got, error.fix)
 
 
-def worded(function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """A function of flash-attn whose errors name its arguments as they are written there."""
+def worded(
+    names: dict[str, str] = FLASH_NAMES,
+) -> Callable[[Callable[Arguments, Made]], Callable[Arguments, Made]]:
+    """Makes the errors of a function of flash-attn name its arguments as they are written there."""
 
-    @functools.wraps(function)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
-        try:
-            return function(*args, **kwargs)
-        except InvalidProblem as error:
-            raise renamed(error, FLASH_NAMES) from None
+    def made(function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
+        @functools.wraps(function)
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+            try:
+                return function(*args, **kwargs)
+            except InvalidProblem as error:
+                raise renamed(error, names) from None
 
-    return call
+        return call
+
+    return made
+
+
+def require_tensors(**tensors: object) -> None:
+    """Refuse what is no tensor, before anything is asked of it."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise InvalidProblem(name, "a torch.Tensor", type(tensor).__name__, "Convert it with torch.as_tensor.")
 
 
 def flag_of(name: str, value: object) -> bool:
@@ -61,7 +78,7 @@ def flag_of(name: str, value: object) -> bool:
 
 def number_of(value: Any) -> Any:
     """A number of numpy's as one of Python's; anything else as it is."""
-    return value.item() if isinstance(value, (np.floating, np.integer)) else value
+    return value.item() if isinstance(value, (np.floating, np.integer, np.bool_)) else value
 
 
 def stacked(name: str, tensor: object, parts: int, dim: int) -> tuple[Tensor, ...]:
@@ -77,23 +94,30 @@ def stacked(name: str, tensor: object, parts: int, dim: int) -> tuple[Tensor, ..
 def window_of(window_size: tuple[int, int]) -> Window | None:
     """flash-attn's window: a negative side is unbounded."""
     try:
-        left, right = window_size
-    except (TypeError, ValueError):
+        left, right = map(number_of, window_size)
+        unbounded = left < 0, right < 0
+    except (TypeError, ValueError, RuntimeError):
         fix = "A causal window of the last n keys is (n - 1, 0); -1 is an unbounded side."
-        raise InvalidProblem("window_size", "a pair (left, right)", repr(window_size), fix) from None
-    if left < 0 and right < 0:
-        return None
-    return None if left < 0 else left, None if right < 0 else right
+        raise InvalidProblem("window_size", "a pair (left, right) of integers", repr(window_size), fix) from None
+    return None if all(unbounded) else (None if unbounded[0] else left, None if unbounded[1] else right)
 
 
 def softcap_of(softcap: float) -> float | None:
     """flash-attn's softcap: anything above 0 switches it on."""
-    return number_of(softcap) if softcap > 0.0 else None
+    cap = number_of(softcap)
+    if not isinstance(cap, int | float) or math.isnan(cap):
+        raise InvalidProblem("softcap", "a number", repr(softcap), "0.0 switches it off.")
+    return cap if cap > 0.0 else None
 
 
-def length(value: int | Tensor) -> int:
-    """A longest length, which callers also pass as a tensor with one element."""
-    return int(value.item()) if isinstance(value, Tensor) else value
+def length(name: str, value: int | Tensor) -> int:
+    """A longest length, which callers also pass as a tensor with one element, or as a number of numpy's."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise InvalidProblem(name, "an integer", f"a tensor of shape {tuple(value.shape)}", "Pass the longest one.")
+        return int(value.item())
+    longest: int = number_of(value)
+    return longest
 
 
 def places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,18 @@ from tilewise.api import attention, attention_paged, attention_varlen
 from tilewise.errors import Unsupported
 from tilewise.integrations import cache
 from tilewise.integrations.probabilities import dense_dmask, draw_seed, varlen_dmask
-from tilewise.integrations.translation import flag_of, length, number_of, softcap_of, stacked, window_of, worded
+from tilewise.integrations.translation import (
+    CACHE_NAMES,
+    FLASH_NAMES,
+    flag_of,
+    length,
+    number_of,
+    require_tensors,
+    softcap_of,
+    stacked,
+    window_of,
+    worded,
+)
 
 __all__ = [
     "flash_attn_func",
@@ -33,7 +44,7 @@ Flags = dict[str, Any]
 UNBOUNDED = (-1, -1)
 
 
-@worded
+@worded()
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -92,7 +103,7 @@ def flash_attn_kvpacked_func(
     return flash_attn_func(q, k, v, *tail)
 
 
-@worded
+@worded(FLASH_NAMES | {"k_pages": "k", "v_pages": "v", "seqlens_k": "cu_seqlens_k"})
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -113,11 +124,11 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention of packed sequences; with `block_table` k and v are pages (num_pages, page_size, kv_heads, dim)."""
     flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    flags["max_seqlen_q"] = length(max_seqlen_q)
+    flags["max_seqlen_q"] = length("max_seqlen_q", max_seqlen_q)
     if block_table is not None:
         out, lse = _varlen_paged(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k, flags)
         return (out, lse, q.new_empty(0)) if return_attn_probs else out
-    flags["max_seqlen_k"] = length(max_seqlen_k)
+    flags["max_seqlen_k"] = length("max_seqlen_k", max_seqlen_k)
     if not return_attn_probs:
         return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=False, **flags)
     flags["seed"] = draw_seed() if dropout_p else None
@@ -167,7 +178,7 @@ def flash_attn_varlen_kvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *tail)
 
 
-@worded
+@worded(CACHE_NAMES)
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -198,6 +209,7 @@ def flash_attn_with_kvcache(
     `num_splits` is accepted: the backend splits the keys as it sees fit, and the result does not depend on it.
     """
     del num_splits
+    require_tensors(q=q)
     store = cache.Store(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
     causal, window = flag_of("causal", causal), window_of(window_size)
     rotary = cache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, spread=causal or window is not None)
@@ -224,7 +236,7 @@ def _flags(
         "window": window_of(window_size),
         "softcap": softcap_of(softcap),
         "alibi_slopes": alibi_slopes,
-        "dropout": dropout_p,
+        "dropout": number_of(dropout_p),
         "scale": number_of(softmax_scale),
         "deterministic": True if flag_of("deterministic", deterministic) else None,
     }

@@ -135,7 +135,7 @@ def _packed(
     """Packed sequences, in one row or in several."""
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     cu_seqlens_q, cu_seqlens_k = (b.to(torch.int32) for b in bounds[:2])
-    max_seqlen_q, max_seqlen_k = (None if b is None else length(b) for b in bounds[2:])
+    max_seqlen_q, max_seqlen_k = (None if b is None else length("max_length", b) for b in bounds[2:])
     out: Tensor = attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         causal=flags.causal, window=flags.window, dropout=dropout, **shared,

@@ -1,0 +1,92 @@
+"""Arguments of the drop-ins as callers spell them: numbers of numpy's are numbers, what is none is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.integrations import flash_attn as fa2
+from tilewise.integrations import flash_attn_interface as fa3
+from tilewise.integrations import sdpa
+
+X = torch.randn(2, 8, 4, 16, generator=torch.Generator().manual_seed(0))
+ROWS = X[:, :3].flatten(0, 1)
+TOTALS = torch.tensor([0, 2, 6], dtype=torch.int32)
+PAGES = torch.zeros(4, 8, 4, 16)
+FIVE = torch.tensor([5, 5], dtype=torch.int32)
+TABLE = torch.tensor([[0], [1]], dtype=torch.int32)
+
+
+def varlen(module: Any, **given: Any) -> Tensor:
+    longest = {"max_seqlen_q": 4, "max_seqlen_k": 4, **given}
+    out: Tensor = module.flash_attn_varlen_func(ROWS, ROWS, ROWS, TOTALS, TOTALS, **longest)
+    return out
+
+
+SAME: dict[str, tuple[Any, Any]] = {
+    "window_size": (
+        lambda: fa2.flash_attn_func(X, X, X, window_size=(np.int64(3), np.int32(0))),  # type: ignore[arg-type]
+        lambda: fa2.flash_attn_func(X, X, X, window_size=(3, 0)),
+    ),
+    "max_seqlen": (lambda: varlen(fa2, max_seqlen_q=np.int64(4)), lambda: varlen(fa2)),
+    "max_seqlen of FA3": (lambda: varlen(fa3, max_seqlen_k=np.int32(4)), lambda: varlen(fa3)),
+    "attention_chunk": (
+        lambda: fa3.flash_attn_func(X, X, X, attention_chunk=np.int64(2)),  # type: ignore[arg-type]
+        lambda: fa3.flash_attn_func(X, X, X, attention_chunk=2),
+    ),
+    "cache_seqlens": (
+        lambda: fa2.flash_attn_with_kvcache(X[:, :1], X, X, cache_seqlens=np.int64(5)),  # type: ignore[arg-type]
+        lambda: fa2.flash_attn_with_kvcache(X[:, :1], X, X, cache_seqlens=5),
+    ),
+    "is_causal": (
+        lambda: sdpa.scaled_dot_product_attention(X, X, X, is_causal=np.True_),  # type: ignore[arg-type]
+        lambda: sdpa.scaled_dot_product_attention(X, X, X, is_causal=True),
+    ),
+    "dropout_p": (
+        lambda: fa2.flash_attn_func(X, X, X, dropout_p=np.float32(0.0)),  # type: ignore[arg-type]
+        lambda: fa2.flash_attn_func(X, X, X),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_numbers_of_numpy_are_numbers(name: str) -> None:
+    one, other = SAME[name]
+    assert torch.equal(one(), other())
+
+
+def cached(module: Any = fa2, **given: Any) -> Any:
+    everything = {"q": X[:, :1], "k_cache": PAGES, "v_cache": PAGES, "cache_seqlens": FIVE, **given}
+    return module.flash_attn_with_kvcache(**everything)
+
+
+NAMED: dict[str, tuple[Any, str]] = {
+    "no window": (lambda: fa2.flash_attn_func(X, X, X, window_size=(None, None)), "window_size"),  # type: ignore[arg-type]
+    "a window of letters": (lambda: fa2.flash_attn_func(X, X, X, window_size="ab"), "window_size"),  # type: ignore[arg-type]
+    "no softcap": (lambda: fa2.flash_attn_func(X, X, X, softcap=None), "softcap"),  # type: ignore[arg-type]
+    "a softcap of NaN": (lambda: fa2.flash_attn_func(X, X, X, softcap=float("nan")), "softcap"),
+    "two lengths": (lambda: varlen(fa2, max_seqlen_q=FIVE), "max_seqlen_q"),
+    "used in fractions": (lambda: varlen(fa3, seqused_k=torch.tensor([1.9, 2.9])), "seqused_k"),
+    "more used than stored": (lambda: varlen(fa3, seqused_k=FIVE), "seqused_k"),
+    "used in a list": (lambda: varlen(fa3, seqused_q=[1, 2]), "seqused_q"),
+    "used of one": (lambda: varlen(fa3, seqused_k=FIVE[:1]), "seqused_k"),
+    "no q": (lambda: cached(q=None), "q"),
+    "no cache": (lambda: cached(k_cache=None), "k_cache"),
+    "rows in a list": (lambda: cached(cache_batch_idx=[0, 1]), "cache_batch_idx"),
+    "True tokens": (lambda: cached(cache_seqlens=True), "cache_seqlens"),
+    "longer than the cache": (lambda: cached(cache_seqlens=4 * FIVE), "cache_seqlens"),
+    "another page": (lambda: cached(block_table=TABLE + 9), "block_table"),
+    "another page of FA3": (lambda: cached(fa3, page_table=TABLE + 9), "page_table"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_is_no_argument_is_named(name: str) -> None:
+    call, argument = NAMED[name]
+    with pytest.raises(tw.InvalidProblem, match=rf"^{argument}: expected"):
+        call()
