@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import cascade
+from tilewise import cascade, settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -131,6 +131,27 @@ def eight_with_a_prefix() -> tuple[Shadow, list[int]]:
         shadow.cache.reuse(request)
     shadow.step(requests[1:])
     return shadow, requests
+
+
+@pytest.mark.usefixtures("eager")
+def test_rows_of_a_hint_are_judged_where_settings_ask_for_it() -> None:
+    """In the first call and in those that look like it; what somebody wrote to them is gone in the next step."""
+    shadow, requests = eight_with_a_prefix()
+    batch = [shadow.add([7] * 5), *requests]
+    shadow.step(batch[:1])
+    shadow.step(batch, dict.fromkeys(batch, 3))
+    q, hint = randn(9, HEADS, DIM), shadow.cache.shared_prefix()
+    assert hint is not None
+    assert hint.rows is not None
+    want = shadow.cache.attention(q)
+    with settings.overridden(check_values=True):
+        for _ in range(3):
+            assert torch.equal(shadow.cache.attention(q), want)
+        hint.rows[0] = hint.rows[1]
+        with pytest.raises(tw.InvalidProblem, match=r"shared_prefix\.rows: expected distinct rows"):
+            shadow.cache.attention(q)
+        shadow.cache.block_table().fill_(-1)
+        shadow.check(batch, shadow.step(batch, dict.fromkeys(batch, 4)))
 
 
 @pytest.mark.usefixtures("eager")
