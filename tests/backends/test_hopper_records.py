@@ -25,8 +25,7 @@ Options = list[dict[str, Any]]
 
 DTYPES: Options = [{"dtype": torch.bfloat16}, {"dtype": torch.float16}]
 MASKS: Options = [{}, {"causal": True}, {"window_left": 100, "window_right": 50}]
-SOFTCAPS: Options = [{}, {"softcap": 30.0}]
-SINKS: Options = [{}, {"has_sinks": True}]
+SCORES: Options = [{}, {"softcap": 30.0}, {"has_sinks": True}]
 # Of unequal ones, a wider V and a narrower one, in column parts and without.
 UNEQUAL = ((64, 128), (192, 128), (256, 64))
 DIMS: Options = [{"d": d} for d in (64, 96, 128, 192, 256)] + [{"d": d, "dv": dv} for d, dv in UNEQUAL]
@@ -69,7 +68,7 @@ def complaint(found: dict[Any, dict[str, str]]) -> str:
 
 
 def test_forward() -> None:
-    problems = described(plain_problem, DIMS, DTYPES, MASKS, ROWS, SOFTCAPS, SINKS, LENGTHS)
+    problems = described(plain_problem, DIMS, DTYPES, MASKS, ROWS, SCORES, LENGTHS)
     forward = [problem for problem in problems if not decodes(problem)]
     found = missing(forward, recorded(FORWARD), forward_choices)
     assert not found, complaint(found)
@@ -78,7 +77,10 @@ def test_forward() -> None:
 
 
 def test_backward() -> None:
-    problems = described(plain_problem, GRADIENTS, DIMS, DTYPES, MASKS, [DENSE, PACKED], SOFTCAPS, EVERY_LENGTH, ORDERS)
+    """Its kernels know nothing of sinks."""
+    problems = described(
+        plain_problem, GRADIENTS, DIMS, DTYPES, MASKS, [DENSE, PACKED], SCORES[:2], EVERY_LENGTH, ORDERS
+    )
     found = missing(problems, recorded(BACKWARD), backward_choices)
     assert not found, complaint(found)
     wide = [problem for problem in problems if configs.backward_config(problem).WIDE]
@@ -87,7 +89,7 @@ def test_backward() -> None:
 
 
 def test_decoding() -> None:
-    problems = described(decode_problem, DECODE_DIMS, DTYPES, TOKENS, GROUPS, DECODE_ROWS, BATCHES, SOFTCAPS, SINKS)
+    problems = described(decode_problem, DECODE_DIMS, DTYPES, TOKENS, GROUPS, DECODE_ROWS, BATCHES, SCORES)
     records = [decode_problem(**record.features) for record in DECODE_RECORDS.values()]
     decoding = [problem for problem in problems if decodes(problem)]
     found = missing(decoding, records, decode_choices)
@@ -100,7 +102,7 @@ def test_decoding() -> None:
 
 
 def test_fp8_forward() -> None:
-    problems = described(fp8_problem, FP8_DIMS, DTYPES, MASKS, [DENSE, PACKED], SINKS, SCALES)
+    problems = described(fp8_problem, FP8_DIMS, DTYPES, MASKS, [DENSE, PACKED], SCORES, SCALES)
     found = missing(problems, [fp8_problem(**record.features) for record in FP8_RECORDS], fp8_choices)
     assert not found, complaint(found)
     rows = {name for name, row in vars(fp8_configs).items() if isinstance(row, fp8_configs.Fp8Tile)}
