@@ -11,6 +11,7 @@ import importlib
 import itertools
 import math
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -327,6 +328,8 @@ def test_a_slot_released_too_early_is_found(emulated: Callable[[str], Any], monk
     def wait_and_release(self: Any, at: Any) -> None:
         wait.function(self, at)
         self.empty.index(at.slot).one.arrive(1)
+        # Time for the producer, which other work on the machine would hold up, to write where is still to be read.
+        time.sleep(2e-3)
 
     monkeypatch.setattr(ring, "wait", wait_and_release)
     monkeypatch.setattr(ring, "release", lambda *_: None)
