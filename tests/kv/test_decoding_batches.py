@@ -233,6 +233,11 @@ ODD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "one id": ([0], {"tokens": torch.tensor(3)}, "tokens: expected a 1-D tensor of ids"),
     "no list of ids": ([0], {"tokens": 3}, "tokens: expected a list of ids, got 3"),
     "text": ([0], {"tokens": "7"}, "tokens: expected a list of ids, got '7'"),
+    "ragged counts": ([0], {"counts": [[1, 2], [1]]}, "counts: expected"),
+    "one count": ([0], {"counts": 3}, "counts: expected"),
+    "a set and a bad count": ({0}, {"counts": [0]}, "counts: expected"),
+    "keys and a bad id": ({0: 1}.keys(), {"counts": [1], "tokens": ["7"]}, "tokens: expected"),
+    "a table of requests": (np.zeros((2, 2), np.int64), {}, "requests: expected a list of request numbers"),
     "no requests": (None, {}, "requests: expected a list of request numbers, got None"),
     "a list of lists": ([[0]], {}, "request: expected a request that was added and not freed, got .0."),
 }
@@ -289,3 +294,34 @@ def test_rows_of_any_layout_are_written_and_nothing_else() -> None:
         untouched[cache.slots()] = False
         assert (flat_k[untouched] == -1).all()
         assert (flat_v[untouched] == -1).all()
+
+
+def test_sizes_are_integers_of_at_least_one() -> None:
+    sizes: Any = np.int64(8), np.int32(4), 1, 1, 8
+    cache = tw.PagedKVCache(*sizes, dtype=torch.float32, device="cpu", max_seqlen=sizes[0])
+    assert [type(size) for size in (cache.book.page_size, cache.book.max_seqlen)] == [int, int]
+    bad: tuple[Any, ...] = (True, np.True_, 0, -1, 2.0, None)
+    for wrong in bad:
+        with pytest.raises(InvalidProblem, match="num_pages: expected an integer of at least 1"):
+            tw.PagedKVCache(wrong, 4, 1, 1, 8, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("ones", [[1, 1], (1, 1), np.ones(2, np.int64)], ids=["list", "tuple", "array"])
+def test_ones_take_the_short_way_however_they_are_written(ones: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of(HostTables)
+    requests = [cache.add([1]), cache.add([2])]
+    run(cache, requests)
+    monkeypatch.delattr(PageBook, "_counted")
+    run(cache, requests, counts=ones)
+    assert cache.length(requests[0]) == 2
+
+
+def test_rows_that_are_not_dense_are_refused() -> None:
+    cache = cache_of(HostTables)
+    cache.step([cache.add([1])])
+    for rows in (
+        torch.zeros(1, 1, 4).to_sparse(),
+        torch.nested.nested_tensor([torch.zeros(1, 4)], layout=torch.jagged),
+    ):
+        with pytest.raises(InvalidProblem, match="k: expected a dense tensor"):
+            cache.append(rows, torch.zeros(1, 1, 4))

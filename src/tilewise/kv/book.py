@@ -7,7 +7,6 @@ batch is done by NumPy on arrays indexed by a request's *row*; Python loops only
 
 from __future__ import annotations
 
-import operator
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.errors import InvalidProblem, OutOfPages
+from tilewise.kv.numbers import are_ones, integers_of, sizes_of, within
 from tilewise.kv.pages import PageAllocator
 from tilewise.kv.prefix import Ids, Key, PrefixIndex, depth_of, hash_page, known_ids, page_of
 from tilewise.kv.requests import Batch, Request
@@ -26,22 +26,6 @@ from tilewise.kv.written import Full, WrittenPages
 __all__ = ["CacheStats", "PageBook", "Step"]
 
 Tokens = Sequence[int]
-
-
-def require_sizes(**sizes: object) -> None:
-    """Rejects what is no positive integer."""
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise InvalidProblem(name, "an integer of at least 1", size, "A cache has pages, and pages have slots.")
-
-
-def within(number: Any, last: int) -> int | None:
-    """An integer from 0 to `last`, of NumPy or torch too; None if it is none."""
-    try:
-        index = operator.index(number)
-    except (TypeError, RuntimeError):
-        return None
-    return index if 0 <= index <= last else None
 
 
 class Step(NamedTuple):
@@ -85,10 +69,11 @@ class PageBook:
         prefix_sharing: bool = True,
         key: Key = hash_page,
     ) -> None:
-        require_sizes(num_pages=num_pages, page_size=page_size)
-        self.page_size = page_size
-        self.max_seqlen = num_pages * page_size if max_seqlen is None else max_seqlen
-        require_sizes(max_seqlen=self.max_seqlen, max_requests=1 if max_requests is None else max_requests)
+        num_pages, self.page_size = sizes_of(num_pages=num_pages, page_size=page_size)
+        page_size = self.page_size
+        (self.max_seqlen,) = sizes_of(max_seqlen=num_pages * page_size if max_seqlen is None else max_seqlen)
+        if max_requests is not None:
+            (max_requests,) = sizes_of(max_requests=max_requests)
         self.prefix_sharing = prefix_sharing
         self.index = PrefixIndex(page_size, key)
         self.pages = PageAllocator(num_pages, self.index.forget)
@@ -208,7 +193,7 @@ class PageBook:
     ) -> Step:
         """Make room for the next tokens of some requests: see `PagedKVCache.step`."""
         batch = self._batch_of(requests)
-        if batch.slots is not None and (counts is None or _are_ones(counts, len(batch.rows))):
+        if batch.slots is not None and (counts is None or are_ones(counts, len(batch.rows))):
             return self._decode(batch, batch.slots, tokens)
         rows = batch.rows
         before = self.lengths[rows]
@@ -426,10 +411,7 @@ class PageBook:
         left: Ints = self.rows.prompts[rows] - before
         if counts is None:
             return left.clip(min=1)
-        new = np.asarray(counts)
-        if new.size and new.dtype.kind not in "iu":
-            raise InvalidProblem("counts", "integers", new.dtype, "Count tokens.")
-        new = new.astype(np.int64)
+        new = integers_of("counts", counts)
         if new.shape != left.shape:
             raise InvalidProblem("counts", f"{len(rows)} entries, one a request", new.shape, "Count every request.")
         bad = np.nonzero((new < 1) | ((left > 0) & (new > left)))[0]
@@ -493,8 +475,3 @@ class PageBook:
         pages = self.table[row, position // self.page_size].astype(np.int64)
         slots: Ints = pages * self.page_size + position % self.page_size
         return slots
-
-
-def _are_ones(counts: object, number: int) -> bool:
-    """Whether these are so many ones."""
-    return isinstance(counts, list) and len(counts) == number == counts.count(1) and {*map(type, counts)} <= {int}

@@ -26,8 +26,9 @@ from tilewise.api import attention_paged
 from tilewise.cascade import SharedPrefix
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
-from tilewise.kv.book import CacheStats, PageBook, Step, require_sizes, within
+from tilewise.kv.book import CacheStats, PageBook, Step
 from tilewise.kv.groups import PrefixGroups
+from tilewise.kv.numbers import sizes_of, within
 from tilewise.kv.quantised import SOURCES, append_quantised, as_container, copy_quantised, new_scales
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
 from tilewise.kv.writing import copy_pages, write_rows
@@ -79,7 +80,9 @@ class PagedKVCache:
         prefix_sharing: bool = True,
     ) -> None:
         width_v = head_dim if head_dim_v is None else head_dim_v
-        require_sizes(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=width_v)
+        num_layers, num_kv_heads, head_dim, width_v = sizes_of(
+            num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=width_v
+        )
         if max(head_dim, width_v) > MAX_HEAD_DIM:
             name = "head_dim" if head_dim > MAX_HEAD_DIM else "head_dim_v"
             raise InvalidProblem(name, f"at most {MAX_HEAD_DIM}", max(head_dim, width_v), "Split the heads.")
@@ -89,7 +92,7 @@ class PagedKVCache:
         self.book = PageBook(
             num_pages, page_size, max_seqlen=max_seqlen, max_requests=max_requests, prefix_sharing=prefix_sharing
         )
-        shape = (num_layers, num_pages, page_size, num_kv_heads)
+        shape = (num_layers, self.book.pages.num_pages, self.book.page_size, num_kv_heads)
         # Of e4m3 pages: one for each (layer, page, head).
         self._scales: tuple[Tensor, Tensor] | None = None
         # Inference tensors could only be written to in that mode.
@@ -97,7 +100,7 @@ class PagedKVCache:
             self.k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
             self.v = torch.empty((*shape, width_v), dtype=dtype, device=device)
             if dtype == torch.float8_e4m3fn:
-                k_scale, v_scale = (new_scales(num_layers, num_pages, num_kv_heads, self.device) for _ in range(2))
+                k_scale, v_scale = (new_scales(num_layers, shape[1], num_kv_heads, self.device) for _ in range(2))
                 self._scales = k_scale, v_scale
         self._tables: Tables = (HostTables if self.device.type == "cpu" else StagedTables)(self.book, self.device)
         self._step: Step | None = None
@@ -176,7 +179,8 @@ class PagedKVCache:
         replay `mark_written` says what `append` would have. Such steps attend to shared prefixes like to any keys.
         """
         self._refuse_unwritten(None)
-        if isinstance(requests, (str, bytes, Tensor)) or not isinstance(requests, Collection):
+        other = isinstance(requests, (str, bytes, Tensor)) or getattr(requests, "ndim", 1) != 1
+        if other or not isinstance(requests, Collection):
             fix = "Pass what add() returned, in a list."
             raise InvalidProblem("requests", "a list of request numbers", repr(requests), fix)
         tokens = _listed(tokens) if isinstance(tokens, Tensor) else tokens
@@ -201,11 +205,11 @@ class PagedKVCache:
         """
         batch, layer = self._running(), self._number(layer)
         self._refuse_finished()
-        if len(self._written) == len(self.k):
-            self._refuse_written(layer)
         k_pages, v_pages = self.pages(layer)
         for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
             self._check_rows(name, new, pages, len(batch.slots))
+        if len(self._written) == len(self.k):
+            self._refuse_written(layer)
         if self._scales is None:
             write_rows(k, v, k_pages, v_pages, batch.slots)
         else:
@@ -345,7 +349,8 @@ class PagedKVCache:
         if self.book.rows.max_requests is None:
             fix = "Make the cache with max_requests=."
             raise InvalidProblem("fixed", "False, because the cache has no seats", True, fix)
-        if counts is not None and any(count != 1 for count in counts):
+        given: Any = counts
+        if given is not None and not (isinstance(given, Collection) and all(count == 1 for count in given)):
             fix = "Prompts take ordinary steps, or one token a step."
             raise InvalidProblem("counts", "None or ones in a fixed step", counts, fix)
         return [1] * len(requests) if counts is None else list(counts)
@@ -386,6 +391,8 @@ class PagedKVCache:
             raise InvalidProblem(
                 name, "a tensor without gradient", got, "Write under torch.no_grad(): pages have none."
             )
+        if new.is_nested or new.layout != torch.strided:
+            raise InvalidProblem(name, "a dense tensor", "a nested or sparse one", "Pack its rows.")
         if tuple(new.shape) != expected:
             fix = "Pack the rows of the step's requests in their order."
             raise InvalidProblem(name, f"shape {expected}", tuple(new.shape), fix)
