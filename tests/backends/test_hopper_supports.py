@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -48,6 +49,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "decoding, all e4m3": ({"kind": "paged", "page_size": 64, "seqlen_q": 1, "fp8": ("q", "k", "v")}, "beside q"),
     "decoding, e4m3 rows": ({"seqlen_q": 1, "fp8": ("k", "v")}, "in pages"),
     "decoding, wide": ({"batch": 32, "seqlen_q": 16, "head_dim_v": 256}, "registers of a warpgroup"),
+    "decoding, wide e4m3 keys": (
+        {"kind": "paged", "page_size": 64, "fp8": ("k", "v"), "batch": 32, "seqlen_q": 16, "head_dim": 256},
+        "converted keys of 256 columns",
+    ),
     "decoding, few pairs": ({"seqlen_q": 8}, "to merge"),
     "alibi": ({"has_alibi": True}, "alibi"),
     "bias": ({"bias_shape": (1, 1, 300, 400), "bias_dtype": torch.bfloat16}, "bias"),
@@ -97,3 +102,17 @@ def test_asking_loads_no_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["192", "False"]
+
+
+@pytest.mark.parametrize("fp8", [(), ("k", "v")], ids=["16 bits", "e4m3"])
+def test_whatever_is_decoded_has_a_tile(fp8: tuple[str, ...]) -> None:
+    configs = pytest.importorskip("tilewise.backends.hopper.decode_configs")
+    pages: dict[str, Any] = {"kind": "paged", "page_size": 64, "batch": 64, "fp8": fp8}
+    taken = 0
+    for rows, head_dim, head_dim_v in itertools.product((1, 2, 8, 9, 16), (64, 128, 192, 256), (64, 80, 128, 256)):
+        problem = replace(PLAIN, seqlen_q=rows, head_dim=head_dim, head_dim_v=head_dim_v, **pages)
+        if BACKEND.supports(problem, device.named("h200")) is None:
+            config = configs.decode_config(problem, packed_queries=rows > 1)
+            assert rows * problem.group_size <= config.ROWS
+            taken += 1
+    assert taken > 40

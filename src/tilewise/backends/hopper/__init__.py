@@ -35,6 +35,8 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 40, 256
 FEW_ROWS, MANY_KEYS = 64, 256
 # Of wider values, only so many: O is in registers.
 WIDE_HEAD_DIM, FEW_WIDE_ROWS = 128, 32
+# Of e4m3, a converted tile of wide keys is there as well, beside so many columns of values.
+NARROW_HEAD_DIM = 64
 # Rows of a box that TMA fetches from one page, in the forward and in the decode kernel: there, a swizzle repeats.
 PAGE_STEP, DECODE_PAGE_STEP = 64, 8
 # Rows of 8-bit numbers, the widths they are padded to, and the rows that share a scale: a tile of keys.
@@ -190,6 +192,9 @@ def _decode_refusals(problem: AttentionProblem) -> Iterator[str]:
         yield "more query rows a K/V head than (sequence, K/V head) pairs: too many for one program to merge"
     if rows > FEW_WIDE_ROWS and problem.head_dim_v > WIDE_HEAD_DIM:
         yield f"over {FEW_WIDE_ROWS} query rows of {problem.head_dim_v} columns do not fit the registers of a warpgroup"
+    wide_keys = problem.head_dim > WIDE_HEAD_DIM and problem.head_dim_v > NARROW_HEAD_DIM
+    if problem.fp8 and rows > FEW_WIDE_ROWS and wide_keys:
+        yield f"over {FEW_WIDE_ROWS} query rows and converted keys of {problem.head_dim} columns do not fit registers"
     if problem.page_size is not None and problem.page_size % DECODE_PAGE_STEP:
         yield f"pages of {problem.page_size} rows: TMA fetches {DECODE_PAGE_STEP} rows of a page at a time"
     if problem.fp8 and (problem.fp8 != ("k", "v") or problem.page_size is None):
