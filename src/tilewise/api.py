@@ -332,8 +332,10 @@ def attention_after(
     scale: float | None,
     **others: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `attention` or `attention_paged` to keys that `write` brings: it is called between judging, so that
-    a call that raises has written nothing, and computing. Compilers judge as they trace: they see both, one by one.
+    """For caches of this package: (out, lse) of `attention` or `attention_paged` to keys that `write` brings.
+
+    It is called between judging, so that a call that raises has written nothing, and computing. Compilers judge as they
+    trace: they see both, one by one.
     """
     (q, k, v), scales = validation.unwrapped(*attended, *((layout,) if kind == "dense" else ("packed", "paged")))
     validation.require_tensors(q=q, k=k, v=v, optional=validation.OPTIONAL_PAGED, **others)

@@ -149,10 +149,8 @@ def slot_of(
         for tensor in tensors:
             if tensor is not None and tensor.is_nested:
                 return None
-        # 24.0 equals a 24 seen before, three numbers a Group, and both are to be refused all the same.
+        # 4.0 equals a 4 seen before, and is to be refused all the same.
         if window is not None and not SIDES.issuperset(map(type, window)):
-            return None
-        if groups is not None and not _are_plain(groups):
             return None
         family = _family(
             torch.is_grad_enabled(),
@@ -168,6 +166,9 @@ def slot_of(
             *flags,
         )
         last = family.last
+        # So are numbers of floats and plain tuples in the place of a Group; a step hands out the same groups.
+        if groups is not None and (last is None or last.groups is not groups) and not _are_plain(groups):
+            return None
         if last is not None and last.look is not None and last.groups == groups and last.look.fits(tensors):
             return last
         return None if is_watched() else _looked_up(family, tensors, groups)

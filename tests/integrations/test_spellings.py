@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
 from tilewise.integrations import flash_attn as fa2
 from tilewise.integrations import flash_attn_interface as fa3
 from tilewise.integrations import sdpa
+from tilewise.integrations.flash_attn.layers.rotary import apply_rotary_emb
 
 X = torch.randn(2, 8, 4, 16, generator=torch.Generator().manual_seed(0))
 ROWS = X[:, :3].flatten(0, 1)
@@ -90,3 +92,26 @@ def test_what_is_no_argument_is_named(name: str) -> None:
     call, argument = NAMED[name]
     with pytest.raises(tw.InvalidProblem, match=rf"^{argument}: expected"):
         call()
+
+
+def test_numbers_of_numpy_place_tokens() -> None:
+    x, angles = torch.randn(2, 3, 4, 8), torch.randn(16, 4)
+    twos: tuple[Any, ...] = (2, np.int64(2))
+    turned = [apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=two) for two in twos]
+    assert torch.equal(*turned)
+    q, k_cache, v_cache = torch.randn(3, 4, 8), torch.randn(2, 16, 4, 8), torch.randn(2, 16, 4, 8)
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32)
+    lengths = torch.tensor([5, 6], dtype=torch.int32)
+    found: list[Any] = [
+        fa3.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, cu_seqlens_q=starts, max_seqlen_q=two)
+        for two in twos
+    ]
+    assert torch.equal(*found)
+
+
+def test_rows_in_use_of_fake_tensors_are_not_read() -> None:
+    with FakeTensorMode():
+        q = torch.randn(6, 4, 8)
+        starts, used = torch.tensor([0, 3, 6], dtype=torch.int32), torch.tensor([2, 3], dtype=torch.int32)
+        out: Any = fa3.flash_attn_varlen_func(q, q, q, starts, starts, 3, 3, seqused_k=used)
+    assert out.shape == q.shape

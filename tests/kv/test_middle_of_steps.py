@@ -53,13 +53,27 @@ def test_a_step_that_is_written_is_not_written_again() -> None:
     for layer in (0, 0, 1):
         cache.append(torch.ones(rows, 1, 8), torch.ones(rows, 1, 8), layer=layer)
     kept = cache.k.clone()
-    with pytest.raises(tw.InvalidProblem, match="layer: expected one of a step that is not written whole"):
+    with pytest.raises(tw.InvalidProblem, match="layer: expected one of a step whose pages nobody shares yet"):
         cache.append(torch.zeros(rows, 1, 8), torch.zeros(rows, 1, 8), layer=1)
     assert torch.equal(cache.k.nan_to_num(), kept.nan_to_num())
     # A step of nobody, in which kernels are compiled, writes to no page.
     cache.step([])
     for layer in (0, 1, 0):
         cache.append(torch.zeros(0, 1, 8), torch.zeros(0, 1, 8), layer=layer)
+
+
+def test_a_step_may_be_written_again_while_its_pages_are_its_own() -> None:
+    """As before a graph is captured, or after an error behind the last layer."""
+    cache = tw.PagedKVCache(8, 4, LAYERS, 1, 8, dtype=torch.float32, device="cpu")
+    request = cache.add([1, 2, 3, 4, 5, 6])
+    rows = cache.step([request])
+    for value in (1.0, 2.0, 3.0):
+        for layer in range(LAYERS):
+            cache.append(torch.full((rows, 1, 8), value), torch.full((rows, 1, 8), value), layer=layer)
+    assert torch.equal(cache.attention(torch.ones(rows, 1, 8), layer=1), torch.full((rows, 1, 8), 3.0))
+    cache.fork(request)
+    with pytest.raises(tw.InvalidProblem, match="whose pages nobody shares yet"):
+        cache.append(torch.zeros(rows, 1, 8), torch.zeros(rows, 1, 8), layer=1)
 
 
 def written_for(tokens: list[int], layer: int) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -202,7 +203,9 @@ def _check_lengths(name: str, seqlens: Any, batch: int) -> None:
     fix = "An int for all sequences, or int32 (batch,)."
     if isinstance(seqlens, Tensor):
         _check_integers(name, seqlens, (batch,), fix)
-    elif seqlens is not None and (not isinstance(seqlens, int) or isinstance(seqlens, bool) or seqlens < 0):
+    elif seqlens is not None and (
+        not isinstance(seqlens, int | np.integer) or isinstance(seqlens, bool) or seqlens < 0
+    ):
         raise InvalidProblem(name, "the tokens already in the cache", repr(seqlens), fix)
 
 

@@ -230,7 +230,8 @@ def flash_attn_with_kvcache(
     rotary = cache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, spread=spread, offsets=rotary_seqlens)
     out, lse = cache.append_and_attend(
         q, k, v, store, cache_seqlens, rotary,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, chunk=attention_chunk,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
+        max_seqlen_q=None if max_seqlen_q is None else length("max_seqlen_q", max_seqlen_q), chunk=attention_chunk,
         descales=Descales(q_descale, k_descale, v_descale), causal=causal, window=window, softcap=softcap_of(softcap),
         scale=number_of(softmax_scale),
     )  # fmt: skip

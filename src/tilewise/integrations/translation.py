@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,6 +15,7 @@ from tilewise.errors import InvalidProblem
 __all__ = [
     "CACHE_NAMES",
     "FLASH_NAMES",
+    "UNBOUNDED",
     "Window",
     "flag_of",
     "length",
@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 Window = tuple[int | None, int | None]
+UNBOUNDED = (-1, -1)
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 # What flash-attn calls arguments that have another name in tilewise.
@@ -94,6 +95,8 @@ def stacked(name: str, tensor: object, parts: int, dim: int) -> tuple[Tensor, ..
 def window_of(window_size: tuple[int, int]) -> Window | None:
     """flash-attn's window: a negative side is unbounded."""
     try:
+        if window_size == UNBOUNDED:
+            return None
         left, right = map(number_of, window_size)
         unbounded = left < 0, right < 0
     except (TypeError, ValueError, RuntimeError):
@@ -104,8 +107,9 @@ def window_of(window_size: tuple[int, int]) -> Window | None:
 
 def softcap_of(softcap: float) -> float | None:
     """flash-attn's softcap: anything above 0 switches it on."""
-    cap = number_of(softcap)
-    if not isinstance(cap, int | float) or math.isnan(cap):
+    cap = softcap if softcap.__class__ is float else number_of(softcap)
+    # A comparison, not math.isnan: compilers trace it.
+    if not isinstance(cap, int | float) or cap != cap:
         raise InvalidProblem("softcap", "a number", repr(softcap), "0.0 switches it off.")
     return cap if cap > 0.0 else None
 

@@ -229,6 +229,17 @@ class PageBook:
 
     # Questions
 
+    def owns(self, step: Step) -> bool:
+        """Whether the slots of a step are still those of its requests, and nobody else reads their pages."""
+        self._written.enter()
+        if not all(request in self for request in step.requests):
+            return False
+        rows, first = np.repeat(step.rows, step.counts), np.cumsum(step.counts) - step.counts
+        position = np.arange(len(rows)) + np.repeat(step.before - first, step.counts)
+        pages = self.table[rows, position // self.page_size]
+        mine = pages * self.page_size + position % self.page_size == step.slots
+        return bool(mine.all()) and all(self.pages.holders(page) == 1 for page in np.unique(pages).tolist())
+
     def __contains__(self, request: int) -> bool:
         return request in self._requests
 

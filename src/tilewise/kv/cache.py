@@ -200,8 +200,9 @@ class PagedKVCache:
     def append(self, k: Tensor, v: Tensor, *, layer: int = 0) -> None:
         """Write one layer's K and V of the step: (rows, num_kv_heads, dim), packed in the order of its requests.
 
-        Rows of a request that was freed meanwhile are still expected; a step of which none is left is refused, and one
-        of which every layer is written, unless a graph is captured: its pages may be others' by now.
+        Rows of a request that was freed meanwhile are still expected; a step of which none is left is refused. Once
+        every layer is written, one may be written again (to warm up, or after an error) while its pages are still
+        their requests' alone, and captured in a graph.
         """
         batch, layer = self._running(), self._number(layer)
         self._refuse_finished()
@@ -284,7 +285,8 @@ class PagedKVCache:
     def block_table(self) -> Tensor:
         """int32 (batch, columns) on the device: the pages of the step's requests, of a fixed step (seats, columns).
 
-        Later steps may be given the same tensor; not if somebody wrote to it, so that an edit stays in its step.
+        Later steps may be given the same tensor; not if somebody wrote to it in a way that torch counts, so that an
+        edit stays in its step.
         """
         return self._running().block_table
 
@@ -353,7 +355,7 @@ class PagedKVCache:
         if given is not None and not (isinstance(given, Collection) and all(count == 1 for count in given)):
             fix = "Prompts take ordinary steps, or one token a step."
             raise InvalidProblem("counts", "None or ones in a fixed step", counts, fix)
-        return [1] * len(requests) if counts is None else list(counts)
+        return [1] * len(requests)
 
     def _batch_flags(self) -> dict[str, Any]:
         assert self._step is not None
@@ -380,9 +382,9 @@ class PagedKVCache:
 
     def _refuse_written(self, layer: int) -> None:
         assert self._step is not None
-        if self._step.requests and not self._capturing():
-            fix = "Call step(requests) for their next tokens."
-            raise InvalidProblem("layer", "one of a step that is not written whole", f"{layer} once more", fix)
+        if not self._capturing() and not self.book.owns(self._step):
+            fix = "Call step(requests) for their next tokens, or truncate them first."
+            raise InvalidProblem("layer", "one of a step whose pages nobody shares yet", f"{layer} once more", fix)
 
     def _check_rows(self, name: str, new: Any, pages: Tensor, rows: int) -> None:
         expected = (rows, *pages.shape[2:])

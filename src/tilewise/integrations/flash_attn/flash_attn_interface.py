@@ -19,6 +19,7 @@ from tilewise.integrations.probabilities import dense_dmask, draw_seed, varlen_d
 from tilewise.integrations.translation import (
     CACHE_NAMES,
     FLASH_NAMES,
+    UNBOUNDED,
     flag_of,
     length,
     number_of,
@@ -41,7 +42,6 @@ __all__ = [
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 Flags = dict[str, Any]
-UNBOUNDED = (-1, -1)
 
 
 @worded()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,7 +93,7 @@ def _check_offsets(offsets: object, batch: int) -> None:
         if offsets.dtype not in (torch.int32, torch.int64) or tuple(offsets.shape) != (batch,):
             got = f"{offsets.dtype} of shape {tuple(offsets.shape)}"
             raise InvalidProblem("seqlen_offsets", f"integers of shape {(batch,)}", got, fix)
-    elif not isinstance(offsets, int) or offsets < 0:
+    elif not isinstance(offsets, int | np.integer) or offsets < 0:
         raise InvalidProblem("seqlen_offsets", "an integer >= 0 or a tensor", repr(offsets), fix)
 
 
