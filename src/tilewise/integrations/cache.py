@@ -20,7 +20,7 @@ from tilewise.api import attention, attention_after, attention_paged
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
 from tilewise.integrations.descales import Descales
-from tilewise.integrations.translation import number_of, places, require_tensors
+from tilewise.integrations.translation import check_integers, number_of, places, require_tensors
 from tilewise.kv.writing import write_rows
 from tilewise.nn.rotary import check_tables, rotate
 
@@ -62,10 +62,10 @@ class Store:
             ("cache_batch_idx", self.batch_idx, len(self.k)), ("cache_leftpad", self.leftpad, self.capacity + 1)
         ):  # fmt: skip
             if numbers is not None:
-                _check_integers(name, numbers, (batch,), fix)
+                check_integers(name, numbers, (batch,), fix)
                 _check_bound(name, numbers, bound, "rows and slots of the cache", fix)
         if self.table is not None:
-            _check_integers("block_table", self.table, (batch, *self.table.shape[1:2]), "A row of pages a sequence.")
+            check_integers("block_table", self.table, (batch, *self.table.shape[1:2]), "A row of pages a sequence.")
 
     @property
     def capacity(self) -> int:
@@ -193,16 +193,10 @@ def _tokens(x: Tensor, cu_seqlens: Tensor | None, base: Lengths, *, spread: bool
     return sequence, (index if spread else torch.zeros_like(index)) + start
 
 
-def _check_integers(name: str, tensor: Tensor, shape: tuple[int, ...], fix: str) -> None:
-    if tensor.dtype not in (torch.int32, torch.int64) or tuple(tensor.shape) != shape:
-        got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-        raise InvalidProblem(name, f"a tensor of integers of shape {shape}", got, fix)
-
-
 def _check_lengths(name: str, seqlens: Any, batch: int) -> None:
     fix = "An int for all sequences, or int32 (batch,)."
     if isinstance(seqlens, Tensor):
-        _check_integers(name, seqlens, (batch,), fix)
+        check_integers(name, seqlens, (batch,), fix)
     elif seqlens is not None and (
         not isinstance(seqlens, int | np.integer) or isinstance(seqlens, bool) or seqlens < 0
     ):
@@ -225,7 +219,7 @@ def _check_offsets(cu_seqlens: Tensor | None, batch: int, rows: int) -> None:
     """Where the new rows of every sequence begin; what they say is looked at on a CPU only."""
     if cu_seqlens is None:
         return
-    _check_integers("cu_seqlens_k_new", cu_seqlens, (batch + 1,), "Running totals of the new tokens, as int32.")
+    check_integers("cu_seqlens_k_new", cu_seqlens, (batch + 1,), "Running totals of the new tokens, as int32.")
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         entries = cu_seqlens.tolist()
         if entries[0] != 0 or entries[-1] > rows or entries != sorted(entries):

@@ -22,6 +22,7 @@ from tilewise.integrations import aliases, cache, pieces
 from tilewise.integrations.descales import Descale, Descales, rescaled
 from tilewise.integrations.translation import (
     CACHE_NAMES,
+    UNBOUNDED,
     flag_of,
     length,
     number_of,
@@ -45,7 +46,6 @@ __all__ = [
 ]
 
 Result = Tensor | tuple[Tensor, Tensor]
-UNBOUNDED = (-1, -1)
 
 
 def install(*, force: bool = False) -> None:

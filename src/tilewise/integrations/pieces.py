@@ -9,11 +9,14 @@ is copied, nothing is read back from the device.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tilewise import ops
 from tilewise.errors import InvalidProblem
+from tilewise.integrations.translation import check_integers
 
 __all__ = ["cut"]
 
@@ -48,14 +51,10 @@ def cut(
     return _totals(cu_seqlens_q, row), _totals(cu_seqlens_k, key)
 
 
-def _check_used(name: str, used: object, stored: Tensor) -> None:
+def _check_used(name: str, used: Any, stored: Tensor) -> None:
     """Integers, one a sequence; on a CPU also none above what is stored."""
     fix = "The rows in use of every sequence, as int32 (batch,)."
-    expected = f"a tensor of integers of shape {tuple(stored.shape)}"
-    if not isinstance(used, Tensor):
-        raise InvalidProblem(name, expected, type(used).__name__, fix)
-    if used.dtype not in (torch.int32, torch.int64) or used.shape != stored.shape:
-        raise InvalidProblem(name, expected, f"{used.dtype} of shape {tuple(used.shape)}", fix)
+    check_integers(name, used, tuple(stored.shape), fix)
     if used.device.type != "cpu" or not ops.is_plain_eager((used, stored)):
         return
     for sequence, (rows, most) in enumerate(zip(used.tolist(), stored.tolist(), strict=True)):

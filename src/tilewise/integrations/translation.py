@@ -17,6 +17,7 @@ __all__ = [
     "FLASH_NAMES",
     "UNBOUNDED",
     "Window",
+    "check_integers",
     "flag_of",
     "length",
     "number_of",
@@ -66,6 +67,14 @@ def require_tensors(**tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise InvalidProblem(name, "a torch.Tensor", type(tensor).__name__, "Convert it with torch.as_tensor.")
+
+
+def check_integers(name: str, tensor: object, shape: tuple[int, ...], fix: str) -> None:
+    """Refuse what is no tensor of integers of this shape."""
+    if isinstance(tensor, Tensor) and tensor.dtype in (torch.int32, torch.int64) and tuple(tensor.shape) == shape:
+        return
+    got = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+    raise InvalidProblem(name, f"a tensor of integers of shape {shape}", got, fix)
 
 
 def flag_of(name: str, value: object) -> bool:

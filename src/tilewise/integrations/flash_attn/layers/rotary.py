@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
-from tilewise.integrations.translation import places
+from tilewise.integrations.translation import check_integers, places
 from tilewise.nn.rotary import check_tables, rotate
 
 __all__ = ["apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"]
@@ -90,9 +90,7 @@ def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> T
 def _check_offsets(offsets: object, batch: int) -> None:
     fix = "An int for all sequences, or an integer tensor (batch,); none below 0."
     if isinstance(offsets, Tensor):
-        if offsets.dtype not in (torch.int32, torch.int64) or tuple(offsets.shape) != (batch,):
-            got = f"{offsets.dtype} of shape {tuple(offsets.shape)}"
-            raise InvalidProblem("seqlen_offsets", f"integers of shape {(batch,)}", got, fix)
+        check_integers("seqlen_offsets", offsets, (batch,), fix)
     elif not isinstance(offsets, int | np.integer) or offsets < 0:
         raise InvalidProblem("seqlen_offsets", "an integer >= 0 or a tensor", repr(offsets), fix)
 
