@@ -101,47 +101,54 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self.function = getattr(paged, name)
         self.calls: list[tuple[Any, ...]] = []
+        self.named: list[dict[str, Any]] = []
         monkeypatch.setattr(paged, name, self)
+
+    def with_rows(self) -> int:
+        """Calls that are not there to be judged alone."""
+        return sum(len(call[0]) > 0 for call in self.calls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         self.calls.append(args)
+        self.named.append(kwargs)
         out: Tensor = self.function(*args, **kwargs)
         return out
 
 
 @needs_psutil
 def test_the_cache_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_pages, packed = Watch(monkeypatch, "attention_paged"), Watch(monkeypatch, "attention_varlen")
+    in_pages, packed = Watch(monkeypatch, "attention_after"), Watch(monkeypatch, "attention_varlen")
     model = build(llama())
     model.set_attn_implementation(FLASH_NAME)
     batched(model, prompts_of(5, 17, 9, 30), settings())
-    pages = {call[1].data_ptr() for call in in_pages.calls}
-    assert len(pages) == model.config.num_hidden_layers, "the same storage in every step, nothing gathered"
-    assert all(call[1].shape[1] == 8 for call in in_pages.calls)
-    assert len(packed.calls) == model.config.num_hidden_layers, "only the first step has nothing to read"
+    pages = [call[2][1] for call in in_pages.calls]
+    storages = {keys.data_ptr() for keys in pages}
+    assert len(storages) == model.config.num_hidden_layers, "the same storage in every step, nothing gathered"
+    assert all(keys.shape[1] == 8 for keys in pages)
+    assert packed.with_rows() == model.config.num_hidden_layers, "only the first step has nothing to read"
 
 
 @needs_psutil
 def test_layers_with_a_window_are_gathered_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_pages, packed = Watch(monkeypatch, "attention_paged"), Watch(monkeypatch, "attention_varlen")
+    in_pages, packed = Watch(monkeypatch, "attention_after"), Watch(monkeypatch, "attention_varlen")
     model = build(gemma2())
     model.set_attn_implementation(FLASH_NAME)
     batched(model, prompts_of(5, 17), settings())
-    assert len({call[1].data_ptr() for call in in_pages.calls}) == 1
-    assert len(packed.calls) == len(in_pages.calls) + 2, "both layers in the first step, then one of each a step"
+    assert len({call[2][1].data_ptr() for call in in_pages.calls}) == 1
+    assert packed.with_rows() == len(in_pages.calls) + 2, "both layers in the first step, then one of each a step"
 
 
 @needs_psutil
 def test_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with a common prompt read the same pages."""
-    watch = Watch(monkeypatch, "attention_paged")
+    watch = Watch(monkeypatch, "attention_after")
     model = build(llama())
     system = prompts_of(16)[0]
     prompts = [system + tail for tail in prompts_of(3, 4, 5)]
     expected = one_by_one(model, prompts)
     model.set_attn_implementation(FLASH_NAME)
     assert batched(model, prompts, settings(max_batch_tokens=19)) == expected
-    last = watch.calls[-1][3]
+    last = watch.named[-1]["block_table"]
     assert last.shape[0] > 1
     assert bool((last[:, :2] == last[0, :2]).all()), "two pages of the system prompt"
 
@@ -213,6 +220,38 @@ def test_what_fills_up_a_step_changes_nothing() -> None:
     values = torch.cat([v[slots[:4]], new_v[0, :, :2].transpose(0, 1)])
     expected = tw.attention(q[:, :, :2], *(t.transpose(0, 1)[None] for t in (keys, values)), causal=True)
     torch.testing.assert_close(outs[0][:, :2], expected.transpose(1, 2))
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": -1.0},
+    "sinks": {"sinks": torch.zeros(3)},
+    "scale": {"scale": torch.nan},
+    "window": {"sliding_window": 0},
+    "q": {"query": torch.zeros(1, 4, 3, 16)},
+    "value": {"value": torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)},
+}
+
+
+@pytest.mark.parametrize("ring", [False, True], ids=["pages", "ring"])
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_what_is_refused_writes_nothing(wrong: str, ring: bool) -> None:
+    """A cache that was written before the call is refused would hold tokens nobody has attended to."""
+    changes = dict(REFUSED[wrong])
+    k, v = torch.full((2, 40, 2, 8), 5.0)
+    written: list[Any] = []
+    cache = SimpleNamespace(
+        layer_index_to_group_indices={0: (0, 0)}, sliding_windows={0: 4 if ring else 1}, write_trash_index=TRASH,
+        block_size=4, key_cache=[k], value_cache=[v], update=lambda *given: written.append(given),
+    )  # fmt: skip
+    step = step_of([8, 9, 10, 11, 4, 5, 16, 17, 18], 0)
+    full = {"cu_seq_lens_k": step.cu_seq_lens_k["full_attention"], "max_length_k": 8}
+    step = dataclasses.replace(step, **full, sliding_window=changes.pop("sliding_window", None))
+    rows = [changes.pop(name, torch.zeros(1, n, 3, 8)) for name, n in (("query", 4), ("key", 2), ("value", 2))]
+    with pytest.raises(tw.TilewiseError):
+        paged.attend_to_cache(0, rows[0], rows[1], rows[2], cache, step, changes)
+    assert written == []
+    assert bool((k == 5.0).all())
+    assert bool((v == 5.0).all())
 
 
 def test_a_window_of_the_model_holds_where_the_cache_has_none() -> None:

@@ -239,6 +239,8 @@ ODD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "keys and a bad id": ({0: 1}.keys(), {"counts": [1], "tokens": ["7"]}, "tokens: expected"),
     "a table of requests": (np.zeros((2, 2), np.int64), {}, "requests: expected a list of request numbers"),
     "no requests": (None, {}, "requests: expected a list of request numbers, got None"),
+    "a tensor as a request": ([torch.tensor(0)], {}, r"request: expected a request .*, got tensor.0."),
+    "tensors of requests": ([torch.tensor([0, 1])], {}, r"request: expected a request .*, got tensor.\[0, 1"),
     "a list of lists": ([[0]], {}, "request: expected a request that was added and not freed, got .0."),
 }
 

@@ -323,17 +323,18 @@ class PageBook:
 
     def _batch_of(self, requests: Sequence[int]) -> Batch:
         """A step's requests, each of which is there once; decoding batches come again and again."""
-        if self._batch is not None and self._batch.requests == tuple(requests):
-            return self._batch
+        known = self._batch
         try:
+            if known is not None and known.hashed == hash(given := tuple(requests)) and known.requests == given:
+                return known
             states = list(map(self._requests.__getitem__, requests))
         except (KeyError, TypeError):
             states = [self._state(request) for request in requests]
         if len(set(requests)) < len(requests):
             twice = [r for n, r in enumerate(requests) if r in requests[:n]]
             raise InvalidProblem("requests", "each request once", f"{twice[0]} twice", "Give it a larger count.")
-        self._batch = Batch(requests, states)
-        return self._batch
+        self._batch = batch = Batch(requests, states)
+        return batch
 
     def _interrupt(self) -> None:
         """The next step is not just one token more for everybody."""

@@ -33,10 +33,12 @@ class Batch:
     the next token's is the one after it, but for those that need a page.
     """
 
-    __slots__ = ("ones", "requests", "rows", "slots", "states")
+    __slots__ = ("hashed", "ones", "requests", "rows", "slots", "states")
 
     def __init__(self, requests: Sequence[int], states: list[Request]) -> None:
         self.requests = tuple(requests)
+        # Before they are compared: a tensor of torch's is equal to the number it holds, but is no request.
+        self.hashed = hash(self.requests)
         self.states = states
         self.rows: Ints = np.array([state.row for state in states], np.int64)
         self.ones: Ints = np.ones(len(states), np.int64)

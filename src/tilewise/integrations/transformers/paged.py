@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from tilewise.api import attention_paged, attention_varlen
-from tilewise.errors import Unsupported
+from tilewise.api import attention_after, attention_varlen
+from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations.translation import Window
 
 __all__ = ["Step", "attend_to_cache"]
@@ -74,6 +74,7 @@ def attend_to_cache(
     if layer.pages is not None and reads:
         out = _in_place(q, k, v, layer.pages, layer, step, flags | {"window": window})
     else:
+        _judge(q, k, v, flags | {"window": window})
         k, v = layer.update(k, v, step)
         out = attention_varlen(
             q, k, v, step.cu_seq_lens_q.to(torch.int32), _of(step.cu_seq_lens_k, layer).to(torch.int32),
@@ -86,7 +87,7 @@ def attend_to_cache(
 def _in_place(
     q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor], layer: _Layer, step: Step, flags: dict[str, Any]
 ) -> Tensor:
-    """Write the new tokens, then read all of them through a table of pages."""
+    """Write the new tokens, once the call is judged, then read all of them through a table of pages."""
     k_pages, v_pages = pages
     page_size = k_pages.shape[1]
     cu_seqlens_k = _of(step.cu_seq_lens_k, layer)
@@ -97,13 +98,32 @@ def _in_place(
     else:
         block_table = _block_table(step.read_index[layer.group], cu_seqlens_k, _of(step.max_length_k, layer), page_size)
         slots = step.write_index[layer.group]
-    k_pages.flatten(0, 1).index_copy_(0, slots, k)
-    v_pages.flatten(0, 1).index_copy_(0, slots, v)
-    out: Tensor = attention_paged(
-        q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q=step.cu_seq_lens_q.to(torch.int32),
-        max_seqlen_q=step.max_length_q, causal=True, **flags,
+    for name, new, kept in (("key", k, k_pages), ("value", v, v_pages)):
+        _check_rows(name, new, (len(slots), *kept.shape[2:]), kept.dtype)
+
+    def write() -> None:
+        k_pages.flatten(0, 1).index_copy_(0, slots, k)
+        v_pages.flatten(0, 1).index_copy_(0, slots, v)
+
+    out, _ = attention_after(
+        write, "paged", (q, k_pages, v_pages), block_table=block_table, seqlens_k=seqlens_k,
+        cu_seqlens_q=step.cu_seq_lens_q.to(torch.int32), max_seqlen_q=step.max_length_q, causal=True,
+        window=flags["window"], softcap=flags.get("softcap"), scale=flags.get("scale"), sinks=flags.get("sinks"),
     )  # fmt: skip
     return out
+
+
+def _check_rows(name: str, new: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Such as fit the slots they go to."""
+    if new.shape != shape or new.dtype != dtype:
+        fix = "Make the cache for the model whose keys and values it keeps."
+        raise InvalidProblem(name, f"{shape} of {dtype} for the slots", f"{tuple(new.shape)}, {new.dtype}", fix)
+
+
+def _judge(q: Tensor, k: Tensor, v: Tensor, flags: dict[str, Any]) -> None:
+    """Raise what attention to these rows would: the cache writes them before it says what there is to read."""
+    none = torch.zeros(1, dtype=torch.int32, device=q.device)
+    attention_varlen(q[:0], k[:0], v[:0], none, none, max_seqlen_q=0, max_seqlen_k=0, causal=True, **flags)
 
 
 def _block_table(read_index: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, page_size: int) -> Tensor:
