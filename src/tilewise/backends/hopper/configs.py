@@ -51,6 +51,8 @@ class ForwardTile:
     SPLIT_SUM: bool = True
     OUT_IN_Q: bool = False
     CTAS_PER_SM: int = 1
+    QUICK_END: bool = False
+    HALF_FIRST: bool = False
 
 
 # Two CTAs an SM. N = 128/256/512/1024/2048/4096: full 68/92/162/289/585/1164 us, with two warpgroups that overlap more
