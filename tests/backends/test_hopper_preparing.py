@@ -111,3 +111,37 @@ def test_a_share_is_handed_out_before_a_tile_that_waits_for_it(
     ahead = front * sizes.num_blocks - plan.key_grid[0]
     assert all(max(of) < front * sizes.num_blocks for item, of in tiles.items() if item < front)
     assert all(max(of) - ahead < min(of) for item, of in tiles.items() if item >= front)
+
+
+# The longest has 3 blocks of keys; without queries, without keys, of one length, and one that comes late but is as long.
+LENGTHS = ((300, 260, 0, 130, 70, 129, 129, 1, 50), (300, 370, 200, 130, 0, 100, 100, 64, 300))
+LISTED = {
+    "d64": Case(heads=(3, 3), lengths=LENGTHS, causal=True, padding=5),
+    "d128": Case(128, heads=(2, 2), lengths=LENGTHS, causal=True),
+}
+
+
+@pytest.mark.parametrize("heads_a_wave", [1, 2, 3])
+@pytest.mark.parametrize("late_loads", [False, True], ids=["loads at once", "loads late"])
+@pytest.mark.parametrize("case", LISTED.values(), ids=LISTED.keys())
+def test_packed_sequences_behind_the_front(
+    case: Case,
+    late_loads: bool,
+    heads_a_wave: int,
+    emulated: Callable[[str], Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    MODE.late_loads = late_loads
+    plans = emulated("backward_plan")
+    monkeypatch.setattr(plans, "heads_per_wave", lambda *_: heads_a_wave)
+    monkeypatch.setattr(plans, "rows_together", lambda *_, **__: 0)
+    prepared = emulated("launch_backward").backward_pass
+    prepared.cache_clear()
+    counted = []
+    preparing = emulated("preparing")
+    prepare = preparing.prepare_tiles.function
+    monkeypatch.setattr(preparing, "prepare_tiles", lambda *args: (counted.append(int(args[4][0])), prepare(*args))[1])
+    check_backward(case, emulated)
+    prepared.cache_clear()
+    assert set(counted) > {3, 5}
+    assert (0 in counted) == (heads_a_wave < case.heads[0])

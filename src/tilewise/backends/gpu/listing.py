@@ -87,11 +87,13 @@ def list_call(
     together: int,
     of_keys: bool = False,
     cleared: tuple[str | None, str | None, str | None, str | None] = (None, None, None, None),
+    beside: tuple[Address, int, int] | None = None,
 ) -> KernelCall:
     """List the blocks of queries (of keys) at `work`.
 
     Sequences of one length are walked together up to `together` keys (queries), see `rows_together`. `cleared` names
-    what has rows past the last sequence: rows of queries and their lse, and two tensors of rows of keys.
+    what has rows past the last sequence: rows of queries and their lse, and two tensors of rows of keys. `beside`: where it
+    is said, in how many words, which sequences may be made ready while blocks so many entries earlier run.
     """
     parts = listed_parts(problem.seqlen_k if of_keys else problem.seqlen_q, block)
     dtypes = (problem.dtype, torch.float32, problem.dtype, problem.dtype)
@@ -108,6 +110,7 @@ def list_call(
         "totals": (problem.total_q, problem.total_k),
         "widths": _widths(problem, cleared[1] is not None),
         "num_heads": problem.num_heads,
+        **dict(zip(("beside_ptr", "beside_width", "lead"), beside or (None, 0, 0), strict=True)),
         "BLOCK": block,
         "OF_KEYS": of_keys,
         "IS_PAGED": paged,

@@ -22,12 +22,14 @@ import triton.language as tl
 
 from tilewise.backends.gpu.tails import clear_rows
 
-__all__ = ["ENTRY_WORDS", "LISTED_BLOCKS", "list_blocks", "list_blocks_kernel", "listed_item"]
+__all__ = ["BESIDE", "ENTRY_WORDS", "LATE", "LISTED_BLOCKS", "list_blocks", "list_blocks_kernel", "listed_item"]
 
 # As schedule.LIST_WORDS.
 ENTRY_WORDS = tl.constexpr(8)
 # Blocks that a program lists, and sequences it compares them with at a time.
 LISTED_BLOCKS, COMPARED = tl.constexpr(32), tl.constexpr(64)
+# What is said of a sequence that may be made ready beside the blocks of earlier ones.
+BESIDE, LATE = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -100,21 +102,61 @@ def list_blocks(
         tl.store(work_ptr, tl.sum(total, 0))
 
 
+@triton.jit
+def mark_beside(
+    sequence, beside_ptr, width, lead, cu_seqlens_q, seqlens_k, batch, rows_together,
+    BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr,
+):  # fmt: skip
+    """Say of a sequence whether it can be made ready while blocks `lead` entries earlier run: BESIDE if those that are
+    walked together with it have at most `lead` blocks, and LATE if the first of them comes no earlier.
+
+    A sequence has `width` words at beside_ptr: this one, and zeros.
+    """
+    count, lightest, passed = blocks_of(
+        lengths_at(sequence, sequence >= 0, cu_seqlens_q, seqlens_k, IS_PAGED), BLOCK, OF_KEYS
+    )
+    group_size = tl.maximum(rows_together // tl.maximum(passed * BLOCK, 1), 1)
+    before = tl.zeros([COMPARED], tl.int32)
+    companions = tl.zeros([COMPARED], tl.int32)
+    for first in range(0, batch, COMPARED):
+        others = first + tl.arange(0, COMPARED)
+        inside = others < batch
+        counts, floors, other_passed = blocks_of(
+            lengths_at(others, inside, cu_seqlens_q, seqlens_k, IS_PAGED), BLOCK, OF_KEYS
+        )
+        counts = tl.where(inside, counts, 0)
+        alike = other_passed == passed
+        ahead = (other_passed > passed) | (alike & (others // group_size < sequence // group_size))
+        before += tl.where(ahead, counts, 0)
+        companions += tl.where(alike & (others // group_size == sequence // group_size), counts, 0)
+    said = tl.where((count > 0) & (tl.sum(companions, 0) <= lead), BESIDE, 0)
+    said += tl.where(tl.sum(before, 0) >= lead, LATE, 0)
+    for first in range(0, width, COMPARED):
+        words = first + tl.arange(0, COMPARED)
+        tl.store(beside_ptr + sequence * width + words, tl.where(words == 0, said, 0), mask=words < width)
+
+
 @triton.jit(
-    do_not_specialize=["batch", "parts", "rows_together", "totals", "widths", "num_heads"],
+    do_not_specialize=["batch", "parts", "rows_together", "totals", "widths", "num_heads", "beside_width", "lead"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "seqlens_k", "q_rows_ptr", "lse_ptr", "k_rows_ptr", "v_rows_ptr"],
 )
 def list_blocks_kernel(
     work_ptr, cu_seqlens_q, seqlens_k, q_rows_ptr, lse_ptr, k_rows_ptr, v_rows_ptr, batch, parts, rows_together,
-    totals, widths, num_heads, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr,
+    totals, widths, num_heads, beside_ptr, beside_width, lead,
+    BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr,
 ):  # fmt: skip
     """List the blocks of BLOCK queries (keys); zero rows past the last sequence, -inf in their lse.
 
     Programs: at least batch x parts of a sequence's blocks; all together clear. seqlens_k is cu_seqlens_k, or the
     lengths of paged keys. rows_together: of sequences of one length, 0 without a causal mask. totals and widths are of
-    (queries, keys, values); a tensor that is None is not cleared.
+    (queries, keys, values); a tensor that is None is not cleared. beside_ptr: see mark_beside, or None.
     """
     program = tl.program_id(0)
+    if beside_ptr is not None:
+        if program < batch:
+            mark_beside(
+                program, beside_ptr, beside_width, lead, cu_seqlens_q, seqlens_k, batch, rows_together,
+                BLOCK, OF_KEYS, IS_PAGED)  # fmt: skip
     if program < batch * parts:
         list_blocks(
             program // parts, program % parts, work_ptr, cu_seqlens_q, seqlens_k, batch, rows_together,

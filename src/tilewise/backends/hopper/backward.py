@@ -27,7 +27,7 @@ from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.dq_tiles import add_block, row_units
 from tilewise.backends.hopper.finishing import count_done, ring_tile
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.preparing import await_prepared, preparer
+from tilewise.backends.hopper.preparing import await_listed, await_prepared, preparer
 from tilewise.backends.hopper.primitives import barrier_sync, exp2, uniform
 from tilewise.backends.hopper.row_statistics import make_row_tiles
 from tilewise.backends.hopper.schedule import (
@@ -125,6 +125,8 @@ def producer(
         tile_turn = tile_turn.next()
     if C.IS_VARLEN:
         num_entries = gl.load(work_ptr)
+        if C.AHEAD:
+            tile = take_any(counter_ptr, num_entries * sizes.num_items)
         tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
     while tile < sizes.num_tiles:
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 1, C)
@@ -134,7 +136,10 @@ def producer(
         row_tile = row_tile_of(item * group, q_span, sizes, C)
         lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
         if C.AHEAD:
-            await_prepared(item, counts_ptr, ahead, sizes, C)
+            if C.IS_VARLEN:
+                await_listed(item, q_span, kv_span, counts_ptr, sizes, C)
+            else:
+                await_prepared(item, counts_ptr, ahead, sizes, C)
         if lo < hi:  # the first query tile ahead of K and V: its place in the ring is free before theirs
             at = load_queries(
                 q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group, row_tile, lo, C
@@ -148,7 +153,10 @@ def producer(
             place = tile_at(kv_span, kv_head, first + w * 64, 0, C.IS_VARLEN)
             tma.async_copy_global_to_shared(v_desc, place, ready, pipe.v_smem.index(w))
         if C.IS_VARLEN:  # early, so that the atomic's latency hides behind this tile
-            taken = take_tile(counter_ptr, num_entries * sizes.num_items)
+            if C.AHEAD:
+                taken = take_any(counter_ptr, num_entries * sizes.num_items)
+            else:
+                taken = take_tile(counter_ptr, num_entries * sizes.num_items)
         for g in range(group):
             begin = gl.where(g == 0, lo + 1, lo)
             for m_block in range(begin, hi):
@@ -419,7 +427,7 @@ def backward_kernel(
                 sizes, pipe, C)),
             (preparer, (
                 out_desc, dout_desc, dq_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, sums_ptr, scale, row_tiles,
-                counts_ptr, ahead, pipe.tiles, sizes, C)),
+                counts_ptr, work_ptr, ahead, pipe.tiles, sizes, C)),
         ], [4, 1, 2], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([

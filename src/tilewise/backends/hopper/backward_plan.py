@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise.backends.gpu.launching import Allocation
-from tilewise.backends.gpu.listing import heads_per_wave, list_size, most_blocks
+from tilewise.backends.gpu.listing import heads_per_wave, list_size, most_blocks, rows_together
 from tilewise.backends.gpu.symbols import Address
 from tilewise.backends.hopper.backward_rows import BOUND_PARTS
 from tilewise.backends.hopper.configs import BackwardConfig, backward_config
@@ -16,7 +16,7 @@ from tilewise.backends.hopper.schedule import Sizes
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
-__all__ = ["QUERY_BLOCK", "BackwardPlan", "backward_plan", "streamed_bytes"]
+__all__ = ["QUERY_BLOCK", "BackwardPlan", "backward_plan"]
 
 # Heads walked together under a causal mask: what their key tiles (query tiles, for dQ alone) share, in this much of L2.
 L2_BYTES = 32 << 20
@@ -122,13 +122,44 @@ class BackwardPlan(NamedTuple):
 
     @property
     def num_counts(self) -> int:
-        """Of both."""
-        return self.key_sizes.num_items * (1 + self.config.FINISHES) if self.config.AHEAD else 0
+        """Of both; packed, of every sequence, which begin with what is said of it (work_list.mark_beside)."""
+        if not self.config.AHEAD:
+            return 0
+        if self.config.IS_VARLEN:
+            return self.problem.batch * self.count_width
+        return self.key_sizes.num_items * (1 + self.config.FINISHES)
+
+    @property
+    def count_width(self) -> int:
+        """Words of a packed sequence's counts."""
+        return self.key_sizes.num_items + 1
+
+    @property
+    def lead(self) -> int:
+        """How many entries of the list earlier a packed sequence is prepared: as many as the longest one has, and those
+        that are walked together.
+        """
+        return max(-(-self.problem.seqlen_k // self.config.BLOCK_N), self.together(of_keys=True) // self.config.BLOCK_N)
+
+    def together(self, *, of_keys: bool) -> int:
+        """Queries (keys, for dQ alone) of packed sequences of one length that are walked together."""
+        sizes = self.key_sizes if of_keys else self.query_sizes
+        banded = self.config.HAS_RIGHT or self.config.HAS_LEFT
+        return rows_together(streamed_bytes(self.problem, of_keys=of_keys), sizes.items_per_wave, banded=banded)
+
+    @property
+    def front_tiles(self) -> int:
+        """How many tiles before its own a share is prepared."""
+        if self.config.IS_VARLEN:
+            return self.lead * self.key_sizes.items_per_wave
+        return self.front_items * self.key_sizes.num_blocks
 
     @property
     def front_items(self) -> int:
         """K/V heads that the row kernel prepares: whole waves, a wave and AHEAD_ROUNDS of all CTAs at least."""
         sizes = self.key_sizes
+        if self.config.IS_VARLEN:  # which sequences these are, the device knows
+            return sizes.num_items
         banded = self.config.HAS_RIGHT and sizes.num_blocks >= CAUSAL_BLOCKS
         rounds = CAUSAL_AHEAD_ROUNDS if banded else AHEAD_ROUNDS
         waves = -(-(self.wave_tiles + int(rounds * self.key_grid[0])) // self.wave_tiles)

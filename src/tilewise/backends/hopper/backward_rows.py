@@ -13,6 +13,8 @@ own: 2^30 of them are a bound of what the row's sum can be, |dQ_id| <= sum_j P_i
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.work_list import BESIDE, LATE
+
 __all__ = ["bound_keys_kernel", "finish_queries_kernel", "prepare_rows_kernel"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -141,13 +143,14 @@ def units_of(dout, delta, lse, bounds_ptr, item, group_size):
         "cleared_items",
         "stats_items",
         "num_counts",
+        "wave_items",
     ],
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_seqlens"],
 )
 def prepare_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, dq_acc_ptr, counts_ptr, bounds_ptr, cu_seqlens,
     out_strides, dout_strides, num_heads, group_size, seqlen_q, total_q, batch, num_items, cleared_items, stats_items,
-    num_counts, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr,
+    num_counts, wave_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """[lse * log2(e) | delta - dlse] of one query tile, packed for one TMA load; its tile of the accumulator zeroed.
@@ -155,7 +158,8 @@ def prepare_rows_kernel(
     dlse enters here: dS = P (dP - delta + dlse). With units_ptr also the rows' units of a sum in fixed point. Programs:
     row tiles x items; packed, an item is a head. Only the first `cleared_items` are zeroed, and the
     first `stats_items` have statistics, if others are prepared beside the main kernel (preparing.py), which counts in
-    counts_ptr, from 0 on.
+    counts_ptr, from 0 on. Packed, that says of every sequence whether it is prepared there (work_list.mark_beside),
+    with wave_items heads a wave.
     """
     item = tl.program_id(0) % num_items
     row_tile = tl.program_id(0) // num_items
@@ -164,7 +168,11 @@ def prepare_rows_kernel(
     )
     head = (item % num_heads).to(tl.int64)
     rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = (rows < length) & (item < stats_items)
+    here = True
+    if PACKED and counts_ptr is not None:
+        said = tl.load(counts_ptr + sequence * (num_items + 1)) | tl.where(item >= wave_items, LATE, 0)
+        here = said != BESIDE + LATE
+    inside = (rows < length) & (item < stats_items) & here
     memory_rows = (first + rows).to(tl.int64)
     out = load_rows(out_ptr, out_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
     dout = load_rows(dout_ptr, dout_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
@@ -185,7 +193,7 @@ def prepare_rows_kernel(
         for count in range(tl.program_id(0), num_counts, tl.num_programs(0)):
             tl.store(counts_ptr + count, 0)
     if dq_acc_ptr is not None:
-        for block in range(tl.where(item < cleared_items, DQ_BLOCKS, 0)):
+        for block in range(tl.where((item < cleared_items) & here, DQ_BLOCKS, 0)):
             zeros = dq_acc_ptr + (tile * DQ_BLOCKS + block) * 4096 + tl.arange(0, 4096)
             tl.store(zeros, tl.zeros([4096], dq_acc_ptr.dtype.element_ty))
 

@@ -214,8 +214,10 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         V_STAGES=_value_stages(d + d_rest, dv + dv_rest),
         FIXED_POINT=problem.deterministic and not wide,
         SKIP_HIDDEN=not wide and d == 128 and has_right(problem),
-        AHEAD=prepares_ahead(problem) or finishes_inside(problem),
-        STATS_AHEAD=finishes_inside(problem) or (prepares_ahead(problem) and not problem.deterministic),
+        AHEAD=prepares_ahead(problem) or finishes_inside(problem) or prepares_listed(problem),
+        STATS_AHEAD=finishes_inside(problem)
+        or prepares_listed(problem)
+        or (prepares_ahead(problem) and not problem.deterministic),
         FINISHES=finishes_inside(problem),
         EVEN_K=not packed and problem.seqlen_k % block_n == 0,
         HAS_RIGHT=has_right(problem),
@@ -235,6 +237,13 @@ def prepares_ahead(problem: AttentionProblem) -> bool:
     width = max(problem.head_dim, problem.head_dim_v)
     longest = AHEAD_SEQLEN_K if has_right(problem) else AHEAD_FULL_SEQLEN_K
     return _is_plain(problem) and problem.seqlen_k <= longest and width <= (64 if problem.deterministic else 128)
+
+
+def prepares_listed(problem: AttentionProblem) -> bool:
+    """Whether packed sequences are prepared beside the main kernel."""
+    plain = problem.softcap is None and not has_left(problem) and problem.group_size == 1
+    narrow = max(problem.head_dim, problem.head_dim_v) <= MAX_NARROW_HEAD_DIM
+    return problem.kind == "varlen" and plain and narrow and has_right(problem) and not problem.deterministic
 
 
 def finishes_inside(problem: AttentionProblem) -> bool:

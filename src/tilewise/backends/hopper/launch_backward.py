@@ -21,10 +21,10 @@ from tilewise.backends.gpu.launching import (
     on_device,
     raw_views,
 )
-from tilewise.backends.gpu.listing import list_call, rows_together
+from tilewise.backends.gpu.listing import list_call
 from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
 from tilewise.backends.hopper.backward import backward_kernel
-from tilewise.backends.hopper.backward_plan import QUERY_BLOCK, BackwardPlan, backward_plan, streamed_bytes
+from tilewise.backends.hopper.backward_plan import QUERY_BLOCK, BackwardPlan, backward_plan
 from tilewise.backends.hopper.backward_rows import (
     BOUND_PARTS,
     bound_keys_kernel,
@@ -182,15 +182,15 @@ def backward_calls(plan: BackwardPlan, views: dict[str, View]) -> Iterator[Kerne
 def _list_call(plan: BackwardPlan, work: Address, views: dict[str, View], *, of_keys: bool) -> KernelCall:
     """List packed blocks; with those of keys, clear the gradients of rows past the last sequence."""
     problem, config = plan.problem, plan.config
-    sizes = plan.key_sizes if of_keys else plan.query_sizes
-    banded = config.HAS_RIGHT or config.HAS_LEFT
+    counts = plan.progress
     return list_call(
         problem,
         work,
         config.BLOCK_N if of_keys else QUERY_BLOCK,
-        together=rows_together(streamed_bytes(problem, of_keys=of_keys), sizes.items_per_wave, banded=banded),
+        together=plan.together(of_keys=of_keys),
         of_keys=of_keys,
         cleared=("dq" if "dq" in views else None, None, "dk", "dv") if of_keys else (None, None, None, None),
+        beside=(counts, plan.count_width, plan.lead) if of_keys and counts is not None else None,
     )
 
 
@@ -249,7 +249,8 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "num_items": items,
         "cleared_items": cleared,
         "stats_items": stats,
-        "num_counts": plan.num_counts,
+        "num_counts": 0 if config.IS_VARLEN else plan.num_counts,
+        "wave_items": plan.key_sizes.items_per_wave,
         "BLOCK_M": config.BLOCK_M,
         "HEAD_DIM": problem.head_dim_v,
         "BLOCK_D": _power_of_two(problem.head_dim_v),
@@ -325,7 +326,7 @@ def _lead(plan: BackwardPlan, views: dict[str, View]) -> Ahead:
     """How far ahead, and where dQ lies."""
     strides = _stride_units(views["dq"]) if "dq" in views else (0, 0, 0)
     return Ahead(
-        plan.front_items, plan.ring_items, plan.finished_items, plan.lag, *strides, plan.problem.head_dim // STRIDE_UNIT
+        plan.front_items, plan.front_tiles, plan.ring_items, plan.finished_items, plan.lag, *strides, plan.problem.head_dim // STRIDE_UNIT
     )
 
 

@@ -26,16 +26,20 @@ from triton.experimental.gluon import language as gl
 from tilewise.backends.hopper.channels import start
 from tilewise.backends.hopper.finishing import clear_tile, finish_share
 from tilewise.backends.hopper.row_statistics import compute_statistics, load_rows
-from tilewise.backends.hopper.schedule import place_of, row_tile_of
+from tilewise.backends.hopper.schedule import first_turn, listed_rows, place_of, row_tile_of
 from tilewise.backends.hopper.signals import load_acquire, publish
 
-__all__ = ["Ahead", "await_prepared", "preparer"]
+__all__ = ["Ahead", "await_listed", "await_prepared", "preparer"]
+
+# As work_list.BESIDE and LATE.
+BESIDE, LATE = gl.constexpr(1), gl.constexpr(2)
 
 
 class Ahead(NamedTuple):
     """How far ahead heads are prepared, how far behind finished, and where dQ lies: strides and width in 8 elements."""
 
     front_items: int
+    front_tiles: int
     ring_items: int
     finished_items: int
     lag: int
@@ -46,56 +50,104 @@ class Ahead(NamedTuple):
 
 
 @gluon.jit
-def prepare_share(
-    share, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, sizes, C: gl.constexpr
-):
-    """The query tiles of one share, of every query head; (head of keys, turn of the row tiles)."""
-    block, item = place_of(share, sizes, False)
-    batch_idx = item // sizes.num_heads
-    first_head = (item - batch_idx * sizes.num_heads) * sizes.group_size
-    count = gl.cdiv(sizes.row_tiles, sizes.num_blocks)
+def prepare_tiles(
+    block, num_blocks, item, kv_head, span, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr,
+    row_tiles, sizes, C: gl.constexpr,
+):  # fmt: skip
+    """The query tiles that belong to one of `num_blocks` blocks of keys, of every query head; turn of the row tiles."""
+    seqlen_q = span[2]
+    num_tiles = gl.cdiv(seqlen_q, C.BLOCK_M) if C.IS_VARLEN else sizes.row_tiles
+    count = gl.cdiv(num_tiles, num_blocks)
     begin = block * count
-    end = min(begin + count, sizes.row_tiles)
+    end = min(begin + count, num_tiles)
     for g in range(sizes.group_size):
         query_item = item * sizes.group_size + g
-        row_tile = row_tile_of(query_item, (batch_idx, 0, sizes.seqlen_q), sizes, C)
+        row_tile = row_tile_of(query_item, span, sizes, C)
         for m_block in range(begin, end):
             row = m_block * C.BLOCK_M
             if C.STATS_AHEAD:
-                load_rows(out_desc, dout_desc, row_tiles, turn, batch_idx, first_head + g, row)
+                load_rows(out_desc, dout_desc, row_tiles, turn, span, kv_head * sizes.group_size + g, row, C)
             if not C.FINISHES:
                 clear_tile(sums_ptr, row_tile + m_block, C)
             if C.STATS_AHEAD:
                 stats = stats_ptr + gl.to_tensor(row_tile + m_block).to(gl.int64) * (2 * C.BLOCK_M)
-                first_row = gl.to_tensor(query_item).to(gl.int64) * sizes.seqlen_q + row
-                compute_statistics(lse_ptr, dlse_ptr, stats, row_tiles, turn, first_row, sizes.seqlen_q - row, C)
+                rows = sizes.total_q if C.IS_VARLEN else sizes.seqlen_q
+                first_row = gl.to_tensor(query_item).to(gl.int64) * rows + (span[1] + row)
+                compute_statistics(lse_ptr, dlse_ptr, stats, row_tiles, turn, first_row, seqlen_q - row, C)
                 turn = turn.next()
-    return item, turn
+    return turn
+
+
+@gluon.jit
+def prepare_share(
+    share, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, counts_ptr, sizes,
+    C: gl.constexpr,
+):  # fmt: skip
+    """One share of a head of dense tensors, counted; the turn of the row tiles."""
+    block, item = place_of(share, sizes, False)
+    batch_idx = item // sizes.num_heads
+    span = (batch_idx, 0, sizes.seqlen_q)
+    turn = prepare_tiles(
+        block, sizes.num_blocks, item, item - batch_idx * sizes.num_heads, span, turn, out_desc, dout_desc, lse_ptr,
+        dlse_ptr, stats_ptr, sums_ptr, row_tiles, sizes, C)  # fmt: skip
+    publish()
+    gl.atomic_add(counts_ptr + item, 1, sem="relaxed")
+    return turn
+
+
+@gluon.jit
+def prepare_listed(
+    share, num_entries, work_ptr, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles,
+    counts_ptr, sizes, C: gl.constexpr,
+):  # fmt: skip
+    """One share of a head of a packed sequence, counted if that sequence is prepared beside; the turn of the tiles."""
+    block, head, span, num_keys = listed_rows(share, num_entries, work_ptr, sizes)
+    if is_beside(span[0], head, counts_ptr, sizes):
+        turn = prepare_tiles(
+            block, gl.cdiv(num_keys, C.BLOCK_N), head, head, span, turn, out_desc, dout_desc, lse_ptr, dlse_ptr,
+            stats_ptr, sums_ptr, row_tiles, sizes, C)  # fmt: skip
+        publish()
+        gl.atomic_add(counts_ptr + span[0] * (sizes.num_items + 1) + 1 + head, 1, sem="relaxed")
+    return turn
+
+
+@gluon.jit
+def is_beside(sequence, head, counts_ptr, sizes):
+    """Whether a head of a packed sequence is prepared here: LATE matters only in the first wave of heads."""
+    said = gl.load(counts_ptr + sequence * (sizes.num_items + 1))
+    return (said | gl.where(head >= sizes.items_per_wave, LATE, 0)) == (BESIDE | LATE)
 
 
 @gluon.jit
 def preparer(
-    out_desc, dout_desc, dq_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, sums_ptr, scale, row_tiles, counts_ptr, ahead,
-    tiles, sizes, C: gl.constexpr,
+    out_desc, dout_desc, dq_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, sums_ptr, scale, row_tiles, counts_ptr, work_ptr,
+    ahead, tiles, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """For every tile that this CTA takes, a share of a head that comes later and one of a head that is done."""
     turn = start(1)
-    tile_turn = start(1)
+    tile_turn = first_turn(C)
     tile = gl.program_id(0) * 0
+    num_tiles = sizes.num_tiles
+    if C.IS_VARLEN:
+        num_entries = gl.load(work_ptr)
+        num_tiles = num_entries * sizes.num_items
     while tile < sizes.num_tiles:
         tiles.wait(tile_turn)
         tile = tiles.word(tile_turn, 0, 2)
         tiles.release(tile_turn)
         tile_turn = tile_turn.next()
-        share = tile + ahead.front_items * sizes.num_blocks
-        if not C.FINISHES:  # the first tiles are not taken from the counter
+        share = tile + ahead.front_tiles
+        if not (C.FINISHES or C.IS_VARLEN):  # the first tiles are not taken from the counter
             share -= gl.num_programs(0)
-        if share < sizes.num_tiles:
-            item, turn = prepare_share(
-                share, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, sizes, C
-            )
-            publish()
-            gl.atomic_add(counts_ptr + item, 1, sem="relaxed")
+        if share < num_tiles:
+            if C.IS_VARLEN:
+                turn = prepare_listed(
+                    share, num_entries, work_ptr, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr,
+                    row_tiles, counts_ptr, sizes, C)  # fmt: skip
+            else:
+                turn = prepare_share(
+                    share, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, counts_ptr,
+                    sizes, C)  # fmt: skip
         if C.FINISHES and tile >= ahead.lag:
             turn = finish_share(
                 tile - ahead.lag, turn, dq_desc, dq_ptr, sums_ptr, scale, row_tiles, counts_ptr, ahead, sizes, C
@@ -110,4 +162,13 @@ def await_prepared(item, counts_ptr, ahead, sizes, C: gl.constexpr):
         shares += gl.where(item >= ahead.ring_items, sizes.num_blocks, 0)
     if shares > 0:
         while load_acquire(counts_ptr + item) < shares:
+            pass
+
+
+@gluon.jit
+def await_listed(head, q_span, kv_span, counts_ptr, sizes, C: gl.constexpr):
+    """Producer: wait until all shares of a head of a packed sequence are counted."""
+    if is_beside(q_span[0], head, counts_ptr, sizes):
+        at = counts_ptr + q_span[0] * (sizes.num_items + 1) + 1 + head
+        while load_acquire(at) < gl.cdiv(kv_span[2], C.BLOCK_N):
             pass

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.hopper.channels import Ring, make_ring
-from tilewise.backends.hopper.layouts import slots_shape
+from tilewise.backends.hopper.layouts import slots_shape, tile_at
 from tilewise.backends.hopper.primitives import LOG2E
 
 __all__ = ["RowTiles", "compute_statistics", "load_rows", "make_row_tiles"]
@@ -42,17 +42,17 @@ class RowTiles:
 @gluon.jit
 def make_row_tiles(dout_desc, C: gl.constexpr):
     """Allocate them; the caller fences before the roles start."""
-    SHAPE: gl.constexpr = slots_shape(1, C.BLOCK_M, C.D, False)
+    SHAPE: gl.constexpr = slots_shape(1, C.BLOCK_M, C.D, C.IS_VARLEN)
     out_smem = gl.allocate_shared_memory(dout_desc.dtype, SHAPE, dout_desc.layout)
     dout_smem = gl.allocate_shared_memory(dout_desc.dtype, SHAPE, dout_desc.layout)
     return RowTiles(out_smem, dout_smem, make_ring(1, 1))
 
 
 @gluon.jit
-def load_rows(out_desc, dout_desc, tiles, at, batch_idx, head, row):
+def load_rows(out_desc, dout_desc, tiles, at, span, head, row, C: gl.constexpr):
     """Start the copies of a tile."""
     ready = tiles.ring.acquire(at, 2 * dout_desc.block_type.nbytes)
-    place = [batch_idx, head, row, 0]
+    place = tile_at(span, head, row, 0, C.IS_VARLEN)
     tma.async_copy_global_to_shared(out_desc, place, ready, tiles.out_smem.index(0))
     tma.async_copy_global_to_shared(dout_desc, place, ready, tiles.dout_smem.index(0))
 

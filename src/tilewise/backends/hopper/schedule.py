@@ -31,6 +31,7 @@ __all__ = [
     "first_turn",
     "following_tile",
     "key_tiles",
+    "listed_rows",
     "listed_words",
     "make_tiles",
     "next_tile",
@@ -156,6 +157,15 @@ def listed_words(tile, num_entries, work_ptr, sizes):
     listed = gl.load(work_ptr + (entry + 1) * WORDS + words, mask=exists & (words >= 0), other=0)
     number = gl.where(exists, tile, sizes.num_tiles)
     return number, gl.where(words == 0, number, gl.where(words == 2, head, listed))
+
+
+@gluon.jit
+def listed_rows(tile, num_entries, work_ptr, sizes):
+    """(block, head, span of queries, number of keys) of a tile that the list has."""
+    WORDS: gl.constexpr = LIST_WORDS
+    entry, head = _place(tile, num_entries, sizes)
+    at = work_ptr + (entry + 1) * WORDS
+    return gl.load(at + 1), head, (gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)), gl.load(at + 7)
 
 
 @gluon.jit
