@@ -39,6 +39,7 @@ class Entry(NamedTuple):
 def listed(
     lengths: tuple[list[int], list[int]],
     module: Callable[[str], Any],
+    others: dict[str, torch.Tensor] | None = None,
     *,
     paged: bool = False,
     slack: tuple[int, int] = (300, 1),
@@ -54,6 +55,7 @@ def listed(
     listing = module("listing")
     cu = [torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in lengths]
     tensors = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "seqlens_k": torch.tensor(lengths[1]).to(torch.int32)}
+    tensors |= others or {}
     total = problem.total_k if options.get("of_keys") else problem.total_q
     most = listing.most_blocks(total, BLOCK, problem.batch)
     tensors["work"] = torch.full((listing.list_size(most),), -1, dtype=torch.int32)
@@ -121,3 +123,32 @@ def test_row_tiles_have_room_for_every_sequence(emulated: Callable[[str], Any]) 
             (i, m): sum(lengths[:i]) // 64 + i + m for i, n in enumerate(lengths) for m in range(-(-n // 64))
         }
         assert all(first == sum(lengths[:s]) for s, first, length, m in found if m * 64 < length)
+
+
+@pytest.mark.parametrize("lead", [1, 3, 40])
+@pytest.mark.parametrize("together", [0, 1000], ids=["full", "banded"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_what_is_prepared_beside_is_handed_out_before_it_is_waited_for(
+    lengths: tuple[list[int], list[int]],
+    together: int,
+    lead: int,
+    emulated: Callable[[str], Any],  # noqa: F811
+) -> None:
+    """Whoever takes tile t from the counter prepares tile t + lead * heads a wave (preparing.py)."""
+    said = torch.full((len(lengths[0]) * 3,), -1, dtype=torch.int32)
+    beside = (emulated("listing").Address("said", torch.int32), 3, lead)
+    entries = listed(lengths, emulated, {"said": said}, together=together, of_keys=True, beside=beside)
+    assert not said.view(-1, 3)[:, 1:].any()
+    marks = said.view(-1, 3)[:, 0].tolist()
+    assert all(0 <= mark <= 3 for mark in marks)
+    assert not any(mark & 1 for mark, keys in zip(marks, lengths[1], strict=True) if keys == 0)
+    for heads, wave in ((5, 5), (5, 2), (4, 2)):
+        tiles: dict[tuple[int, int], list[int]] = {}
+        for tile in range(len(entries) * heads):
+            first = tile // (wave * len(entries)) * wave
+            entry, head = divmod(tile - first * len(entries), min(wave, heads - first))
+            tiles.setdefault((entries[entry].sequence, first + head), []).append(tile)
+        for (sequence, head), of in tiles.items():
+            if marks[sequence] | 2 * (head >= wave) == 3:
+                assert 0 <= min(of) - lead * wave
+                assert max(of) - lead * wave < min(of)

@@ -108,7 +108,8 @@ def mark_beside(
     BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr,
 ):  # fmt: skip
     """Say of a sequence whether it can be made ready while blocks `lead` entries earlier run: BESIDE if those that are
-    walked together with it have at most `lead` blocks, and LATE if the first of them comes no earlier.
+    walked together with it have at most `lead` blocks, of as many at least, and LATE if the first of them comes no
+    earlier.
 
     A sequence has `width` words at beside_ptr: this one, and zeros.
     """
@@ -117,6 +118,7 @@ def mark_beside(
     )
     group_size = tl.maximum(rows_together // tl.maximum(passed * BLOCK, 1), 1)
     before = tl.zeros([COMPARED], tl.int32)
+    total = tl.zeros([COMPARED], tl.int32)
     companions = tl.zeros([COMPARED], tl.int32)
     for first in range(0, batch, COMPARED):
         others = first + tl.arange(0, COMPARED)
@@ -125,11 +127,12 @@ def mark_beside(
             lengths_at(others, inside, cu_seqlens_q, seqlens_k, IS_PAGED), BLOCK, OF_KEYS
         )
         counts = tl.where(inside, counts, 0)
+        total += counts
         alike = other_passed == passed
         ahead = (other_passed > passed) | (alike & (others // group_size < sequence // group_size))
         before += tl.where(ahead, counts, 0)
         companions += tl.where(alike & (others // group_size == sequence // group_size), counts, 0)
-    said = tl.where((count > 0) & (tl.sum(companions, 0) <= lead), BESIDE, 0)
+    said = tl.where((count > 0) & (tl.sum(companions, 0) <= lead) & (tl.sum(total, 0) >= lead), BESIDE, 0)
     said += tl.where(tl.sum(before, 0) >= lead, LATE, 0)
     for first in range(0, width, COMPARED):
         words = first + tl.arange(0, COMPARED)
