@@ -170,7 +170,8 @@ def prepare_rows_kernel(
     rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     here = True
     if PACKED and counts_ptr is not None:
-        said = tl.load(counts_ptr + sequence * (num_items + 1)) | tl.where(item >= wave_items, LATE, 0)
+        said = tl.load(counts_ptr + sequence * (num_items // group_size + 1))
+        said |= tl.where(item // group_size >= wave_items, LATE, 0)
         here = said != BESIDE + LATE
     inside = (rows < length) & (item < stats_items) & here
     memory_rows = (first + rows).to(tl.int64)

@@ -53,6 +53,8 @@ class ForwardTile:
     CTAS_PER_SM: int = 1
     QUICK_END: bool = False
     HALF_FIRST: bool = False
+    FEW_TILES: int = 0
+    NO_CHECK: bool = False
 
 
 # Two CTAs an SM. N = 128/256/512/1024/2048/4096: full 68/92/162/289/585/1164 us, with two warpgroups that overlap more
@@ -138,6 +140,11 @@ class ForwardConfig(ForwardTile):
     IS_PAGED: bool = False
     PAGE_SIZE: int = 0
     CHUNK: int = 0
+
+    @property
+    def eager(self) -> ForwardConfig:
+        """The same with a maximum in every tile."""
+        return replace(self, AT_ONCE=False, IS_LAZY=False)
 
     @property
     def in_tiles_of_64(self) -> ForwardConfig:
@@ -241,7 +248,7 @@ def prepares_ahead(problem: AttentionProblem) -> bool:
 
 def prepares_listed(problem: AttentionProblem) -> bool:
     """Whether packed sequences are prepared beside the main kernel."""
-    plain = problem.softcap is None and not has_left(problem) and problem.group_size == 1
+    plain = problem.softcap is None and not has_left(problem)
     narrow = max(problem.head_dim, problem.head_dim_v) <= MAX_NARROW_HEAD_DIM
     return problem.kind == "varlen" and plain and narrow and has_right(problem) and not problem.deterministic
 

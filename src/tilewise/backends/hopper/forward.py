@@ -332,6 +332,21 @@ def store_output(acc, acc_rest, out_desc, slot, span, head, row, pipe, C: gl.con
 
 
 @gluon.jit
+def recovered(
+    acc, factor, row_sum, kv_desc, q_slot, last, count, row, q_span, kv_span, head, item, scale_log2, cap_scale,
+    lse_ptr, sinks_ptr, sizes, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """(O, factor that normalises it), computed again if rows are lost, and their lse with them."""
+    if lost_rows(acc, row_sum, C):
+        acc, row_ref, row_sum = attend_again(
+            kv_desc, q_slot, last, count, row, q_span, kv_span, head, scale_log2, cap_scale, sizes, pipe, WARPGROUP, C
+        )
+        factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
+        store_lse(lse, lse_ptr, item, row, q_span[1], q_span[2], sizes, C)
+    return acc, factor
+
+
+@gluon.jit
 def consumer(
     kv_desc, out_desc, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, WARPGROUP: gl.constexpr,
     C: gl.constexpr,
@@ -341,6 +356,7 @@ def consumer(
     BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
     # Packed words go with the next tile; of wide dense heads, dividing before the last wait costs D=256 two spills.
     DIVIDES_LATE: gl.constexpr = C.OUT_IN_Q and not C.IS_VARLEN
+    EAGER: gl.constexpr = C.eager
     at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
     tile_turn = first_turn(C)
@@ -364,6 +380,13 @@ def consumer(
                 acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                     last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
                     seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+        if C.FEW_TILES:
+            begin_at_once = gl.where(count > C.FEW_TILES, begin, end)
+            for i in range(begin, begin_at_once):
+                acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
+                    last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
+                    seqlen_q, seqlen_k, sizes, pipe, False, EAGER)  # fmt: skip
+            begin = begin_at_once
         for i in range(begin, end):
             acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                 last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
@@ -406,13 +429,20 @@ def consumer(
             pipe.v_ring.release(at)
         at = at.next()
         if C.AT_ONCE:
-            if lost_rows(acc, row_sum, C):
+            if C.QUICK_END:
+                if C.FEW_TILES:
+                    if count > C.FEW_TILES:
+                        acc, factor = recovered(
+                            acc, factor, row_sum, kv_desc, q_lane.slot, last, count, row, q_span, kv_span, head, item,
+                            scale_log2, cap_scale, lse_ptr, sinks_ptr, sizes, pipe, WARPGROUP, C)  # fmt: skip
+                elif not C.NO_CHECK:
+                    acc, factor = recovered(
+                        acc, factor, row_sum, kv_desc, q_lane.slot, last, count, row, q_span, kv_span, head, item,
+                        scale_log2, cap_scale, lse_ptr, sinks_ptr, sizes, pipe, WARPGROUP, C)  # fmt: skip
+            elif lost_rows(acc, row_sum, C):
                 acc, row_ref, row_sum = attend_again(
                     kv_desc, q_lane.slot, last, count, row, q_span, kv_span, head, scale_log2, cap_scale, sizes, pipe,
                     WARPGROUP, C)  # fmt: skip
-                if C.QUICK_END:
-                    factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
-                    store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
             pipe.q_ring.release(q_lane)
             if not C.QUICK_END:
                 factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
