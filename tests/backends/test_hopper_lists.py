@@ -150,5 +150,5 @@ def test_what_is_prepared_beside_is_handed_out_before_it_is_waited_for(
             tiles.setdefault((entries[entry].sequence, first + head), []).append(tile)
         for (sequence, head), of in tiles.items():
             if marks[sequence] | 2 * (head >= wave) == 3:
-                assert 0 <= min(of) - lead * wave
+                assert min(of) >= lead * wave
                 assert max(of) - lead * wave < min(of)

@@ -92,8 +92,8 @@ def list_call(
     """List the blocks of queries (of keys) at `work`.
 
     Sequences of one length are walked together up to `together` keys (queries), see `rows_together`. `cleared` names
-    what has rows past the last sequence: rows of queries and their lse, and two tensors of rows of keys. `beside`: where it
-    is said, in how many words, which sequences may be made ready while blocks so many entries earlier run.
+    what has rows past the last sequence: rows of queries and their lse, and two tensors of rows of keys. `beside`:
+    where, and in how many words, it is said which sequences may be made ready while blocks so many entries earlier run.
     """
     parts = listed_parts(problem.seqlen_k if of_keys else problem.seqlen_q, block)
     dtypes = (problem.dtype, torch.float32, problem.dtype, problem.dtype)

@@ -113,9 +113,8 @@ def mark_beside(
 
     A sequence has `width` words at beside_ptr: this one, and zeros.
     """
-    count, lightest, passed = blocks_of(
-        lengths_at(sequence, sequence >= 0, cu_seqlens_q, seqlens_k, IS_PAGED), BLOCK, OF_KEYS
-    )
+    own = blocks_of(lengths_at(sequence, sequence >= 0, cu_seqlens_q, seqlens_k, IS_PAGED), BLOCK, OF_KEYS)
+    passed = own[2]
     group_size = tl.maximum(rows_together // tl.maximum(passed * BLOCK, 1), 1)
     before = tl.zeros([COMPARED], tl.int32)
     total = tl.zeros([COMPARED], tl.int32)
@@ -123,16 +122,14 @@ def mark_beside(
     for first in range(0, batch, COMPARED):
         others = first + tl.arange(0, COMPARED)
         inside = others < batch
-        counts, floors, other_passed = blocks_of(
-            lengths_at(others, inside, cu_seqlens_q, seqlens_k, IS_PAGED), BLOCK, OF_KEYS
-        )
-        counts = tl.where(inside, counts, 0)
+        others_own = blocks_of(lengths_at(others, inside, cu_seqlens_q, seqlens_k, IS_PAGED), BLOCK, OF_KEYS)
+        counts = tl.where(inside, others_own[0], 0)
         total += counts
-        alike = other_passed == passed
-        ahead = (other_passed > passed) | (alike & (others // group_size < sequence // group_size))
+        alike = others_own[2] == passed
+        ahead = (others_own[2] > passed) | (alike & (others // group_size < sequence // group_size))
         before += tl.where(ahead, counts, 0)
         companions += tl.where(alike & (others // group_size == sequence // group_size), counts, 0)
-    said = tl.where((count > 0) & (tl.sum(companions, 0) <= lead) & (tl.sum(total, 0) >= lead), BESIDE, 0)
+    said = tl.where((own[0] > 0) & (tl.sum(companions, 0) <= lead) & (tl.sum(total, 0) >= lead), BESIDE, 0)
     said += tl.where(tl.sum(before, 0) >= lead, LATE, 0)
     for first in range(0, width, COMPARED):
         words = first + tl.arange(0, COMPARED)
@@ -155,7 +152,7 @@ def list_blocks_kernel(
     (queries, keys, values); a tensor that is None is not cleared. beside_ptr: see mark_beside, or None.
     """
     program = tl.program_id(0)
-    if beside_ptr is not None:
+    if beside_ptr is not None:  # noqa: SIM102  (this one is for the compiler)
         if program < batch:
             mark_beside(
                 program, beside_ptr, beside_width, lead, cu_seqlens_q, seqlens_k, batch, rows_together,

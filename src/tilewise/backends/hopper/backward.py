@@ -2,7 +2,7 @@
 
 Grid: one CTA per SM, persistent, key tiles from the counter. Roles:
   producer   one warp: K and V of the tile, then a ring of (Q, dO, row statistics) tiles of all the group's query heads
-  preparer   two warps, of dense tensors: row statistics and zeros for later tiles (preparing.py), dQ (finishing.py)
+  preparer   two warps, where that pays: row statistics and zeros for later tiles (preparing.py), dQ (finishing.py)
   consumers  two warpgroups of 64 keys. Per query tile
                S^T = K Q^T, dP^T = V dO^T           from shared memory
                P^T = exp2(S^T - lse), dS^T = P^T (dP^T - delta)

@@ -150,8 +150,8 @@ def units_of(dout, delta, lse, bounds_ptr, item, group_size):
 def prepare_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, dq_acc_ptr, counts_ptr, bounds_ptr, cu_seqlens,
     out_strides, dout_strides, num_heads, group_size, seqlen_q, total_q, batch, num_items, cleared_items, stats_items,
-    num_counts, wave_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr,
-    PACKED: tl.constexpr,
+    num_counts, wave_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """[lse * log2(e) | delta - dlse] of one query tile, packed for one TMA load; its tile of the accumulator zeroed.
 

@@ -194,6 +194,9 @@ class BackwardConfig:
 BACKWARD_BLOCK_M = {64: 128, 128: 64}
 # The longest sequences whose backward is faster with heads prepared beside it: under a causal mask, and without.
 AHEAD_SEQLEN_K, AHEAD_FULL_SEQLEN_K = 4096, 2048
+# Keys of packed sequences, in the mean, from which it is not slower with sequences prepared beside it. D=128 causal,
+# 512/1024/2048/4096/8192 keys each: 204/305/393/470/519 -> 201/305/392/475/523 TFLOP/s; of 7 to 4096 keys 414 -> 424.
+LISTED_KEYS = 1024
 # The longest ones whose backward at D=128, under a causal mask, is faster with dQ finished in the main kernel; longer
 # ones were not timed.
 FINISHED_SEQLEN_K = 16384
@@ -247,10 +250,12 @@ def prepares_ahead(problem: AttentionProblem) -> bool:
 
 
 def prepares_listed(problem: AttentionProblem) -> bool:
-    """Whether packed sequences are prepared beside the main kernel."""
-    plain = problem.softcap is None and not has_left(problem)
+    """Whether packed sequences are prepared beside the main kernel: where that was timed and is not slower."""
+    banded = has_right(problem) and not has_left(problem)
+    plain = banded and problem.softcap is None and not problem.deterministic
     narrow = max(problem.head_dim, problem.head_dim_v) <= MAX_NARROW_HEAD_DIM
-    return problem.kind == "varlen" and plain and narrow and has_right(problem) and not problem.deterministic
+    long = problem.total_k >= LISTED_KEYS * problem.batch
+    return problem.kind == "varlen" and plain and narrow and long
 
 
 def finishes_inside(problem: AttentionProblem) -> bool:

@@ -326,7 +326,13 @@ def _lead(plan: BackwardPlan, views: dict[str, View]) -> Ahead:
     """How far ahead, and where dQ lies."""
     strides = _stride_units(views["dq"]) if "dq" in views else (0, 0, 0)
     return Ahead(
-        plan.front_items, plan.front_tiles, plan.ring_items, plan.finished_items, plan.lag, *strides, plan.problem.head_dim // STRIDE_UNIT
+        plan.front_items,
+        plan.front_tiles,
+        plan.ring_items,
+        plan.finished_items,
+        plan.lag,
+        *strides,
+        plan.problem.head_dim // STRIDE_UNIT,
     )
 
 

@@ -12,6 +12,12 @@ Nobody waits in a circle: the last share of the head of tile t belongs to a tile
 sees to it that the front is at least a wave and num_programs long (backward_plan.front_items). So that share went to a
 tile with a smaller number than t, which was taken before t, by a CTA that runs. Preparers wait for TMA alone, but where
 they finish dQ, too: for whom, finishing.py says.
+
+Packed, a head of a sequence takes the place of a head, an entry of the list that of a block, and all tiles come from
+the counter. A share is prepared `front_tiles` numbers before its tile: a wave's heads times as many entries as the
+longest sequence may have (backward_plan.lead). Which sequences that serves only the device knows, and says of each
+(work_list.mark_beside): not those that the list begins with, and not one whose companions, walked together with it,
+have more entries, whose last share would be handed out after its first tile. The row kernel prepares these.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -120,8 +126,8 @@ def is_beside(sequence, head, counts_ptr, sizes):
 
 @gluon.jit
 def preparer(
-    out_desc, dout_desc, dq_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, sums_ptr, scale, row_tiles, counts_ptr, work_ptr,
-    ahead, tiles, sizes, C: gl.constexpr,
+    out_desc, dout_desc, dq_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, sums_ptr, scale, row_tiles, counts_ptr,
+    work_ptr, ahead, tiles, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """For every tile that this CTA takes, a share of a head that comes later and one of a head that is done."""
     turn = start(1)
