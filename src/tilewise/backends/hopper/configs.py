@@ -51,10 +51,6 @@ class ForwardTile:
     SPLIT_SUM: bool = True
     OUT_IN_Q: bool = False
     CTAS_PER_SM: int = 1
-    QUICK_END: bool = False
-    HALF_FIRST: bool = False
-    FEW_TILES: int = 0
-    NO_CHECK: bool = False
 
 
 # Two CTAs an SM. N = 128/256/512/1024/2048/4096: full 68/92/162/289/585/1164 us, with two warpgroups that overlap more
@@ -140,11 +136,6 @@ class ForwardConfig(ForwardTile):
     IS_PAGED: bool = False
     PAGE_SIZE: int = 0
     CHUNK: int = 0
-
-    @property
-    def eager(self) -> ForwardConfig:
-        """The same with a maximum in every tile."""
-        return replace(self, AT_ONCE=False, IS_LAZY=False)
 
     @property
     def in_tiles_of_64(self) -> ForwardConfig:

@@ -21,7 +21,7 @@ Paged keys differ in the producer alone: it looks up the pages of a key tile and
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.hopper.again import attend_again
@@ -44,7 +44,6 @@ from tilewise.backends.hopper.schedule import (
     key_tiles,
     make_tiles,
     place_at,
-    right_of,
     spans_at,
     take_tile,
     whole_tiles,
@@ -196,60 +195,18 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
 
 
 @gluon.jit
-def soften_whole(
-    n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C: gl.constexpr,
-):  # fmt: skip
-    """P of the first key tile."""
-    scores = warpgroup_mma_wait(0, deps=[issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)])
-    pipe.k_ring.release(at)
-    scores = mask_scores(capped(scores, cap_scale, C), row, n_block, seqlen_q, seqlen_k, sizes, C)
-    row_ref, row_sum = no_rows(C)
-    return soften(scores, row_ref, row_sum, scale_log2, True, C)
-
-
-@gluon.jit
-def soften_half(
-    n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, CONFIG: gl.constexpr,
-):  # fmt: skip
-    """P of the first key tile, of whose second half no row sees anything."""
-    C: gl.constexpr = CONFIG.in_tiles_of_64
-    D: gl.constexpr = C.D
-    LAYOUT: gl.constexpr = accumulator_layout(CONFIG.BLOCK_N)
-    zeros = gl.zeros([64, 64], gl.float32, accumulator_layout(64))
-    q = pipe.q_smem[0].index(q_slot).reshape([64, D])
-    k = pipe.k_smem[0].index(at.slot).reshape([CONFIG.BLOCK_N, D]).slice(0, 64, dim=0)
-    scores = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)])
-    pipe.k_ring.release(at)
-    scores = mask_scores(capped(scores, cap_scale, C), row, n_block * 2, seqlen_q, seqlen_k, sizes, C)
-    row_ref, row_sum = no_rows(C)
-    p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, True, C)
-    p = gl.reshape(gl.permute(gl.join(p, gl.zeros_like(p)), [0, 2, 1]), [64, 128])
-    like, _ = no_rows(CONFIG)
-    ROWS: gl.constexpr = like.type.layout
-    factor, row_ref = gl.convert_layout(factor, ROWS), gl.convert_layout(row_ref, ROWS)
-    return gl.convert_layout(p, LAYOUT), factor, row_ref, gl.convert_layout(row_sum, ROWS)
-
-
-@gluon.jit
 def attend_first(
-    n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, WARPGROUP: gl.constexpr,
-    C: gl.constexpr,
+    n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C: gl.constexpr,
 ):  # fmt: skip
     """The rightmost key tile, always masked: its softmax starts the running state, nothing overlaps it."""
     DV: gl.constexpr = C.DV
     DV_REST: gl.constexpr = C.DV_REST
     pipe.k_ring.wait(at)
-    if C.HALF_FIRST and WARPGROUP == 0:
-        # Keys of the tile that the last of the rows sees.
-        if row + 64 + seqlen_k - seqlen_q + right_of(sizes, C) - n_block * C.BLOCK_N <= C.BLOCK_N // 2:
-            p, factor, row_ref, row_sum = soften_half(
-                n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C)  # fmt: skip
-        else:
-            p, factor, row_ref, row_sum = soften_whole(
-                n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C)  # fmt: skip
-    else:
-        p, factor, row_ref, row_sum = soften_whole(
-            n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C)  # fmt: skip
+    scores = warpgroup_mma_wait(0, deps=[issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)])
+    pipe.k_ring.release(at)
+    scores = mask_scores(capped(scores, cap_scale, C), row, n_block, seqlen_q, seqlen_k, sizes, C)
+    row_ref, row_sum = no_rows(C)
+    p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, True, C)
     acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
     acc_rest = 0
     if DV_REST:
@@ -332,21 +289,6 @@ def store_output(acc, acc_rest, out_desc, slot, span, head, row, pipe, C: gl.con
 
 
 @gluon.jit
-def recovered(
-    acc, factor, row_sum, kv_desc, q_slot, last, count, row, q_span, kv_span, head, item, scale_log2, cap_scale,
-    lse_ptr, sinks_ptr, sizes, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
-    """(O, factor that normalises it), computed again if rows are lost, and their lse with them."""
-    if lost_rows(acc, row_sum, C):
-        acc, row_ref, row_sum = attend_again(
-            kv_desc, q_slot, last, count, row, q_span, kv_span, head, scale_log2, cap_scale, sizes, pipe, WARPGROUP, C
-        )
-        factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
-        store_lse(lse, lse_ptr, item, row, q_span[1], q_span[2], sizes, C)
-    return acc, factor
-
-
-@gluon.jit
 def consumer(
     kv_desc, out_desc, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, WARPGROUP: gl.constexpr,
     C: gl.constexpr,
@@ -356,7 +298,6 @@ def consumer(
     BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
     # Packed words go with the next tile; of wide dense heads, dividing before the last wait costs D=256 two spills.
     DIVIDES_LATE: gl.constexpr = C.OUT_IN_Q and not C.IS_VARLEN
-    EAGER: gl.constexpr = C.eager
     at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
     tile_turn = first_turn(C)
@@ -373,20 +314,13 @@ def consumer(
         # The rightmost tile; the rest of the right edge, whole tiles, the left edge.
         pipe.q_ring.wait(q_lane)
         acc, acc_rest, p, factor, row_ref, row_sum = attend_first(
-            last, row, q_lane.slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, WARPGROUP, C)  # fmt: skip
+            last, row, q_lane.slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C)  # fmt: skip
         begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C, C.IS_LAZY)
         if C.HAS_RIGHT:
             for i in range(1, begin):
                 acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                     last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
                     seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
-        if C.FEW_TILES:
-            begin_at_once = gl.where(count > C.FEW_TILES, begin, end)
-            for i in range(begin, begin_at_once):
-                acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
-                    last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                    seqlen_q, seqlen_k, sizes, pipe, False, EAGER)  # fmt: skip
-            begin = begin_at_once
         for i in range(begin, end):
             acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                 last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
@@ -414,14 +348,11 @@ def consumer(
             acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
         acc, acc_rest = issue_output(p_operand, pipe.v_smem, at.slot, acc, acc_rest, C)
         row_ref, row_sum = whole_rows(row_ref, row_sum, C)
-        if C.QUICK_END or not C.AT_ONCE:
+        if not C.AT_ONCE:
             factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
             if DIVIDES_LATE:
                 head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
             store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
-        if C.QUICK_END:  # both are there before the product is
-            factor = pin(factor)
-            pin(lse * lse)
         acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
         if C.MERGE_KV:
             pipe.k_ring.release(at)
@@ -429,24 +360,13 @@ def consumer(
             pipe.v_ring.release(at)
         at = at.next()
         if C.AT_ONCE:
-            if C.QUICK_END:
-                if C.FEW_TILES:
-                    if count > C.FEW_TILES:
-                        acc, factor = recovered(
-                            acc, factor, row_sum, kv_desc, q_lane.slot, last, count, row, q_span, kv_span, head, item,
-                            scale_log2, cap_scale, lse_ptr, sinks_ptr, sizes, pipe, WARPGROUP, C)  # fmt: skip
-                elif not C.NO_CHECK:
-                    acc, factor = recovered(
-                        acc, factor, row_sum, kv_desc, q_lane.slot, last, count, row, q_span, kv_span, head, item,
-                        scale_log2, cap_scale, lse_ptr, sinks_ptr, sizes, pipe, WARPGROUP, C)  # fmt: skip
-            elif lost_rows(acc, row_sum, C):
+            if lost_rows(acc, row_sum):
                 acc, row_ref, row_sum = attend_again(
                     kv_desc, q_lane.slot, last, count, row, q_span, kv_span, head, scale_log2, cap_scale, sizes, pipe,
                     WARPGROUP, C)  # fmt: skip
             pipe.q_ring.release(q_lane)
-            if not C.QUICK_END:
-                factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
-                store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
+            factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
+            store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         acc, acc_rest = scale_output(acc, acc_rest, factor, C)
         store_output(acc, acc_rest, out_desc, WARPGROUP, q_span, head, row, pipe, C)
         if C.OUT_IN_Q:

@@ -169,7 +169,7 @@ def consumer(
         tile = pipe.tiles.word(turn, 0, 4)
         row_ref, row_sum = whole_rows(row_ref, row_sum, C)
         if C.AT_ONCE:  # noqa: SIM102  (with `and` the rest would be compiled in any case)
-            if lost_rows(acc, row_sum, C):
+            if lost_rows(acc, row_sum):
                 acc, row_ref, row_sum = attend_again(
                     kv_desc, q_lane.slot, last, count, row, q_span, kv_span, head, scale_log2, cap_scale, sizes, pipe,
                     WARPGROUP, C)  # fmt: skip

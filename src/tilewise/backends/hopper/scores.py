@@ -171,12 +171,8 @@ def rescale(acc, factor, COLUMNS: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def lost_rows(acc, row_sum, C: gl.constexpr):
+def lost_rows(acc, row_sum):
     """Whether a row's O or sum is LOST or not finite: AT_ONCE, its last scores were so far over its reference."""
-    if C.QUICK_END:
-        own = gl.sum(gl.sum(quads(acc, C.DV), axis=3), axis=1)
-        own = gl.maximum(own, -own) + beside(row_sum, own)
-        return gl.max(gl.reshape(gl.where(own < LOST, 0, 1), [256]), axis=0) > 0
     total = gl.sum(acc, axis=1)
     total = gl.maximum(total, -total) + gl.convert_layout(row_sum, total.type.layout)
     return gl.max(gl.where(total < LOST, 0, 1), axis=0) > 0
