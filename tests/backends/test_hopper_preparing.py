@@ -118,7 +118,7 @@ LENGTHS = ((260, 140, 0, 70, 129, 1, 50), (260, 300, 200, 0, 100, 64, 260))
 LISTED = {
     "d64, a wave": (Case(heads=(2, 2), lengths=LENGTHS, causal=True, padding=5), 2, True),
     "d64, waves of 2 and 1": (Case(heads=(3, 3), lengths=LENGTHS, causal=True), 2, False),
-    "d128 grouped, waves of 1": (Case(128, heads=(4, 2), lengths=LENGTHS, causal=True), 1, False),
+    "d128, waves of 1": (Case(128, heads=(2, 2), lengths=LENGTHS, causal=True), 1, False),
 }
 
 

@@ -186,7 +186,7 @@ BACKWARD_BLOCK_M = {64: 128, 128: 64}
 # The longest sequences whose backward is faster with heads prepared beside it: under a causal mask, and without.
 AHEAD_SEQLEN_K, AHEAD_FULL_SEQLEN_K = 4096, 2048
 # Keys of packed sequences, in the mean, from which it is not slower with sequences prepared beside it. D=128 causal,
-# 512/1024/2048/4096/8192 keys each: 204/305/393/470/519 -> 201/305/392/475/523 TFLOP/s; of 7 to 4096 keys 414 -> 424.
+# 512/1024/2048/4096/8192 keys each: 204/305/393/470/519 -> 201/305/392/475/523 TFLOP/s.
 LISTED_KEYS = 1024
 # The longest ones whose backward at D=128, under a causal mask, is faster with dQ finished in the main kernel; longer
 # ones were not timed.
@@ -241,9 +241,12 @@ def prepares_ahead(problem: AttentionProblem) -> bool:
 
 
 def prepares_listed(problem: AttentionProblem) -> bool:
-    """Whether packed sequences are prepared beside the main kernel: where that was timed and is not slower."""
+    """Whether packed sequences are prepared beside the main kernel: where that was timed and is not slower.
+
+    TFLOP/s, causal, 16 sequences of 7 to 4096 keys: D=64 357 -> 376, D=128 414 -> 424; GQA 32/8 395 -> 383.
+    """
     banded = has_right(problem) and not has_left(problem)
-    plain = banded and problem.softcap is None and not problem.deterministic
+    plain = banded and problem.softcap is None and problem.group_size == 1 and not problem.deterministic
     narrow = max(problem.head_dim, problem.head_dim_v) <= MAX_NARROW_HEAD_DIM
     long = problem.total_k >= LISTED_KEYS * problem.batch
     return problem.kind == "varlen" and plain and narrow and long
