@@ -25,7 +25,15 @@ from tilewise.masks import Band
 from tilewise.plan import explain
 from tilewise.units import format_bytes
 
-__all__ = ["Implementation", "NotApplicable", "Prepared", "chosen_backend", "heads_first_leaves", "tilewise_and_torch"]
+__all__ = [
+    "Implementation",
+    "NotApplicable",
+    "Prepared",
+    "chosen_backend",
+    "heads_first_leaves",
+    "results_of",
+    "tilewise_and_torch",
+]
 
 # Materialised attention is left out beyond this: it would measure the allocator, or the machine's limit.
 MOST_SCORE_BYTES = {"cpu": 3 << 29, "cuda": 8 << 30}
@@ -52,12 +60,25 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """A contestant; `missing` says why it cannot run here, `scope` is entered around every batch of calls."""
+    """A contestant; `missing` says why it cannot run here, `scope` is entered around every batch of calls, `compiles`
+    for seconds in every case and keeps that on disk.
+    """
 
     name: str
     prepare: Callable[[Case, Inputs], Prepared]
     missing: str | None = None
     scope: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
+    compiles: bool = False
+
+
+def results_of(case: Case, prepared: Prepared) -> dict[str, Tensor]:
+    """One call, and its gradients where the case times those, in the case's own layout."""
+    out = prepared.call()
+    results = {"out": prepared.restore(out)}
+    if case.measure == "backward":
+        gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout)
+        results |= {name: prepared.restore(g) for name, g in zip(("dq", "dk", "dv"), gradients, strict=True)}
+    return results
 
 
 def tilewise_and_torch(device: str) -> list[Implementation]:

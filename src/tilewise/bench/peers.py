@@ -29,7 +29,8 @@ FLASH_ATTN = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_
 
 def implementations(device: str) -> dict[str, Implementation]:
     """Everybody who could take part on a device, by name; those that cannot run here say why."""
-    found = [*tilewise_and_torch(device), Implementation("flex", _flex, _flex_missing(device), _keeping_buffers)]
+    flex = Implementation("flex", _flex, _flex_missing(device), _keeping_buffers, compiles=True)
+    found = [*tilewise_and_torch(device), flex]
     if device == "cuda":
         found += [
             Implementation(name, functools.partial(_flash_attn, name, module), _module_missing(module))

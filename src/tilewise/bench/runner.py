@@ -15,7 +15,7 @@ from tilewise import device
 from tilewise.bench.cases import Case
 from tilewise.bench.checking import Checker
 from tilewise.bench.first_call import first_call_seconds
-from tilewise.bench.implementations import Implementation, NotApplicable, Prepared, chosen_backend
+from tilewise.bench.implementations import Implementation, NotApplicable, Prepared, chosen_backend, results_of
 from tilewise.bench.inputs import Inputs, make_inputs
 from tilewise.bench.memory import extra_memory
 from tilewise.bench.results import CaseResult, Measured
@@ -106,7 +106,7 @@ class _Session:
         try:
             with self._inside(implementation):
                 prepared = [implementation.prepare(self.case, inputs) for inputs in self.inputs]
-                outcome = self.checker.judge(_results(self.case, prepared[0]))
+                outcome = self.checker.judge(results_of(self.case, prepared[0]))
                 works = [_work(self.case, p, self.stream) for p in prepared]
                 for work in works:
                     work()
@@ -181,15 +181,6 @@ def _work(case: Case, prepared: Prepared, stream: torch.cuda.Stream | None) -> W
     with torch.cuda.stream(stream):
         out = prepared.call()
     return lambda: torch.autograd.grad(out, prepared.leaves, prepared.dout, retain_graph=True)
-
-
-def _results(case: Case, prepared: Prepared) -> dict[str, torch.Tensor]:
-    out = prepared.call()
-    results = {"out": prepared.restore(out)}
-    if case.measure == "backward":
-        gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout)
-        results |= {name: prepared.restore(g) for name, g in zip(("dq", "dk", "dv"), gradients, strict=True)}
-    return results
 
 
 def _repeated(works: list[Work], scope: Callable[[], contextlib.AbstractContextManager[None]], calls: int) -> Work:
