@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.seconds_per_case,
         given.max_seconds,
         given.commit,
+        given.compile_first,
     )
     try:
         _run(options, given)
@@ -88,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds-per-case", type=float, help="timing, without checks and compilation")
     parser.add_argument("--max-seconds", type=float, help="cases not begun by then are skipped")
     parser.add_argument("--commit", help="recorded where git does not know it")
+    parser.add_argument("--compile-first", type=int, default=0, metavar="N", help="FlexAttention, in N processes")
     parser.add_argument("--output", type=Path, help="the JSON file; bench/results/<device>-<date>.json by default")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write SVG plots there (needs matplotlib)")
     parser.add_argument("--results", type=Path, metavar="FILE", help="report a stored run instead of running")

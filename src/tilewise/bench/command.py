@@ -12,6 +12,7 @@ import torch
 
 from tilewise.bench import machine
 from tilewise.bench.cases import Case, select
+from tilewise.bench.compile_ahead import compile_ahead
 from tilewise.bench.cpu_cases import cpu_cases
 from tilewise.bench.gpu_cases import gpu_cases
 from tilewise.bench.peers import implementations
@@ -23,12 +24,14 @@ __all__ = ["Options", "chosen_cases", "execute"]
 
 # Seconds of timing per case and in all: (device, quick). Checks, inputs and compilation come on top of the former.
 SECONDS_PER_CASE = {("cpu", False): 4.0, ("cpu", True): 0.6, ("cuda", False): 0.8, ("cuda", True): 0.5}
+# Compiling first comes before those.
+COMPILING_SECONDS = 300.0
 MAX_SECONDS = {("cpu", False): 1800.0, ("cpu", True): 120.0, ("cuda", False): 345.0, ("cuda", True): 80.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to run; None takes the default for the device."""
+    """What to run; None takes the default for the device. `compile_first`: in how many processes, see compile_ahead."""
 
     device: str = "auto"
     only: tuple[str, ...] = ()
@@ -37,6 +40,7 @@ class Options:
     seconds_per_case: float | None = None
     max_seconds: float | None = None
     commit: str | None = None
+    compile_first: int = 0
 
     @property
     def resolved_device(self) -> str:
@@ -60,6 +64,7 @@ def execute(options: Options, announce: Callable[[str], None]) -> Results:
     device = options.resolved_device
     kind = (device, options.quick)
     found: list[CaseResult] = []
+    compile_ahead(chosen_cases(options), options.compile_first, COMPILING_SECONDS)
     with _threads(options.threads) as threads:
         limits = Limits(
             options.seconds_per_case or SECONDS_PER_CASE[kind], options.max_seconds or MAX_SECONDS[kind], threads

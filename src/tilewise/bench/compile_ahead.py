@@ -6,10 +6,11 @@ and graphs in torch's cache on disk (TORCHINDUCTOR_CACHE_DIR) and has only to tr
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,15 +36,14 @@ class Compiled(NamedTuple):
     complaint: str = ""
 
 
-def compile_ahead(
-    cases: Sequence[Case], workers: int, max_seconds: float, announce: Callable[[Compiled], None]
-) -> list[Compiled]:
+def compile_ahead(cases: Sequence[Case], workers: int, max_seconds: float) -> list[Compiled]:
     """Run every contestant that compiles once in each of its cases, in so many processes; what is not done in time is
     left to the timed run. Backward passes, which take longest, come first.
     """
-    contestants = [i for i in implementations(cases[0].device).values() if i.compiles] if cases else []
+    contestants = [i for i in implementations(cases[0].device).values() if i.compiles] if cases and workers else []
     wanted = [(case, i.name) for case in cases for i in contestants if i.name in case.implementations and not i.missing]
     wanted.sort(key=lambda item: (item[0].measure != "backward", -item[0].head_dim))
+    workers = min(workers, len(wanted))
     context = multiprocessing.get_context("spawn")
     asked, done = context.Queue(), context.Queue()
     for item in (*wanted, *(None,) * workers):
@@ -55,11 +55,8 @@ def compile_ahead(
     found: list[Compiled] = []
     try:
         while len(found) < len(wanted) and time.monotonic() < deadline and any(p.is_alive() for p in processes):
-            try:
+            with contextlib.suppress(queue.Empty):
                 found.append(done.get(timeout=PATIENCE))
-            except queue.Empty:
-                continue
-            announce(found[-1])
     finally:
         for process in processes:
             process.terminate()

@@ -33,6 +33,7 @@ def command(
     seconds_per_case: Annotated[float | None, typer.Option(min=0.01, help="Timing, without compilation.")] = None,
     max_seconds: Annotated[float | None, typer.Option(min=1, help="Cases not begun by then are skipped.")] = None,
     commit: Annotated[str | None, typer.Option(help="Recorded where git does not know it.")] = None,
+    compile_first: Annotated[int, typer.Option(min=0, help="Processes that compile FlexAttention before.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Default: bench/results/<device>-<date>.json.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Write SVG plots into this folder (needs matplotlib).")] = None,
     results: Annotated[Path | None, typer.Option(help="Report a stored run instead of running.")] = None,
@@ -40,7 +41,7 @@ def command(
     json: JsonOption = False,
 ) -> None:
     """Measure tilewise against its peers in one process, check every result, and say which bars are cleared."""
-    options = Options(device, tuple(only or ()), quick, threads, seconds_per_case, max_seconds, commit)
+    options = Options(device, tuple(only or ()), quick, threads, seconds_per_case, max_seconds, commit, compile_first)
     if list_cases:
         names = [case.name for case in chosen_cases(options)]
         print_json(names) if json else typer.echo("\n".join(names))
