@@ -23,7 +23,7 @@ from tilewise.bench.compile_ahead import compile_ahead
 from tilewise.bench.cpu_cases import cpu_cases
 from tilewise.bench.first_call import first_call_seconds
 from tilewise.bench.gpu_cases import gpu_cases
-from tilewise.bench.implementations import Implementation, NotApplicable, Prepared
+from tilewise.bench.implementations import Implementation, NotApplicable, Prepared, results_of
 from tilewise.bench.inputs import Inputs, make_inputs
 from tilewise.bench.memory import extra_memory
 from tilewise.bench.peers import implementations
@@ -151,7 +151,7 @@ def test_right_results_pass_and_slightly_wrong_ones_do_not(case: Case) -> None:
     peer = {"dense": "sdpa", "varlen": "sdpa-padded", "paged": "sdpa-gather"}[case.kind]
     for name in ("tilewise", peer):
         with torch.set_grad_enabled(case.needs_grad):
-            found = runner._results(case, implementations("cpu")[name].prepare(case, inputs))
+            found = results_of(case, implementations("cpu")[name].prepare(case, inputs))
         assert checker.judge(found).complaint is None, name
         for result in found:
             # The last component of the last sequence (of the first one, where they are packed) is off by half.

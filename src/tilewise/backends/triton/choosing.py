@@ -11,12 +11,12 @@ from importlib import metadata
 import torch
 
 from tilewise.backends.triton import configs
-from tilewise.backends.triton.configs import Config, Kind, Pass
+from tilewise.backends.triton.configs import Config, Kind, Pass, ShortBackward
 from tilewise.backends.triton.traits import element_size, is_plain, is_rich, tile_widths
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
-__all__ = ["config_of", "is_specialisable"]
+__all__ = ["config_of", "is_specialisable", "short_backward_of"]
 
 # What the compiler makes of the forward with warps of their own for loading has to be read before it is trusted, see
 # forward_specialised.py; that was done for these. tests/backends/test_triton_specialised.py reads it again.
@@ -86,6 +86,22 @@ def is_specialisable(problem: AttentionProblem) -> bool:
     banded = left is not None or right not in (None, 0)
     plain = is_plain(problem) and not (banded or problem.has_sinks or problem.dropout > 0.0)
     return dense and plain and _release() in READ_RELEASES
+
+
+def short_backward_of(problem: AttentionProblem, device: DeviceSpec) -> ShortBackward | None:
+    """The tiles of the backward of short sequences, where it computes the problem and is the faster one: dense and
+    plain, with V as wide as K; or an experiment's.
+    """
+    plain = is_plain(problem) and not problem.dropout > 0.0 and problem.head_dim == problem.head_dim_v
+    if problem.kind != "dense" or not plain:
+        return None
+    overrides = configs.overrides() or {}
+    if "dq" in overrides or "dkdv" in overrides:
+        tiles = [overrides.get(name) for name in ("dq", "dkdv")]
+        asked = [tile for tile in tiles if tile is not None and tile.boxes]
+        return ShortBackward(*asked) if len(asked) == len(tiles) else None
+    short = max(problem.seqlen_q, problem.seqlen_k) <= configs.SHORT_KEYS and problem.dtype != torch.float32
+    return configs.SHORT_BACKWARD.get(problem.head_dim) if short and device.has_wgmma else None
 
 
 def _fills(problem: AttentionProblem, device: DeviceSpec, block_m: int) -> bool:

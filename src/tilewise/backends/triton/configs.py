@@ -26,11 +26,12 @@ class Config:
     """How one kernel is tiled and compiled.
 
     `descriptors`: whole tiles of what is streamed are loaded by TMA where the tensors allow. `boxes`: in the forward
-    all tiles are. `hold_queries`: in registers, for 16 bits and sm_90. `heads_per_wave`: None means as many as keep
-    their rows in L2. `max_registers` a thread, so that as many programs fit a multiprocessor as shared memory allows.
-    `joined`: tiles that a band masks share the pipelined loop of those that need no mask; in the forward with boxes,
-    dense rows and plain scores. `paired`: there K and V of a tile share a barrier. `one_tile`: see one_tile.py.
-    `specialised`: the forward with warps of their own for loading, which bring `num_stages` tiles.
+    all tiles are; a backward has the kernels of short_backward.py. `hold_queries`: in registers, for 16 bits and sm_90.
+    `heads_per_wave`: None means as many as keep their rows in L2. `max_registers` a thread, so that as many programs
+    fit a multiprocessor as shared memory allows. `joined`: tiles that a band masks share the pipelined loop of those
+    that need no mask; in the forward with boxes, dense rows and plain scores. `paired`: there K and V of a tile share a
+    barrier. `one_tile`: see one_tile.py. `specialised`: the forward with warps of their own for loading, which bring
+    `num_stages` tiles.
     """
 
     block_m: int
@@ -164,6 +165,20 @@ SPECIALISED: dict[int, Specialised] = {
 # How full the rounds of query tiles have to be: one a multiprocessor and round. D=128, N = 512 full, 0.73 of two rounds
 # 21 us (19 above), 0.81 of three 30 (35).
 SPECIALISED_SHARE = 0.75
+
+
+class ShortBackward(NamedTuple):
+    """Tiles of the backward of short sequences (short_backward.py): of dQ, and of dK and dV."""
+
+    queries: Config
+    keys: Config
+
+
+# In us of 16384 tokens at N = 128 / 256 / 512, full; causal, as CUDA graphs of the whole backward.
+SHORT_BACKWARD: dict[int, ShortBackward] = {
+    64: ShortBackward(Config(64, 64, 4, 3, boxes=True), Config(64, 64, 4, 3, boxes=True, descriptors=True)),
+    128: ShortBackward(Config(64, 64, 4, 2, boxes=True), Config(64, 64, 4, 2, boxes=True, descriptors=True)),
+}
 
 # This table and the next three were not measured on such devices or problems, nor were the rows of 512 anywhere: they
 # are what compiles into the registers and shared memory there are (tests/backends/triton_records.csv).

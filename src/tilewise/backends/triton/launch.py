@@ -31,6 +31,7 @@ from tilewise.backends.triton.arguments import rows_allocation, stored_rows, wor
 from tilewise.backends.triton.lists import list_words
 from tilewise.backends.triton.pages import entries_by_page
 from tilewise.backends.triton.planning import Plan, plan_for
+from tilewise.backends.triton.short_calls import short_backward_calls
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LN2, LOG2E
 from tilewise.operands import Gradients, Operands, Wanted
@@ -316,8 +317,11 @@ def backward_calls(
     """The kernels of a backward call."""
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
     made = _gradient_allocations(plan, views, wanted)
-    shared = passes.shared_arguments(plan, views)
     given = {name: allocation.view for name, allocation in made.items() if allocation is not None}
+    short = short_backward_calls(plan, views, given)
+    if short is not None:
+        return short
+    shared = passes.shared_arguments(plan, views)
     calls = [passes.stats_call(plan, views, given)]
     if "dk" in given:
         calls.append(passes.key_gradient_call(plan, shared, given["dk"], given["dv"]))

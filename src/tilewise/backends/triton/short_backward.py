@@ -1,8 +1,8 @@
-"""Backward of short dense sequences with plain scores: dQ first, with the row statistics on the way, then dK and dV.
+"""Backward of short dense sequences with plain scores: dQ, with the row statistics on its way, then dK and dV.
 
-Rows that are streamed come by TMA in boxes (batch, heads, rows, columns), which know where rows end: one loop, and no
-pointer lives in it. Grid: (tile, head, sequence). The query kernel walks over heads from the last to the first, so
-that the first ones are still in L2 when the key kernel starts with them.
+Grid: (tile, head, sequence). What is streamed comes by TMA in boxes (boxes.py), which know where rows end: one loop,
+in which no pointer lives. The first kernel walks over the heads from the last to the first, so that the second one
+finds the first ones in L2. Each owns what it writes, dQ's also the statistics: no atomics, always repeatable.
 """
 
 # Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton.backward import described_stats, group_step, group_steps, load_stats, mask_outside
-from tilewise.backends.triton.boxes import in_registers, load_box
+from tilewise.backends.triton.boxes import load_box
 from tilewise.backends.triton.primitives import (
     LOG2E,
     NEG_INF,
@@ -32,31 +32,12 @@ from tilewise.backends.triton.primitives import (
 
 
 @triton.jit
-def wave_place(num_blocks, num_heads, sizes, DIRECT: tl.constexpr, REVERSED: tl.constexpr):
-    """(block, head, batch_idx) of this program."""
-    if DIRECT:
-        block = tl.program_id(0)
-        head = tl.program_id(1)
-        batch_idx = tl.program_id(2)
-        if REVERSED:
-            block = num_blocks - 1 - block
-            head = num_heads - 1 - head
-            batch_idx = sizes.batch - 1 - batch_idx
-        return block, head, batch_idx
-    rank = tl.program_id(0)
-    if REVERSED:
-        rank = tl.num_programs(0) - 1 - rank
-    wave_programs = sizes.heads_per_wave * num_blocks
-    first_item = rank // wave_programs * sizes.heads_per_wave
-    wave_heads = tl.minimum(sizes.heads_per_wave, sizes.batch * num_heads - first_item)
-    rank = rank % wave_programs
-    item = first_item + rank % wave_heads
-    return rank // wave_heads, item % num_heads, item // num_heads
-
-
-@triton.jit
-def make_stats(out, dout_tile, lse, lse_unit, delta, m_first, head, batch_idx, seqlen_q, BLOCK_M: tl.constexpr, T: tl.constexpr):
-    """(lse in log2, delta) of a tile of rows, written for the kernel of dK and dV; +inf and 0 where nothing is."""
+def make_stats(
+    out, dout_tile, lse, lse_unit, delta, m_first, head, batch_idx, seqlen_q, BLOCK_M: tl.constexpr, T: tl.constexpr
+):
+    """(lse in log2, delta) of a tile of rows, +inf and 0 of those that have no key or do not exist; also stored, whole
+    tiles of them.
+    """
     m_idx = m_first + tl.arange(0, BLOCK_M)
     out_base = head_base(out, batch_idx, head, 0, False)
     out_tile = load_rows(out_base, out.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
@@ -66,42 +47,36 @@ def make_stats(out, dout_tile, lse, lse_unit, delta, m_first, head, batch_idx, s
     empty = value == NEG_INF
     lse_tile = tl.where(empty, float("inf"), value * LOG2E)
     delta_tile = tl.where(empty, 0.0, sums)
-    tl.store(head_base(lse_unit, batch_idx, head, 0, False) + m_idx, lse_tile)
-    tl.store(head_base(delta, batch_idx, head, 0, False) + m_idx, delta_tile)
+    tl.store(head_base(lse_unit, batch_idx, head, 0, False) + m_idx * lse_unit.stride_row, lse_tile)
+    tl.store(head_base(delta, batch_idx, head, 0, False) + m_idx * delta.stride_row, delta_tile)
     return lse_tile, delta_tile
 
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def short_query_gradient_kernel(
-    q, q_desc, dout_desc, k_desc, v_desc, out, dout, lse, lse_unit, delta, dq, sizes, band, scalars,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIRECT: tl.constexpr, REVERSED: tl.constexpr,
-    OWN: tl.constexpr, HOLD_Q: tl.constexpr, HOLD_DOUT: tl.constexpr,
+    q, k_desc, v_desc, out, dout, lse, lse_unit, delta, dq, sizes, band, scalars,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ, lse_unit and delta of one (query tile, head, sequence)."""
+    """Write dQ, lse_unit and delta of one (query tile, head, sequence), the last ones first: under a causal mask they
+    are the longest.
+    """
     seqlen_q = sizes.seqlen_q
     seqlen_k = sizes.seqlen_k
-    num_blocks = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    block, head, batch_idx = wave_place(num_blocks, sizes.num_heads, sizes, DIRECT, REVERSED)
-    m_first = block * BLOCK_M
+    m_first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    head = sizes.num_heads - 1 - tl.program_id(1)
+    batch_idx = sizes.batch - 1 - tl.program_id(2)
     m_idx = m_first + tl.arange(0, BLOCK_M)
     dout_base = head_base(dout, batch_idx, head, 0, False)
     dout_tile = load_rows(dout_base, dout.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
     q_base = head_base(q, batch_idx, head, 0, False)
-    if HOLD_Q:
-        q_tile = in_registers(load_box(q_desc, (batch_idx, head, 0), m_first, BLOCK_M, T.HEAD_DIM), T)
-    else:
-        q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
-    if OWN:
-        lse_tile, delta_tile = make_stats(
-            out, dout_tile, lse, lse_unit, delta, m_first, head, batch_idx, seqlen_q, BLOCK_M, T
-        )
-    else:
-        lse_tile, delta_tile = load_stats(lse_unit, delta, m_first, batch_idx, head, 0, seqlen_q, True, BLOCK_M, T)
-    if HOLD_DOUT:
-        dout_tile = in_registers(load_box(dout_desc, (batch_idx, head, 0), m_first, BLOCK_M, T.HEAD_DIM_V), T)
+    q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+    lse_tile, delta_tile = make_stats(
+        out, dout_tile, lse, lse_unit, delta, m_first, head, batch_idx, seqlen_q, BLOCK_M, T
+    )
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     acc = zeros(BLOCK_M, T.BLOCK_D)
     place = (batch_idx, head // T.GROUP_SIZE, 0)
+    # Told that the loop runs, ptxas keeps wgmma asynchronous (C7515).
     if begin < end:
         tl.assume(begin < end)
         for first in tl.range(begin, end, BLOCK_N):
@@ -110,6 +85,7 @@ def short_query_gradient_kernel(
             dots = dot(q_tile, tl.trans(k_tile), T)
             dp = dot(dout_tile, tl.trans(v_tile), T)
             p = tl.exp2(dots * (scalars.scale * LOG2E) - lse_tile[:, None])
+            # Also past the last key, where K is 0 and P may be anything.
             if (first < full_begin) | (first >= full_end):
                 n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
                 p = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
@@ -122,16 +98,17 @@ def short_query_gradient_kernel(
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def short_key_gradient_kernel(
     q_desc, k, v, dout_desc, lse_desc, delta_desc, lse_unit, delta, dk, dv, sizes, band, scalars,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIRECT: tl.constexpr, REVERSED: tl.constexpr,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV of one (key tile, K/V head, sequence). Rows of q and dout past the end are zeros with a
-    statistic of +inf, so nothing has to be masked but a band.
+    """Write dK and dV of one (key tile, K/V head, sequence), summed over the query heads of the group.
+
+    Rows of q and dout past the end are 0, and their lse is +inf: P is 0, and nothing has to be masked but a band.
     """
     seqlen_q = sizes.seqlen_q
     seqlen_k = sizes.seqlen_k
-    num_blocks = (seqlen_k + BLOCK_N - 1) // BLOCK_N
-    block, kv_head, batch_idx = wave_place(num_blocks, sizes.num_heads // T.GROUP_SIZE, sizes, DIRECT, REVERSED)
-    n_first = block * BLOCK_N
+    n_first = tl.program_id(0) * BLOCK_N
+    kv_head = tl.program_id(1)
+    batch_idx = tl.program_id(2)
     k_base = head_base(k, batch_idx, kv_head, 0, False)
     v_base = head_base(v, batch_idx, kv_head, 0, False)
     k_tile = load_rows(k_base, k.stride_row, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D)
@@ -141,6 +118,7 @@ def short_key_gradient_kernel(
     begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
     lower, upper = group_steps(begin, end, BLOCK_M, T)
+    # Told that the loop runs, ptxas keeps wgmma asynchronous (C7515).
     if lower < upper:
         tl.assume(lower < upper)
         for step in tl.range(lower, upper, BLOCK_M if T.GROUP_SIZE == 1 else 1):
