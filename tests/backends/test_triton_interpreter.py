@@ -45,7 +45,7 @@ SAMPLE = (
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 def test_tile_ranges_in_the_interpreter() -> None:
-    interpret(str(HERE), "-k", "mirror or slots or joined or boxes or specialised")
+    interpret(str(HERE), "-k", "mirror or slots or joined or boxes or specialised or short")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
@@ -300,3 +300,52 @@ def test_few_keys_in_boxes(tile: Any, keys: int, flags: dict[str, Any], monkeypa
     torch.testing.assert_close(lse.double(), want_lse.double(), rtol=0, atol=2e-6)
     whole = keys == tile.block_n and not flags
     assert names == [("one_tile_kernel", whole) if tile.one_tile else ("forward_kernel", None)]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning:triton")  # of its own
+@pytest.mark.parametrize(
+    ("flags", "lengths"),
+    [({}, (37, 29)), ({"causal": True}, (29, 48)), ({"causal": True}, (53, 20)), ({"window": (7, 3)}, (40, 40))],
+    ids=["full", "causal", "rows_without_keys", "window"],
+)
+def test_short_backward(flags: dict[str, Any], lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """dQ writes the statistics that dK and dV read, of ragged ends, shared heads and sinks, in both layouts; other
+    kernels run where it is not wanted or lse has a gradient.
+    """
+    torch.manual_seed(0)
+    calling = importlib.import_module("tilewise.backends.triton.launch")
+    plain: Any = calling.short_backward_calls
+    names: list[list[str] | None] = []
+
+    def noted(*args: Any) -> Any:
+        calls = plain(*args)
+        names.append(None if calls is None else [call.kernel.__name__ for call in calls])
+        return calls
+
+    monkeypatch.setattr(calling, "short_backward_calls", noted)
+    shapes = ((1, 2, lengths[0], 16), (1, 1, lengths[1], 16), (1, 1, lengths[1], 16))
+    q, k, v = leaves = tuple(torch.randn(shape).half().requires_grad_() for shape in shapes)
+    sinks, dout = torch.randn(2).requires_grad_(), torch.randn(shapes[0]).half()
+    wide = tuple(x.detach().double().requires_grad_() for x in (*leaves, sinks))
+    reference = tilewise.attention(*wide[:3], sinks=wide[3], backend="reference", **flags)
+    want = torch.autograd.grad(reference, wide, dout.double())
+    tile = configs.Config(16, 16, 4, 1, boxes=True, descriptors=True)
+    with configs.overridden({"dq": tile, "dkdv": tile}):
+        out = tilewise.attention(q, k, v, sinks=sinks, backend="triton", **flags)
+        got = torch.autograd.grad(out, (*leaves, sinks), dout)
+        out = tilewise.attention(q.detach(), k, v, sinks=sinks, backend="triton", **flags)
+        keys_alone = torch.autograd.grad(out, (k, v), dout)
+        turned = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in leaves]
+        other = tilewise.attention(*turned, sinks=sinks, layout="bshd", backend="triton", **flags)
+        again = torch.autograd.grad(other, turned, dout.transpose(1, 2))
+        out, lse = tilewise.attention(q, k, v, return_lse=True, backend="triton", **flags)
+        torch.autograd.grad((out, lse.where(lse.isfinite(), 0.0)), leaves, (dout, torch.ones_like(lse)))
+    both = ["short_query_gradient_kernel", "short_key_gradient_kernel"]
+    assert names == [both, None, both, None]
+    for mine, right in zip(got, want, strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=0, atol=4e-3)
+    for mine, right in zip((*again, *keys_alone), (*got[:3], *got[1:3]), strict=True):
+        torch.testing.assert_close(
+            mine.transpose(1, 2) if mine.shape != right.shape else mine, right, rtol=0, atol=2e-3
+        )
