@@ -19,7 +19,6 @@ from tilewise.bench import command, plots, report, results, runner, verdicts
 from tilewise.bench.__main__ import main
 from tilewise.bench.cases import Bar, Case, select
 from tilewise.bench.checking import Checker
-from tilewise.bench.compile_ahead import compile_ahead
 from tilewise.bench.cpu_cases import cpu_cases
 from tilewise.bench.first_call import first_call_seconds
 from tilewise.bench.gpu_cases import gpu_cases
@@ -498,23 +497,3 @@ def test_threads_are_put_back() -> None:
     options = command.Options("cpu", ("overhead",), threads=before + 1, seconds_per_case=0.01)
     assert command.execute(options, lambda _: None).options["threads"] == before + 1
     assert torch.get_num_threads() == before
-
-
-def test_what_compiles_is_run_ahead_in_other_processes() -> None:
-    """And says what went wrong: there is no such backward on a CPU, which it finds out before it compiles."""
-    cases = (small(), small(name="other", measure="backward", implementations=("sdpa", "flex")))
-    assert compile_ahead(cases, 0, 60.0) == compile_ahead(cases[:1], 2, 60.0) == compile_ahead((), 2, 60.0) == []
-    (found,) = compile_ahead(cases, 2, 60.0)
-    assert found[:2] == ("other", "flex")
-    assert found.complaint == "NotApplicable: FlexAttention has no backward on the CPU"
-    assert 0.0 < found.seconds < 60.0
-    assert compile_ahead(cases, 1, 0.0) == []
-
-
-def test_the_bench_compiles_first_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(command, "compile_ahead", lambda cases, workers, _: asked.append((len(cases), workers)))
-    monkeypatch.setattr(command, "run", lambda cases, *_: (CaseResult(case, None, ()) for case in cases))
-    assert main(["--device", "cpu", "--only", "overhead", "--compile-first", "3", "--output", "/dev/null"]) == 0
-    (chosen,) = {len(command.chosen_cases(command.Options("cpu", ("overhead",))))}
-    assert asked == [(chosen, 3)]
