@@ -165,9 +165,9 @@ def assert_fits(built: Built, device: str) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("device", ["h200", "a100"])
-def test_hot_kernels(device: str, head_dim: int) -> None:
-    for call in calls_of(device, head_dim, BF16, causal=True):
+@pytest.mark.parametrize(("device", "length"), [("h200", 300), ("h200", 1024), ("a100", 300)])
+def test_hot_kernels(device: str, length: int, head_dim: int) -> None:
+    for call in calls_of(device, head_dim, BF16, length, length, causal=True):
         built = build(call, device)
         assert_fits(built, device)
         assert built.spilled <= SPILL_LIMIT, built.name
@@ -211,6 +211,19 @@ def test_forward_on_hopper(head_dim: int, programs: int, seqlen_k: int, flags: d
     if seqlen_k == 300:
         assert programs * built.shared <= spec.smem_bytes
         assert programs * 128 * -(-built.registers // 8) * 8 <= 65536
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("head_dim", "programs"), [(64, (3, 2)), (128, (2, 2))])
+def test_short_backward(head_dim: int, programs: tuple[int, int], causal: bool) -> None:
+    """In the one loop of each kernel wgmma waits for nothing, and two or three programs fit a multiprocessor."""
+    built = [build(call, "h200") for call in calls_of("h200", head_dim, BF16, causal=causal)[1:]]
+    assert [kernel.name for kernel in built] == ["short_query_gradient_kernel", "short_key_gradient_kernel"]
+    for kernel, count in zip(built, programs, strict=True):
+        assert not kernel.serialised
+        assert count * kernel.shared <= devices.named("h200").smem_bytes
+        assert count * 128 * -(-kernel.registers // 8) * 8 <= 65536
+    assert [kernel.spilled for kernel in built] <= [0, SPILL_LIMIT // 2 if head_dim == 128 else 0]
 
 
 @pytest.mark.parametrize("flags", [{}, {"causal": True, "window_left": 100}], ids=["full", "window"])

@@ -77,6 +77,8 @@ def rows_of_tables() -> Iterator[tuple[str, configs.Config]]:
                 yield from walk(f"{where} {key}", inner)
         elif isinstance(value, configs.Specialised):
             yield where, value.config
+        elif isinstance(value, configs.ShortBackward):
+            yield from walk(where, value._asdict())
         elif isinstance(value, configs.Config):
             yield where, value
 
@@ -100,10 +102,12 @@ def test_every_row_of_the_tables_is_compiled(monkeypatch: pytest.MonkeyPatch) ->
     for place in places():
         current[0] = place[0]
         kernels |= {call.kernel.__name__ for call in calls_of(*place)}
-    specialised = {id(row.config) for row in configs.SPECIALISED.values()}
-    unused = [where for where, row in rows_of_tables() if id(row) not in taken and id(row) not in specialised]
+    # Kernels of their own take these.
+    apart = {id(row.config) for row in configs.SPECIALISED.values()}
+    apart |= {id(row) for rows in configs.SHORT_BACKWARD.values() for row in rows}
+    unused = [where for where, row in rows_of_tables() if id(row) not in taken and id(row) not in apart]
     assert unused == []
-    assert "specialised_forward_kernel" in kernels
+    assert {"specialised_forward_kernel", "short_query_gradient_kernel", "short_key_gradient_kernel"} <= kernels
     for table, here in ((configs._LARGE_SMEM, {"a100", "b200"}), (configs._SMALL_SMEM, {"l40s", "rtx5090"})):
         assert all(taken[id(row)] == here for rows in table.values() for row in rows.values())
     single = [row for rows in configs._SINGLE.values() for width, row in rows.items() if width <= 256]
@@ -115,8 +119,9 @@ def test_rows_are_named() -> None:
     assert names["_HOPPER dkdv 128"] is configs._HOPPER["dkdv"][128]
     assert names["_EVERYWHERE decode 1 64"] is configs._EVERYWHERE["decode"][1][64]
     assert names["SPECIALISED 64"].specialised
-    # Five tables of three passes, the kinds, the specialised ones, e4m3, decode and dbias.
-    assert len(names) == 12 * 5 + 9 + 2 + 8 + 20
+    assert names["SHORT_BACKWARD 128 keys"] is configs.SHORT_BACKWARD[128].keys
+    # Five tables of three passes, the kinds, the specialised ones, short backwards, e4m3, decode and dbias.
+    assert len(names) == 12 * 5 + 9 + 2 + 4 + 8 + 20
 
 
 @pytest.mark.parametrize("device", ["a100", pytest.param("h200", marks=pytest.mark.exhaustive)])
