@@ -223,7 +223,8 @@ def test_short_backward(head_dim: int, programs: tuple[int, int], causal: bool) 
         assert not kernel.serialised
         assert count * kernel.shared <= devices.named("h200").smem_bytes
         assert count * 128 * -(-kernel.registers // 8) * 8 <= 65536
-    assert [kernel.spilled for kernel in built] <= [0, SPILL_LIMIT // 2 if head_dim == 128 else 0]
+    assert built[0].spilled == 0
+    assert built[1].spilled <= (SPILL_LIMIT // 2 if head_dim == 128 else 0)
 
 
 @pytest.mark.parametrize("flags", [{}, {"causal": True, "window_left": 100}], ids=["full", "window"])
