@@ -7,7 +7,7 @@ finds the first ones in L2. Each owns what it writes, dQ's also the statistics: 
 
 # Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
+# ruff: noqa: N803, SIM102
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def make_stats(
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def short_query_gradient_kernel(
     q, k_desc, v_desc, out, dout, lse, lse_unit, delta, dq, sizes, band, scalars,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Write dQ, lse_unit and delta of one (query tile, head, sequence), the last ones first: under a causal mask they
-    are the longest.
+    are the longest. MASKED: there is a band, or keys do not fill their last tile.
     """
     seqlen_q = sizes.seqlen_q
     seqlen_k = sizes.seqlen_k
@@ -85,10 +85,11 @@ def short_query_gradient_kernel(
             dots = dot(q_tile, tl.trans(k_tile), T)
             dp = dot(dout_tile, tl.trans(v_tile), T)
             p = tl.exp2(dots * (scalars.scale * LOG2E) - lse_tile[:, None])
-            # Also past the last key, where K is 0 and P may be anything.
-            if (first < full_begin) | (first >= full_end):
-                n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-                p = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
+            if MASKED:
+                # Also past the last key, where K is 0 and P may be anything.
+                if (first < full_begin) | (first >= full_end):
+                    n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+                    p = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
             ds = p * (dp - delta_tile[:, None])
             acc = dot_add(ds.to(k_tile.dtype), k_tile, acc, T)
     dq_base = head_base(dq, batch_idx, head, 0, False)

@@ -65,6 +65,7 @@ def _query_call(plan: Plan, views: Views, boxes: Mapping[str, Any], dq: View, co
     arguments = _common(plan, config) | boxes
     arguments |= {name: query_rows(plan, name, view) for name, view in (*_of(views, "q", "out", "dout"), ("dq", dq))}
     arguments["lse"] = stat_rows(plan, "lse", views["lse"])
+    arguments["MASKED"] = plan.traits.HAS_LEFT or plan.traits.HAS_RIGHT or problem.seqlen_k % config.block_n != 0
     grid = (triton.cdiv(problem.seqlen_q, config.block_m), problem.num_heads, problem.batch)
     return _call(kernels.short_query_gradient_kernel, grid, arguments, config)
 
