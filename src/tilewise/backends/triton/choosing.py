@@ -100,8 +100,10 @@ def short_backward_of(problem: AttentionProblem, device: DeviceSpec) -> ShortBac
         tiles = [overrides.get(name) for name in ("dq", "dkdv")]
         asked = [tile for tile in tiles if tile is not None and tile.boxes]
         return ShortBackward(*asked) if len(asked) == len(tiles) else None
-    short = max(problem.seqlen_q, problem.seqlen_k) <= configs.SHORT_KEYS and problem.dtype != torch.float32
-    return configs.SHORT_BACKWARD.get(problem.head_dim) if short and device.has_wgmma else None
+    lengths = sorted((problem.seqlen_q, problem.seqlen_k))
+    short = lengths[0] > configs.SHORT_BACKWARD_ABOVE and lengths[1] <= configs.SHORT_KEYS
+    taken = short and device.has_wgmma and problem.dtype != torch.float32
+    return configs.SHORT_BACKWARD.get(problem.head_dim) if taken else None
 
 
 def _fills(problem: AttentionProblem, device: DeviceSpec, block_m: int) -> bool:

@@ -174,9 +174,12 @@ class ShortBackward(NamedTuple):
     keys: Config
 
 
-# In us of 16384 tokens at N = 128 / 256 / 512, full; causal, as CUDA graphs of the whole backward.
+# More than the first and at most SHORT_KEYS queries and keys; other lengths were not measured.
+SHORT_BACKWARD_ABOVE = 128
+# In us of 16384 tokens at N = 256 / 512, full; causal, as CUDA graphs of the whole backward.
 SHORT_BACKWARD: dict[int, ShortBackward] = {
-    64: ShortBackward(Config(64, 64, 4, 3, boxes=True), Config(64, 64, 4, 3, boxes=True, descriptors=True)),
+    # 369 558, 308 399 (statistics, dK/dV and dQ apart: 392 584, 350 429; cuDNN 372 506, 339 400). In another chain dQ
+    # 128x64 on 8 warps 552 at 512 full.
     128: ShortBackward(Config(64, 64, 4, 2, boxes=True), Config(64, 64, 4, 2, boxes=True, descriptors=True)),
 }
 
