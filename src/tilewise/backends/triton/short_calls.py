@@ -60,7 +60,7 @@ def _boxes(plan: Plan, views: Views, names: tuple[str, str], block: int) -> dict
     return found
 
 
-def _query_call(plan: Plan, views: Views, boxes: Mapping[str, Any], dq: View, config: Config) -> KernelCall:
+def _query_call(plan: Plan, views: Views, boxes: dict[str, Any], dq: View, config: Config) -> KernelCall:
     problem = plan.problem
     arguments = _common(plan, config) | boxes
     arguments |= {name: query_rows(plan, name, view) for name, view in (*_of(views, "q", "out", "dout"), ("dq", dq))}
@@ -70,9 +70,7 @@ def _query_call(plan: Plan, views: Views, boxes: Mapping[str, Any], dq: View, co
     return _call(kernels.short_query_gradient_kernel, grid, arguments, config)
 
 
-def _key_call(
-    plan: Plan, views: Views, boxes: Mapping[str, Any], given: Mapping[str, View], config: Config
-) -> KernelCall:
+def _key_call(plan: Plan, views: Views, boxes: dict[str, Any], given: Mapping[str, View], config: Config) -> KernelCall:
     problem = plan.problem
     arguments = _common(plan, config) | boxes | stat_descriptors(plan, config)
     arguments |= {
