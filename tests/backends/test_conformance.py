@@ -201,6 +201,33 @@ def test_dropout_counts_from_its_origin(kind: Kind, rows: int, backend: str, dev
         torch.testing.assert_close(mine, theirs.to(mine.dtype), atol=1e-2, rtol=1e-2)
 
 
+HALF = Case(dtype=torch.bfloat16, head_dim=64, head_dim_v=64, sinks=True)
+ENDLESS_SINKS = {
+    "causal": dataclasses.replace(HALF, causal=True),
+    "softcap": dataclasses.replace(HALF, softcap=5.0),
+    "decode": dataclasses.replace(HALF, seqlens_q=(1, 1), seqlens_k=(700, 700), grad_of=()),
+    "rows without keys": dataclasses.replace(HALF, seqlens_q=(70, 70), seqlens_k=(30, 30), causal=True),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS_SINKS)
+def test_a_sink_of_plus_infinity_takes_all(name: str, backend: str, device: str) -> None:
+    """Its head has out 0, lse +inf and passes no gradient on; the other one keeps every bit of its own."""
+    case, implementation = runnable(ENDLESS_SINKS[name], backend, device)
+    inputs = make_inputs(case, device)
+    assert inputs.sinks is not None
+    endless = inputs.sinks.clone()
+    endless[0] = torch.inf
+    usual, found = (implementation.run(case, dataclasses.replace(inputs, sinks=s)) for s in (inputs.sinks, endless))
+    assert bool((found["lse"][:, 0] == torch.inf).all())
+    assert torch.equal(found["lse"][:, 1], usual["lse"][:, 1])
+    assert torch.equal(found["out"][:, 1], usual["out"][:, 1])
+    for result in ("out", "dq", "dk", "dv"):
+        if result in found:
+            assert int(found[result][:, 0].count_nonzero()) == 0, result
+            assert bool(found[result][:, 1].isfinite().all()), result
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_results_are_contiguous_in_the_callers_layout(layout: Layout, backend: str, device: str) -> None:
     case, implementation = runnable(Case(layout=layout, strides="transposed"), backend, device)

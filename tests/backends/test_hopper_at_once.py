@@ -86,7 +86,7 @@ def test_sums_that_end_close_to_the_largest_number(
 
 # Of the key that is visited last, all others have 0; of a sink, with what no finite number weighs.
 TOPS = (69.0, 69.5, 87.0, 88.5, math.nan)
-SINKS = (-math.inf, -88.0, 88.0, math.nan)
+SINKS = (-math.inf, -88.0, 88.0, math.inf, math.nan)
 
 
 @pytest.mark.parametrize("tile", ["D64_AT_ONCE", "D64_QUAD_AT_ONCE"])

@@ -189,8 +189,9 @@ def _sink_gradient(operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
     logits = sinks.to(torch.float64).numpy().reshape((-1, 1) if packed else (1, -1, 1))
     # Rows after the last packed sequence have lse -inf and no part in it.
     seen = lse.to(torch.float64).nan_to_num(neginf=math.inf).numpy()
-    share = np.exp(logits - seen) * delta.to(torch.float64).numpy()
-    total: NDArray[np.float64] = -share.sum(axis=1 if packed else (0, 2))
+    with np.errstate(invalid="ignore"):  # a sink of +inf has no gradient: NaN, as in the reference
+        share = np.exp(logits - seen) * delta.to(torch.float64).numpy()
+        total: NDArray[np.float64] = -share.sum(axis=1 if packed else (0, 2))
     return torch.from_numpy(total).to(sinks.dtype)
 
 

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from tilewise.backends.hopper.decode_fp8 import value_column
 from tilewise.backends.hopper.layouts import accumulator_layout
 from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2
+from tilewise.backends.hopper.scores import sink_weight
 
 __all__ = ["merge_parts", "place_rows", "store_item", "store_part"]
 
@@ -33,7 +34,7 @@ def finish(top, total, heads, sinks_ptr, C: gl.constexpr):
         new_top = gl.maximum(top, sink)
         shift = gl.where(new_top == NEG_INF, 0.0, new_top)
         weight = exp2(top - shift)
-        total = total * weight + exp2(sink - shift)
+        total = total * weight + sink_weight(sink, shift)
         top = new_top
     empty = total == 0.0
     factor = gl.where(empty, 0.0, weight / gl.where(empty, 1.0, total))

@@ -12,7 +12,6 @@ With AT_ONCE no maximum is looked for. The sums of the tiles before say how far 
 and scores that are further above the reference in one tile are lost: O or the row's sum is not finite then. Rows whose
 sums end over 2^100 are computed again (again.py): nearer to 2^126 the last factors, of a sink or the reciprocal of a
 sum, would be subnormal, which the GPU takes for 0.
-
 row_ref and row_sum are [64, 4]: a row has four threads, each with a quarter of its keys.
 """
 
@@ -43,6 +42,7 @@ __all__ = [
     "mask_scores",
     "no_rows",
     "rescale",
+    "sink_weight",
     "soften",
     "sum_rows",
     "through_cap",
@@ -187,6 +187,12 @@ def whole_rows(row_ref, row_sum, C: gl.constexpr):
 
 
 @gluon.jit
+def sink_weight(sink, shift):
+    """2^(sink - shift); 1 of a sink that is the shift, which holds for +inf as well."""
+    return gl.where(sink == shift, 1.0, exp2(sink - shift))
+
+
+@gluon.jit
 def finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C: gl.constexpr):
     """(factor that normalises O, lse) of finished rows; a row that saw nothing gets 0 and -inf."""
     if C.HAS_SINKS:
@@ -194,7 +200,7 @@ def finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C: gl.constexpr):
         top = gl.maximum(row_ref, sink)
         shift = gl.where(top == NEG_INF, 0.0, top)
         weight = exp2(row_ref - shift)
-        total = row_sum * weight + exp2(sink - shift)
+        total = row_sum * weight + sink_weight(sink, shift)
     else:
         shift = row_ref
         weight = 1.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.forward import attend, empty_accumulator, finish, initial_state
+from tilewise.backends.triton.forward import attend, empty_accumulator, finish, initial_state, with_endless_sinks
 from tilewise.backends.triton.primitives import (
     LN2,
     LOG2E,
@@ -101,7 +101,8 @@ def decode_kernel(
     else:
         out_rows = head_base(out, batch_idx, head, q_start, T.PACKED_Q) + m_idx.to(tl.int64) * out.stride_row
         tl.store(out_rows[:, None] + dv_idx[None, :], result.to(out.ptr.dtype.element_ty), mask=tile_ok)
-        tl.store(head_base(lse, batch_idx, head, q_start, T.PACKED_Q) + m_idx * lse.stride_row, lse_rows, mask=row_ok)
+        lse_at = head_base(lse, batch_idx, head, q_start, T.PACKED_Q) + m_idx * lse.stride_row
+        tl.store(lse_at, with_endless_sinks(lse_rows, T), mask=row_ok)
 
 
 @triton.jit
@@ -152,10 +153,11 @@ def combine_kernel(
         + tl.cast(row, tl.int64) * out.stride_row
     )
     tl.store(out.ptr + at + d_idx, result.to(out.ptr.dtype.element_ty), mask=d_idx < T.HEAD_DIM_V)
-    lse_at = (
+    lse_at = lse.ptr + (
         tl.cast(seq, tl.int64) * lse.stride_batch + tl.cast(head, tl.int64) * lse.stride_head + row * lse.stride_row
     )
-    tl.store(lse.ptr + lse_at, tl.where(empty, NEG_INF, anchor + tl.log2(tl.where(empty, 1.0, total)) * LN2))
+    merged = tl.where(empty, NEG_INF, anchor + tl.log2(tl.where(empty, 1.0, total)) * LN2)
+    tl.store(lse_at, with_endless_sinks(merged, T))
 
 
 @triton.jit

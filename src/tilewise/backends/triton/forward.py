@@ -192,10 +192,14 @@ def finish(acc, row_max, row_sum, scalars, T: tl.constexpr):
     return acc * inverse[:, None], tl.where(empty, NEG_INF, lse)
 
 
+# Stands for a sink of +inf, in log2 or not: ln 2 of it is still over its half, and it may be multiplied by log2 e.
+ENDLESS = tl.constexpr(2.0**127)
+
+
 @triton.jit
 def initial_state(sinks, head, counts, BLOCK_M: tl.constexpr, T: tl.constexpr):
     """(row_max, row_sum) before any key: a sink is a key without a value. `counts` is false where another split
-    counts it.
+    counts it. For +inf stands a number that outweighs every score: inf - inf is NaN.
     """
     row_max = tl.full([BLOCK_M], NEG_INF, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -203,9 +207,19 @@ def initial_state(sinks, head, counts, BLOCK_M: tl.constexpr, T: tl.constexpr):
         logit = tl.load(sinks + head).to(tl.float32)
         if not T.TRANSFORMED:
             logit = logit * LOG2E
+        logit = tl.where(logit == -NEG_INF, ENDLESS, logit)
         row_max = tl.where(counts, logit + row_sum, row_max)
         row_sum = tl.where(counts & (row_max > NEG_INF), 1.0, row_sum)
     return row_max, row_sum
+
+
+@triton.jit
+def with_endless_sinks(lse, T: tl.constexpr):
+    """The lse of whole rows: +inf again where `initial_state` has another number for it."""
+    if T.HAS_SINKS:
+        return tl.where(lse >= ENDLESS / 2, -NEG_INF, lse)
+    else:
+        return lse
 
 
 @triton.jit
@@ -319,4 +333,4 @@ def forward_kernel(
         out_base = head_base(out, batch_idx, head, q_start, T.PACKED_Q)
         store_rows(result, out_base, out.stride_row, m_first, seqlen_q, T.HEAD_DIM_V)
     lse_base = head_base(lse, batch_idx, head, q_start, T.PACKED_Q)
-    tl.store(lse_base + m_idx * lse.stride_row, lse_rows, mask=m_idx < seqlen_q)
+    tl.store(lse_base + m_idx * lse.stride_row, with_endless_sinks(lse_rows, T), mask=m_idx < seqlen_q)

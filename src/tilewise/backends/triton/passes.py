@@ -201,7 +201,7 @@ def _combine_call(plan: Plan, views: Views, parts: dict[str, Any]) -> KernelCall
         "num_heads": plan.problem.num_heads,
         "num_splits": plan.num_splits,
         "batch": plan.problem.batch,
-        "T": of_rows(plan.traits),
+        "T": replace(of_rows(plan.traits), HAS_SINKS=plan.traits.HAS_SINKS),
         "MAX_SPLITS": triton.next_power_of_2(max(MAX_SPLITS, plan.num_splits)),
         "BLOCK_SPLITS": COMBINED_ELEMENTS // plan.traits.BLOCK_DV,
     }
