@@ -422,6 +422,7 @@ LANGUAGE: dict[str, Any] = {
     "float8e4nv": torch.float8_e4m3fn,
     "cast": cast,
     "abs": torch.abs,
+    "fma": lambda x, y, z: (x.double() * y.double() + torch.as_tensor(z).double()).float(),
     "sqrt": torch.sqrt,
     "cdiv": lambda a, b: int((a + b - 1) / b),  # truncates, as the hardware does
     "load": load,

@@ -126,7 +126,8 @@ def units_of(dout, delta, lse, bounds_ptr, item, group_size):
     largest = tl.cast(tl.max(tl.load(at), 0), tl.float32, bitcast=True)
     longest = tl.cast(tl.max(tl.load(at + BOUND_PARTS), 0), tl.float32, bitcast=True)
     bound = (tl.sqrt(tl.sum(dout * dout, 1)) * tl.sqrt(longest) + tl.abs(delta)) * largest
-    bound = tl.where(lse != lse, lse, bound)  # the integers of a NaN row would hide it, its unit does not
+    # The integers of a row that is not finite would hide it, its unit, NaN, does not.
+    bound = tl.where((lse == lse) & (bound < float("inf")), bound, float("nan"))
     return tl.where(bound < SMALLEST_BOUND, MOST_UNITS, BOUND_UNITS / bound)
 
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.backends.hopper.layouts import accumulator_layout
-from tilewise.backends.hopper.primitives import round_to_int
+from tilewise.backends.hopper.primitives import round_scaled
 from tilewise.backends.hopper.reduction import reduce_add
 
 __all__ = ["add_block", "from_register_order", "in_register_order", "row_units"]
@@ -50,7 +50,7 @@ def row_units(units_smem, slot, FIRST_ROW: gl.constexpr, C: gl.constexpr):
 def add_block(block, units, dq_desc, index, smem, C: gl.constexpr):
     """Start adding a 64 x 64 block to the accumulator's block `index`, through a buffer that TMA has finished with."""
     if C.FIXED_POINT:
-        block = round_to_int(block * units[:, None])
+        block = round_scaled(block, units[:, None])
     smem.store(in_register_order(block))
     fence_async_shared()  # orders the store before TMA reads it
     reduce_add(dq_desc, [index * 128, 0], smem)

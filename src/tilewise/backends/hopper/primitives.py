@@ -19,7 +19,7 @@ __all__ = [
     "log2",
     "pin",
     "renormalised",
-    "round_to_int",
+    "round_scaled",
     "tanh",
     "uniform",
     "unless_neutral",
@@ -28,6 +28,9 @@ __all__ = [
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
+# round_scaled: 2^32 + 0x5A6000 * 512, and that with 1.5 * 2^23 added.
+COUNTS_512 = gl.constexpr(7327449088.0)
+COUNTS_BOTH = gl.constexpr(7340032000.0)
 
 
 @gluon.jit
@@ -78,9 +81,16 @@ def uniform(x):
 
 
 @gluon.jit
-def round_to_int(x):
-    """The nearest 32-bit integer; NaN becomes 0, what is too large the largest."""
-    return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
+def round_scaled(x, factor):
+    """The integer nearest to x * factor, up to 1.1 * 2^30 in size, in four instructions of the ordinary pipes.
+
+    The unit that converts is a fourth as fast as these, and shared with exp2. A float between 2^32 and 2^33 counts
+    512s, one near 1.5 * 2^23 counts 1s: what is left of the product after the first addition is exact in the second.
+    2^32 + 0x5A6000 * 512 is such that its bits, times 512, and those of 1.5 * 2^23 cancel modulo 2^32.
+    """
+    coarse = gl.fma(x, factor, COUNTS_512)
+    fine = gl.fma(x, factor, COUNTS_BOTH - coarse)
+    return (gl.cast(coarse, gl.int32, bitcast=True) << 9) + gl.cast(fine, gl.int32, bitcast=True)
 
 
 @gluon.constexpr_function
