@@ -62,6 +62,8 @@ HALF: dict[str, Any] = {"dtype": torch.float16}
 # Where heads are prepared beside the main kernel, its loops spill a few addresses more, and D=64 causal, N=1024, is 8 %
 # faster: 303 -> 328 TFLOP/s (with 7 spills instead of 13 and the statistics' 130 elsewhere it was 294 -> 314). With dQ
 # finished there as well, D=128 causal, N=8192, is 4 % faster: 501 -> 521.
+# Sums in fixed point are rounded by additions: D=128 causal spills 14 instead of 10, and N = 1024/4096/16384 went from
+# 315/483/540 to 314/484/552 TFLOP/s, D=64 causal from 273/436/455 to 279/430/500.
 ALONE: dict[str, Any] = {"num_kv_heads": 4, "seqlen_k": 1024}
 FINISHED: dict[str, Any] = {"num_kv_heads": 4, "seqlen_k": 8192}
 SHORT: dict[str, Any] = {"seqlen_q": 1024, "seqlen_k": 1024}
@@ -125,7 +127,7 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(BACKWARD, {"d": 128, **CAPPED}, 168, 64, hot_spills=16, fast=True),
     Recorded(BACKWARD, {"d": 128, **CAUSAL, **CAPPED}, 168, 132, hot_spills=48),
     Recorded(BACKWARD, {"d": 128, **FIXED}, 168, 64, hot_spills=3, fast=True),
-    Recorded(BACKWARD, {"d": 128, **FIXED, **CAUSAL}, 168, 132, hot_spills=10),
+    Recorded(BACKWARD, {"d": 128, **FIXED, **CAUSAL}, 168, 132, hot_spills=14),
     Recorded(BACKWARD, {"d": 128, **FIXED, **CAUSAL, **PACKED}, 168, 132, hot_spills=16),
     Recorded(BACKWARD, {"d": 192}, 168, 40, fast=True),
     Recorded(BACKWARD, {"d": 192, **CAUSAL}, 168, 60),
