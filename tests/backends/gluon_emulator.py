@@ -415,6 +415,7 @@ LANGUAGE: dict[str, Any] = {
     "associative_scan": lambda x, axis, _: x.cumsum(axis),  # sums are all that is scanned
     "thread_barrier": lambda: HERE.clock.meet(),
     "reshape": lambda x, shape: x.reshape(shape),
+    "broadcast_to": lambda x, shape: x.expand(shape),
     "permute": lambda x, order: x.permute(*order),
     "split": lambda x: x.unbind(-1),
     "convert_layout": lambda x, _: x,

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
-from tilewise.backends.hopper.dq_tiles import add_block, row_units
+from tilewise.backends.hopper.dq_tiles import add_block, in_units
 from tilewise.backends.hopper.finishing import count_done, ring_tile
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.preparing import await_listed, await_prepared, preparer
@@ -91,7 +91,7 @@ class Pipeline:
 @gluon.jit
 def load_queries(q_desc, dout_desc, stats_desc, units_desc, pipe, at, span, head, row_tile, m_block, C: gl.constexpr):
     """Start the copies of one query tile: Q, dO and its row statistics; the next slot."""
-    UNITS_BYTES: gl.constexpr = 4 * C.BLOCK_M if C.FIXED_POINT else 0
+    UNITS_BYTES: gl.constexpr = (4096 if C.D == 64 else 256) if C.FIXED_POINT else 0
     BYTES: gl.constexpr = 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes + UNITS_BYTES
     row = m_block * C.BLOCK_M
     ready = pipe.query_ring.acquire(at, BYTES)
@@ -99,7 +99,11 @@ def load_queries(q_desc, dout_desc, stats_desc, units_desc, pipe, at, span, head
     tma.async_copy_global_to_shared(
         stats_desc, [(row_tile + m_block) * (2 * C.BLOCK_M)], ready, pipe.stats_smem.index(at.slot)
     )
-    if C.FIXED_POINT:
+    if C.FIXED_POINT and C.D == 64:
+        for i in gl.static_range(2):
+            place = [((row_tile + m_block) * 2 + i) * 16, 0]
+            tma.async_copy_global_to_shared(units_desc, place, ready, pipe.units_smem.index(at.slot * 2 + i))
+    elif C.FIXED_POINT:
         place = [(row_tile + m_block) * C.BLOCK_M]
         tma.async_copy_global_to_shared(units_desc, place, ready, pipe.units_smem.index(at.slot))
     tma.async_copy_global_to_shared(
@@ -222,8 +226,8 @@ def issue_query_gradient(at, pipe, WARPGROUP: gl.constexpr, BLIND: gl.constexpr,
 @gluon.jit
 def add_query_gradient(dq, at, dq_desc, dq_row, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr):
     """Start adding this warpgroup's block of dQ to the accumulator."""
-    units = row_units(pipe.units_smem, at.slot, WARPGROUP * 64 if C.D == 64 else 0, C)
-    add_block(dq, units, dq_desc, dq_row * 2 + WARPGROUP, pipe.dq_smem.index(WARPGROUP), C)
+    stored = in_units(dq, pipe.units_smem, at.slot, WARPGROUP, C)
+    add_block(stored, dq_desc, dq_row * 2 + WARPGROUP, pipe.dq_smem.index(WARPGROUP))
 
 
 @gluon.jit
@@ -391,7 +395,8 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
     dq_smem = gl.allocate_shared_memory(dq_desc.dtype, [2, 128, 32], dq_desc.layout)
     units_smem = stats_smem
     if C.FIXED_POINT:
-        units_smem = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, BLOCK_M], units_desc.layout)
+        UNITS_SHAPE: gl.constexpr = [2 * NUM_STAGES, 16, 32] if D == 64 else [NUM_STAGES, BLOCK_M]
+        units_smem = gl.allocate_shared_memory(gl.float32, UNITS_SHAPE, units_desc.layout)
     key_ring = make_ring(1, 2)
     query_ring = make_ring(NUM_STAGES, 2)
     tiles = make_tiles(3 if C.AHEAD else 2, C)

@@ -79,8 +79,19 @@ class BackwardPlan(NamedTuple):
     @property
     def bounds(self) -> Address | None:
         """What the units are derived from, behind them."""
-        offset = 4 * (3 * self.num_rows + self.sums_width * self.sums_rows)
+        offset = 4 * (3 * self.num_rows + self.num_register_units + self.sums_width * self.sums_rows)
         return Address("workspace", torch.int32, offset=offset) if self.config.FIXED_POINT else None
+
+    @property
+    def register_units(self) -> Address | None:
+        """The same units in the order of a warpgroup's registers (dq_tiles.py), between them and the bounds."""
+        offset = 4 * (3 * self.num_rows + self.sums_width * self.sums_rows)
+        return Address("workspace", torch.float32, offset=offset) if self.num_register_units else None
+
+    @property
+    def num_register_units(self) -> int:
+        """8 of a row, two for each of four threads; at D=64 alone."""
+        return 8 * self.num_rows if self.config.FIXED_POINT and self.config.D == 64 else 0
 
     @property
     def num_bounds(self) -> int:
@@ -92,7 +103,7 @@ class BackwardPlan(NamedTuple):
     def fixed_words(self) -> int:
         """What of the workspace does not depend on lists, in words."""
         width = 2 + (1 if self.config.FIXED_POINT else 0)
-        return width * self.num_rows + self.sums_width * self.sums_rows + self.num_bounds
+        return width * self.num_rows + self.num_register_units + self.sums_width * self.sums_rows + self.num_bounds
 
     @property
     def key_work(self) -> Address | None:

@@ -131,6 +131,17 @@ def units_of(dout, delta, lse, bounds_ptr, item, group_size):
     return tl.where(bound < SMALLEST_BOUND, MOST_UNITS, BOUND_UNITS / bound)
 
 
+@triton.jit
+def in_register_order(units, BLOCK_M: tl.constexpr):
+    """The units of a query tile's rows as threads need them (dq_tiles.py), 16 bytes each.
+
+    Of 64 rows a warp has 16, four of its threads one and the row 8 below it, and each twice, for two columns.
+    """
+    pairs = tl.permute(tl.reshape(units, [BLOCK_M // 64, 4, 2, 8]), (0, 1, 3, 2))
+    spread = tl.broadcast_to(tl.reshape(pairs, [BLOCK_M // 64, 4, 8, 1, 2, 1]), [BLOCK_M // 64, 4, 8, 4, 2, 2])
+    return tl.reshape(spread, [8 * BLOCK_M])
+
+
 @triton.jit(
     do_not_specialize=[
         "out_strides",
@@ -149,9 +160,9 @@ def units_of(dout, delta, lse, bounds_ptr, item, group_size):
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_seqlens"],
 )
 def prepare_rows_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, dq_acc_ptr, counts_ptr, bounds_ptr, cu_seqlens,
-    out_strides, dout_strides, num_heads, group_size, seqlen_q, total_q, batch, num_items, cleared_items, stats_items,
-    num_counts, wave_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, register_units_ptr, dq_acc_ptr, counts_ptr, bounds_ptr,
+    cu_seqlens, out_strides, dout_strides, num_heads, group_size, seqlen_q, total_q, batch, num_items, cleared_items,
+    stats_items, num_counts, wave_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """[lse * log2(e) | delta - dlse] of one query tile, packed for one TMA load; its tile of the accumulator zeroed.
@@ -191,6 +202,9 @@ def prepare_rows_kernel(
     if units_ptr is not None:
         units = units_of(dout, delta, lse, bounds_ptr, sequence * num_heads + head, group_size)
         tl.store(units_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M), units)
+    if register_units_ptr is not None:
+        at = register_units_ptr + tile * (8 * BLOCK_M) + tl.arange(0, 8 * BLOCK_M)
+        tl.store(at, in_register_order(units, BLOCK_M))
     if counts_ptr is not None:
         for count in range(tl.program_id(0), num_counts, tl.num_programs(0)):
             tl.store(counts_ptr + count, 0)

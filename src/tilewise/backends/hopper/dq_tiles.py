@@ -5,7 +5,9 @@ without bank conflicts (2-4 % at D=128); backward_rows.finish_queries_kernel put
 
 FIXED_POINT makes the sum independent of the order of the additions, hence repeatable bit by bit: a row of dQ is added
 in integers, in units of which 2^30 are a bound of the row (backward_rows.py). The rounding of a block is then 2^-31 of
-that bound, far below what rounding dS to 16 bits costs.
+that bound, far below what rounding dS to 16 bits costs. At D=64 units come in the order of the registers, too, 16
+bytes a thread: read by rows they need an address of their own, and more registers spill (14 instead of 6; D=64 causal,
+N=1024: the main kernel 478 -> 463 us). At D=128 it is the other way round (causal 362 -> 378 us).
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -20,7 +22,7 @@ from tilewise.backends.hopper.layouts import accumulator_layout
 from tilewise.backends.hopper.primitives import round_scaled
 from tilewise.backends.hopper.reduction import reduce_add
 
-__all__ = ["add_block", "from_register_order", "in_register_order", "row_units"]
+__all__ = ["add_block", "from_register_order", "in_register_order", "in_units"]
 
 
 @gluon.jit
@@ -38,19 +40,22 @@ def from_register_order(smem, like):
 
 
 @gluon.jit
-def row_units(units_smem, slot, FIRST_ROW: gl.constexpr, C: gl.constexpr):
-    """How many units make 1, for 64 rows of a query tile; 0 where dQ is summed in floating point."""
-    units = 0
-    if C.FIXED_POINT:
-        units = units_smem.index(slot).slice(FIRST_ROW, 64).load(gl.SliceLayout(1, accumulator_layout(64)))
-    return units
+def in_units(block, units_smem, slot, WARPGROUP: gl.constexpr, C: gl.constexpr):
+    """A block in register order; in fixed point as integers, in the units of the query tile in a slot."""
+    stored = in_register_order(block)
+    if C.FIXED_POINT and C.D == 64:
+        stored = gl.reshape(stored, [8, 16, 32])
+        units = units_smem.index(slot * 2 + WARPGROUP).load(gl.SliceLayout(0, stored.type.layout))
+        stored = gl.reshape(round_scaled(stored, units[None, :, :]), [128, 32])
+    elif C.FIXED_POINT:
+        units = units_smem.index(slot).load(gl.SliceLayout(1, accumulator_layout(64)))
+        stored = in_register_order(round_scaled(block, units[:, None]))
+    return stored
 
 
 @gluon.jit
-def add_block(block, units, dq_desc, index, smem, C: gl.constexpr):
+def add_block(stored, dq_desc, index, smem):
     """Start adding a 64 x 64 block to the accumulator's block `index`, through a buffer that TMA has finished with."""
-    if C.FIXED_POINT:
-        block = round_scaled(block, units[:, None])
-    smem.store(in_register_order(block))
+    smem.store(stored)
     fence_async_shared()  # orders the store before TMA reads it
     reduce_add(dq_desc, [index * 128, 0], smem)
