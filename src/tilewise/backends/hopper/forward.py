@@ -41,6 +41,7 @@ from tilewise.backends.hopper.schedule import (
     first_tile,
     first_turn,
     following_tile,
+    hidden_tiles,
     key_tiles,
     make_tiles,
     place_at,
@@ -159,13 +160,6 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
                 ready = pipe.k_ring.acquire(kv_at, K_BYTES)
                 load_keys(k_desc, pipe.k_smem, kv_at.slot, ready, paging, kv_span, kv_head, last * BLOCK_N, C)
         q_at = q_at.next()
-        # Early, so that the atomic's latency hides behind this tile.
-        if C.IS_VARLEN:
-            tile = take_tile(counter_ptr, num_entries * sizes.num_items, True)
-        else:
-            tile = take_tile(counter_ptr, sizes.num_tiles, True)
-            pipe.tiles.send(tile_turn, tile)
-        tile_turn = tile_turn.next()
         for i in range(1, count):
             row = (last - i) * BLOCK_N
             v_at = kv_at
@@ -179,6 +173,13 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
                 load_keys(k_desc, pipe.k_smem, kv_at.slot, ready, paging, kv_span, kv_head, row, C)
                 ready = pipe.v_ring.acquire(v_at, V_BYTES)
                 load_values(v_desc, pipe.v_smem, v_at.slot, ready, paging, kv_span, kv_head, row + BLOCK_N, C)
+        # Late: taken at the start of this tile, the next one would wait for its end while others have nothing to do.
+        if C.IS_VARLEN:
+            tile = take_tile(counter_ptr, num_entries * sizes.num_items, True)
+        else:
+            tile = take_tile(counter_ptr, sizes.num_tiles, True)
+            pipe.tiles.send(tile_turn, tile)
+        tile_turn = tile_turn.next()
         row = (last + 1 - count) * BLOCK_N
         if C.MERGE_KV:
             kv_at = kv_at.next()
@@ -195,10 +196,21 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
 
 
 @gluon.jit
+def pass_over(at, pipe, C: gl.constexpr):
+    """Release a tile of K and its V unread: the slot of the next one."""
+    pipe.k_ring.wait(at)
+    pipe.k_ring.release(at)
+    if not C.MERGE_KV:
+        pipe.v_ring.wait(at)
+        pipe.v_ring.release(at)
+    return at.next()
+
+
+@gluon.jit
 def attend_first(
     n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C: gl.constexpr,
 ):  # fmt: skip
-    """The rightmost key tile, always masked: its softmax starts the running state, nothing overlaps it."""
+    """The rightmost key tile that these rows see, always masked: its softmax starts the running state."""
     DV: gl.constexpr = C.DV
     DV_REST: gl.constexpr = C.DV_REST
     pipe.k_ring.wait(at)
@@ -296,6 +308,8 @@ def consumer(
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
+    # Right of what these rows see there may be tiles that other rows of the CTA need.
+    PASSES_OVER: gl.constexpr = C.HAS_RIGHT and BLOCK_M > C.BLOCK_N
     # Packed words go with the next tile; of wide dense heads, dividing before the last wait costs D=256 two spills.
     DIVIDES_LATE: gl.constexpr = C.OUT_IN_Q and not C.IS_VARLEN
     at = start(C.NUM_STAGES)
@@ -312,12 +326,17 @@ def consumer(
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
 
         # The rightmost tile; the rest of the right edge, whole tiles, the left edge.
+        hidden = 0
+        if PASSES_OVER:
+            hidden = hidden_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
+            for _ in range(hidden):
+                at = pass_over(at, pipe, C)
         pipe.q_ring.wait(q_lane)
         acc, acc_rest, p, factor, row_ref, row_sum = attend_first(
-            last, row, q_lane.slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C)  # fmt: skip
+            last - hidden, row, q_lane.slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C)  # fmt: skip
         begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C, C.IS_LAZY)
         if C.HAS_RIGHT:
-            for i in range(1, begin):
+            for i in range(hidden + 1, begin):
                 acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                     last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
                     seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip

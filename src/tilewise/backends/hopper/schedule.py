@@ -30,6 +30,7 @@ __all__ = [
     "first_tile",
     "first_turn",
     "following_tile",
+    "hidden_tiles",
     "key_tiles",
     "listed_rows",
     "listed_words",
@@ -247,6 +248,13 @@ def key_tiles(block, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
         return stop - 1, max(stop - begin, 1)
     else:
         return stop - 1, stop
+
+
+@gluon.jit
+def hidden_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
+    """Steps, counted from the rightmost tile, before the first that any of 64 rows from `row` on sees: not all."""
+    edge = min(row + 64 + seqlen_k - seqlen_q + right_of(sizes, C), seqlen_k)
+    return min(max(last + 1 - gl.cdiv(max(edge, 0), C.BLOCK_N), 0), count - 1)
 
 
 @gluon.jit
