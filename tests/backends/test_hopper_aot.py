@@ -56,9 +56,10 @@ FIXED: dict[str, Any] = {"deterministic": True}
 HALF: dict[str, Any] = {"dtype": torch.float16}
 # The forward's loops keep everything in registers but one address at D=256 with a mask (for a softmax that took causal
 # 1k/16k from 473/662 to 485/668 TFLOP/s) and, at D=128, 6 in the loop of each warpgroup that computes lost rows again
-# (the softmax that may lose them took full/causal at 16k from 670/629 to 719/707). So do those of the wide backward's
-# dK and dV. Up to 128 columns dK, dV, S^T and dP^T take 192 of 240, and those of dQ at D=256 with S and dP as many;
-# what spills are addresses.
+# (the softmax that may lose them took full/causal at 16k from 670/629 to 719/707); at D=64, causal, over 4096 keys one
+# in such loops of two warpgroups (with tiles that these do not see passed over, 16k went from 2038 to 1845 us). So do
+# those of the wide backward's dK and dV. Up to 128 columns dK, dV, S^T and dP^T take 192 of 240, and those of dQ at
+# D=256 with S and dP as many; what spills are addresses.
 # Where heads are prepared beside the main kernel, its loops spill a few addresses more, and D=64 causal, N=1024, is 8 %
 # faster: 303 -> 328 TFLOP/s (with 7 spills instead of 13 and the statistics' 130 elsewhere it was 294 -> 314). With dQ
 # finished there as well, D=128 causal, N=8192, is 4 % faster: 501 -> 521.
@@ -71,7 +72,7 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(FORWARD, {"d": 64}, 128, 96, fast=True),
     Recorded(FORWARD, {"d": 64, **HALF}, 128, 72),
     Recorded(FORWARD, {"d": 64, **PACKED}, 128, 96),
-    Recorded(FORWARD, {"d": 64, "seqlen_k": 8192, **CAUSAL}, 128, 132),
+    Recorded(FORWARD, {"d": 64, "seqlen_k": 8192, **CAUSAL}, 128, 132, hot_spills=2),
     Recorded(FORWARD, {"d": 64, "seqlen_k": 8192, **CAUSAL, **HALF}, 128, 108),
     Recorded(FORWARD, {"d": 64, "seqlen_k": 1024}, 80, 32, fast=True),
     Recorded(FORWARD, {"d": 64, **CAUSAL}, 80, 48, fast=True),
@@ -84,6 +85,9 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(FORWARD, {"d": 192, **CAUSAL}, 168, 120),
     Recorded(FORWARD, {"d": 256}, 168, 80),
     Recorded(FORWARD, {"d": 256, **CAUSAL}, 168, 120, hot_spills=2, fast=True),
+    Recorded(FORWARD, {"d": 256, **CAUSAL, **HALF}, 168, 120, hot_spills=2),
+    Recorded(FORWARD, {"d": 256, "dv": 64, **CAUSAL}, 168, 120),
+    Recorded(FORWARD, {"d": 256, **CAPPED}, 168, 80),
     Recorded(FORWARD, {"d": 64, "batch": 8, **CAUSAL, **PACKED}, 80, 48),
     Recorded(FORWARD, {"d": 64, "batch": 32, **PAGED}, 80, 32),
     Recorded(FORWARD, {"d": 192, "dv": 128, **CAUSAL}, 168, 96),

@@ -19,6 +19,8 @@ CASES = {
     "d64": Case(seqlens=(300, 600), tile="D64_AT_ONCE"),
     "d64 whole tiles": Case(seqlens=(100, 256), sinks=True, tile="D64_AT_ONCE"),
     "d64 causal": Case(seqlens=(200, 600), causal=True, tile="D64_BANDED_AT_ONCE"),
+    "d64 causal, tiles passed over": Case(seqlens=(700, 900), causal=True, tile="D64_CAUSAL"),
+    "d64 causal, odd diagonal": Case(seqlens=(400, 333), heads=(1, 1), causal=True, tile="D64_CAUSAL"),
     "d64 causal, four warpgroups": Case(seqlens=(300, 300), batch=2, causal=True, tile="D64_QUAD_AT_ONCE"),
     "d64 window": Case(seqlens=(200, 400), window=(150, 20), sinks=True, tile="D64_QUAD_AT_ONCE"),
     "d128": Case(128, seqlens=(200, 400), tile="D128_AT_ONCE"),

@@ -131,6 +131,21 @@ def load_values(desc, smem, slot, ready, paging, span, head, row, C: gl.constexp
 
 
 @gluon.jit
+def take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C: gl.constexpr):
+    """Take the CTA's next tile; the consumers of dense tensors hear of it at once.
+
+    Before the key loop the atomic's latency hides behind this tile, but the next one waits until this one is done
+    (TAKES_LATE: D=256 causal at 16384 1620 -> 1497 us).
+    """
+    if C.IS_VARLEN:
+        tile = take_tile(counter_ptr, num_entries * sizes.num_items, True)
+    else:
+        tile = take_tile(counter_ptr, sizes.num_tiles, True)
+        pipe.tiles.send(tile_turn, tile)
+    return tile
+
+
+@gluon.jit
 def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe, C: gl.constexpr):
     """Feed the rings. With MERGE_KV the tiles K_i and V_{i-1}, used together, share a slot and its barriers."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
@@ -143,6 +158,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
     q_at = start(C.Q_STAGES)
     tile_turn = first_turn(C)
     tile = gl.program_id(0)
+    num_entries = 0
     if C.IS_VARLEN:
         num_entries = gl.load(work_ptr)
         tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
@@ -160,6 +176,8 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
                 ready = pipe.k_ring.acquire(kv_at, K_BYTES)
                 load_keys(k_desc, pipe.k_smem, kv_at.slot, ready, paging, kv_span, kv_head, last * BLOCK_N, C)
         q_at = q_at.next()
+        if not C.TAKES_LATE:
+            tile = take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C)
         for i in range(1, count):
             row = (last - i) * BLOCK_N
             v_at = kv_at
@@ -173,12 +191,8 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
                 load_keys(k_desc, pipe.k_smem, kv_at.slot, ready, paging, kv_span, kv_head, row, C)
                 ready = pipe.v_ring.acquire(v_at, V_BYTES)
                 load_values(v_desc, pipe.v_smem, v_at.slot, ready, paging, kv_span, kv_head, row + BLOCK_N, C)
-        # Late: taken at the start of this tile, the next one would wait for its end while others have nothing to do.
-        if C.IS_VARLEN:
-            tile = take_tile(counter_ptr, num_entries * sizes.num_items, True)
-        else:
-            tile = take_tile(counter_ptr, sizes.num_tiles, True)
-            pipe.tiles.send(tile_turn, tile)
+        if C.TAKES_LATE:
+            tile = take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C)
         tile_turn = tile_turn.next()
         row = (last + 1 - count) * BLOCK_N
         if C.MERGE_KV:
@@ -308,8 +322,6 @@ def consumer(
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
-    # Right of what these rows see there may be tiles that other rows of the CTA need.
-    PASSES_OVER: gl.constexpr = C.HAS_RIGHT and BLOCK_M > C.BLOCK_N
     # Packed words go with the next tile; of wide dense heads, dividing before the last wait costs D=256 two spills.
     DIVIDES_LATE: gl.constexpr = C.OUT_IN_Q and not C.IS_VARLEN
     at = start(C.NUM_STAGES)
@@ -327,7 +339,7 @@ def consumer(
 
         # The rightmost tile; the rest of the right edge, whole tiles, the left edge.
         hidden = 0
-        if PASSES_OVER:
+        if C.PASSES_OVER:  # right of all that these rows see: other rows of the CTA need it
             hidden = hidden_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
             for _ in range(hidden):
                 at = pass_over(at, pipe, C)
