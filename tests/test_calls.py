@@ -106,7 +106,7 @@ def test_tensors_off_the_alignment_are_other_calls() -> None:
     """Kernels are compiled, and tensor maps made, for addresses that are multiples of 16 bytes."""
     memory = torch.zeros(1 * 2 * 8 * 16 + 1)
     aligned, off = (memory[start : start + 256].view(1, 2, 8, 16) for start in (0, 1))
-    slots = [calls.slot_of((q, q, q), "dense", 0.0, None) for q in (aligned, off, aligned)]
+    slots = [calls.slot_of((q, q, q), "dense", 0.0, None)[0] for q in (aligned, off, aligned)]
     assert slots[0] is slots[2]
     assert slots[0] is not slots[1]
 
@@ -247,7 +247,7 @@ def test_transforms_see_every_call() -> None:
     torch.testing.assert_close(want, torch.autograd.grad(call(q.requires_grad_(), k, v).sum(), q)[0])
     flags = ("dense", 0.0, None, False, None, None, "bhsd", None, "auto", False)
     with FakeTensorMode() as mode:
-        assert calls.slot_of([mode.from_tensor(t) for t in (q, k, v)], *flags) is None
+        assert calls.slot_of([mode.from_tensor(t) for t in (q, k, v)], *flags) == (None, None)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
@@ -327,7 +327,7 @@ def test_gradients_that_are_not_aligned_leave_the_others_alone() -> None:
     q, k, v = tensors(grad=True)
     shifted = torch.ones(q.numel() + 1)[1:].view(q.shape)
     out = call(q, k, v, backend="cpu")
-    slot = calls.slot_of((q, k, v), "dense", 0.0, None, False, None, None, "bhsd", None, "cpu", False)
+    slot, _ = calls.slot_of((q, k, v), "dense", 0.0, None, False, None, None, "bhsd", None, "cpu", False)
     assert slot is not None
     want = torch.autograd.grad(out, (q, k, v), torch.ones_like(q), retain_graph=True)
     known = slot.call._backwards  # type: ignore[union-attr]
@@ -397,7 +397,7 @@ def test_threads_share_calls(judged: list[Any]) -> None:
 def test_a_call_knows_its_problem() -> None:
     q, k, v = tensors()
     call(q, k, v, causal=True, backend="cpu")
-    slot = calls.slot_of((q, k, v), "dense", 0.0, None, True, None, None, "bhsd", None, "cpu", False)
+    slot, _ = calls.slot_of((q, k, v), "dense", 0.0, None, True, None, None, "bhsd", None, "cpu", False)
     assert slot is not None
     assert isinstance(slot.call, Call)
     assert slot.call.problem.causal

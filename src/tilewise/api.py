@@ -111,12 +111,12 @@ def attention(
     about: tuple[Any, ...] = ()
     if v.__class__ is Fp8Tensor:
         given, about = validation.taken_apart(given)
-    slot = calls.slot_of(
+    slot, places = calls.slot_of(
         given, "dense", dropout, seed, causal, softcap, scale, layout, deterministic, backend, return_lse, *about,
         window=window,
     )  # fmt: skip
     if slot is not None and slot.call is not None:
-        return slot.call(given)
+        return slot.call(given, places)
     (query, key, value), scales = validation.unwrapped(q, k, v, layout)
     validation.require_tensors(q=query, k=key, v=value, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
     query, key, value = validation.autocast(query, key, value)
@@ -193,12 +193,12 @@ def attention_varlen(
     about: tuple[Any, ...] = ()
     if v.__class__ is Fp8Tensor:
         given, about = validation.taken_apart(given)
-    slot = calls.slot_of(
+    slot, places = calls.slot_of(
         given, "varlen", dropout, seed, causal, softcap, scale, deterministic, backend, return_lse, max_seqlen_q,
         max_seqlen_k, *about, window=window,
     )  # fmt: skip
     if slot is not None and slot.call is not None:
-        return slot.call(given)
+        return slot.call(given, places)
     (query, key, value), scales = validation.unwrapped(q, k, v, "packed")
     validation.require_tensors(
         q=query, k=key, v=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask,
@@ -279,6 +279,7 @@ def attention_paged(
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
         given = (*given, bias, mask, alibi_slopes, sinks)  # type: ignore[assignment]
     slot: calls.Slot | None = None
+    places: calls.Places | None = None
     about: tuple[Any, ...] = ()
     if v_pages.__class__ is Fp8Tensor:
         given, about = validation.taken_apart(given)
@@ -288,12 +289,12 @@ def attention_paged(
         groups, *hint = shared_prefix  # type: ignore[misc]
         given = (*given, *hint)
     if hinted or shared_prefix is None:
-        slot = calls.slot_of(
+        slot, places = calls.slot_of(
             given, "paged", 0.0, None, causal, softcap, scale, deterministic, backend, return_lse, max_seqlen_q,
             *about, window=window, groups=groups,
         )  # fmt: skip
     if slot is not None and slot.call is not None:
-        return slot.call(given)
+        return slot.call(given, places)
     (query, key, value), scales = validation.unwrapped(q, k_pages, v_pages, "packed", "paged")
     validation.require_tensors(
         q=query, k_pages=key, v_pages=value, block_table=block_table, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q,

@@ -21,7 +21,7 @@ from torch.utils._device import DeviceContext
 
 from tilewise import device, settings
 
-__all__ = ["MAX_CALLS", "Slot", "is_watched", "slot_of"]
+__all__ = ["MAX_CALLS", "Look", "Places", "Slot", "is_watched", "slot_of"]
 
 # Kept at a time: 3 KiB each, on a GPU 19 with a forward pass for one set of addresses and 50 with a backward. What is
 # laid out for more addresses is bounded for all calls together (backends/gpu/scratch.py).
@@ -36,6 +36,11 @@ _is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # noqa: SLF001
 _is_deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001
 
 Result = Tensor | tuple[Tensor, Tensor]
+# Addresses.
+Places = tuple[int, ...]
+# What `slot_of` finds.
+Found = tuple["Slot | None", Places | None]
+NOTHING: Found = (None, None)
 
 
 class Look:
@@ -46,45 +51,57 @@ class Look:
     Nor do tensors that are not aligned: one looks closer at those.
     """
 
-    __slots__ = ("_absent", "_check", "_count", "_pick", "_twins")
+    __slots__ = ("_absent", "_check", "_count", "_distinct", "_present", "_twins")
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         self._count = len(tensors)
-        self._absent = [i for i, tensor in enumerate(tensors) if tensor is None]
+        places = [i for i, tensor in enumerate(tensors) if tensor is not None]
+        absent = [i for i, tensor in enumerate(tensors) if tensor is None]
+        self._absent = _picker(absent) if absent else None
+        self._present = _picker(places)
+        present = [tensor for tensor in tensors if tensor is not None]
         # The guards take no tensor twice.
-        firsts = [next(j for j, other in enumerate(tensors) if other is tensor) for tensor in tensors]
-        self._twins = [(i, j) for i, j in enumerate(firsts) if i != j and tensors[i] is not None]
-        kept = [(i, t) for i, t in enumerate(tensors) if t is not None and firsts[i] == i]
-        self._pick = None if len(kept) == len(tensors) else _picker([i for i, _ in kept])
+        firsts = [next(j for j, other in enumerate(present) if other is tensor) for tensor in present]
+        self._twins = [(i, j) for i, j in enumerate(firsts) if i != j]
+        self._distinct = _picker(sorted(set(firsts)))
+        distinct = self._distinct(present)
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._check = guards.TensorGuards(
-            *[tensor for _, tensor in kept],
-            dynamic_dims_sizes=[list(tensor.shape) for _, tensor in kept],
-            dynamic_dims_strides=[list(tensor.stride()) for _, tensor in kept],
+            *distinct,
+            dynamic_dims_sizes=[list(tensor.shape) for tensor in distinct],
+            dynamic_dims_strides=[list(tensor.stride()) for tensor in distinct],
         ).check
 
-    def fits(self, tensors: Sequence[Any]) -> bool:
-        """Whether these surely look the same."""
+    def places(self, tensors: Sequence[Any]) -> Places | None:
+        """The addresses of those that are there, if these surely look the same; else None."""
         if len(tensors) != self._count:
-            return False
-        if self._pick is not None:
-            for i in self._absent:
-                if tensors[i] is not None:
-                    return False
+            return None
+        if self._absent is not None:
+            for tensor in self._absent(tensors):
+                if tensor is not None:
+                    return None
+            tensors = self._present(tensors)
+        distinct = tensors
+        if self._twins:
             for i, j in self._twins:
                 if tensors[i] is not tensors[j]:
-                    return False
-            tensors = self._pick(tensors)
-        if not self._check(*tensors):
-            return False
-        places = 0
-        for tensor in tensors:
-            places |= tensor.data_ptr()
-        return places % ALIGNMENT == 0
+                    return None
+            distinct = self._distinct(tensors)
+        # The guards end the process at a nested tensor, which has no strides.
+        for tensor in distinct:
+            if tensor.is_nested:
+                return None
+        if not self._check(*distinct):
+            return None
+        places = tuple([tensor.data_ptr() for tensor in tensors])
+        bits = 0
+        for place in places:
+            bits |= place
+        return None if bits % ALIGNMENT else places
 
 
-def _picker(places: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    return operator.itemgetter(*places) if len(places) > 1 else lambda values: [values[i] for i in places]
+def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    return operator.itemgetter(*places) if len(places) > 1 else lambda values: tuple([values[i] for i in places])
 
 
 class Slot:
@@ -130,28 +147,25 @@ def _function_modes_watch() -> bool:
 
 def slot_of(
     tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: Any, window: Any = None, groups: Any = None
-) -> Slot | None:
-    """The slot of a call, None for one that is not remembered: then there may be anything among the arguments.
+) -> Found:
+    """The slot of a call, None for one that is not remembered: then there may be anything among the arguments. With it
+    come the addresses of the tensors that are there, if it was found at once.
 
     `tensors` are in the order of `Operands`, without the Nones at its end. A call with dropout draws or has a seed.
     `groups`, the numbers of a shared prefix, change from step to step: as flags they would drive the others out.
     """
     # Other compilers are at work under modes, in which no look fits.
     if torch.compiler.is_dynamo_compiling() or (_num_function_modes() and _function_modes_watch()):
-        return None
+        return NOTHING
     if seed is not None or dropout.__class__ not in NUMBERS or dropout:
-        return None
+        return NOTHING
     if _is_any_autocast_enabled() and _is_cast(tensors[:3]):
-        return None
+        return NOTHING
     current = settings.current()
     try:
-        # Dynamo's guards end the process at a nested tensor, which has no strides.
-        for tensor in tensors:
-            if tensor is not None and tensor.is_nested:
-                return None
         # 4.0 equals a 4 seen before, and is to be refused all the same.
         if window is not None and not SIDES.issuperset(map(type, window)):
-            return None
+            return NOTHING
         family = _family(
             torch.is_grad_enabled(),
             _is_deterministic(),
@@ -168,13 +182,15 @@ def slot_of(
         last = family.last
         # So are numbers of floats and plain tuples in the place of a Group; a step hands out the same groups.
         if groups is not None and (last is None or last.groups is not groups) and not _are_plain(groups):
-            return None
-        if last is not None and last.look is not None and last.groups == groups and last.look.fits(tensors):
-            return last
-        return None if is_watched() else _looked_up(family, tensors, groups)
+            return NOTHING
+        if last is not None and last.look is not None and last.groups == groups:
+            places = last.look.places(tensors)
+            if places is not None:
+                return last, places
+        return NOTHING if is_watched() else (_looked_up(family, tensors, groups), None)
     # A flag that has no hash, a tensor without strides or memory, no tensor: judged every time.
     except (TypeError, RuntimeError, AttributeError):
-        return None
+        return NOTHING
 
 
 def _are_plain(groups: Any) -> bool:
@@ -187,7 +203,7 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Slot | No
     for tensor in tensors:
         if tensor is None:
             looks.append(None)
-        elif (type(tensor) is Tensor or type(tensor) is Parameter) and not tensor.is_neg():
+        elif (type(tensor) is Tensor or type(tensor) is Parameter) and not (tensor.is_neg() or tensor.is_nested):
             places |= tensor.data_ptr()
             looks += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
             looks.append(tensor.data_ptr() % ALIGNMENT)
@@ -198,7 +214,7 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Slot | No
         family.last = None
         return slot
     # Made anew where tensors equal in all this do not fit: under autocast, in inference mode, others of them the same.
-    if slot.look is None or not slot.look.fits(tensors):
+    if slot.look is None or slot.look.places(tensors) is None:
         slot.look = Look(tensors)
     family.last = slot
     return slot

@@ -58,9 +58,9 @@ def repeated(
     """`attention` without dropout, remembered as the calls of the public functions are; `before` it is computed and
     after it was judged, something may be done.
     """
-    slot = calls.slot_of(operands, kind, flags.dropout, None, flags)
+    slot, places = calls.slot_of(operands, kind, flags.dropout, None, flags)
     if slot is not None and slot.call is not None:
-        return cast("tuple[Tensor, Tensor]", slot.call(operands, before))
+        return cast("tuple[Tensor, Tensor]", slot.call(operands, places, before))
     return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True, slot=slot, before=before))
 
 
@@ -92,7 +92,7 @@ def result(
         call = Call(kind, operands, flags, return_lse=return_lse, lasting=lasting)
         if slot is not None and lasting:
             slot.call = call
-        return call(operands, before)
+        return call(operands, before=before)
     if before is not None:
         refuse(kind, operands, flags)
         before()
@@ -143,32 +143,42 @@ class Call:
         # The wrapper of torch's own `apply` unwraps what functorch leaves behind (2 us); no lasting call has such.
         self._record: Any = super(torch.autograd.Function, _Recorded).apply if lasting else _Recorded.apply
 
-    def __call__(self, tensors: Sequence[Tensor | None], before: Callable[[], None] | None = None) -> calls.Result:
-        """(out, lse), or out if only that was asked for."""
+    def __call__(
+        self,
+        tensors: Sequence[Tensor | None],
+        places: calls.Places | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> calls.Result:
+        """(out, lse), or out if only that was asked for; `places` as `calls.slot_of` gives them."""
         if self._reads:
             validation.check_contents(self.problem, Operands(*tensors), self.flags)  # type: ignore[arg-type]
         if before is not None:
             before()
         if self._recorded:
-            recorded: calls.Result = self._record(self, *tensors)
+            recorded: calls.Result = self._record(self, places, *tensors)
             return recorded
-        made = self.forward(tensors)
+        made = self.forward(tensors, places)
         return (made[0], made[1]) if self.return_lse else made[0]
 
-    def forward(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    def forward(self, tensors: Sequence[Tensor | None], places: calls.Places | None = None) -> Sequence[Tensor]:
         """out, lse (if that is returned or recorded) and what else was made; not recorded."""
-        made = None if self._forward is None else self._forward(tensors)
+        made = None if self._forward is None else self._forward(tensors, places)
         if made is None:
             return _run(self.problem, self._chosen, Operands(*tensors))  # type: ignore[arg-type]
         return made
+
+    @property
+    def bound(self) -> Bound | None:
+        """The forward pass, if it is bound to how the tensors lie."""
+        return self._forward
 
     def gradients(self, given: tuple[Any, ...], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Of every tensor of the call that `needs` one; given are dout, dlse, out, lse and the tensors."""
         # With create_graph=True the op is called, whose own autograd refuses second derivatives.
         twice = torch.is_grad_enabled()
         if self._lasting and not twice:
-            known = self._bound_backward(given, needs)
-            made = None if known.bound is None else known.bound(given)
+            known, places = self._bound_backward(given, needs)
+            made = None if known.bound is None else known.bound(given, places)
             if made is not None:
                 return [None if place is None else made[place] for place in known.places]
         dout, dlse, out, lse, *tensors = given
@@ -186,12 +196,17 @@ class Call:
             return None
         return backend.bind_forward(self.problem, ready, want_lse=self.return_lse or self.flags.needs_grad)
 
-    def _bound_backward(self, given: tuple[Any, ...], needs: tuple[bool, ...]) -> _BoundBackward:
+    def _bound_backward(
+        self, given: tuple[Any, ...], needs: tuple[bool, ...]
+    ) -> tuple[_BoundBackward, calls.Places | None]:
         for known in self._backwards:
-            if known.needs == needs and known.look.fits(given):
-                return known
+            if known.needs == needs:
+                places = known.look.places(given)
+                if places is not None:
+                    return known, places
         look = calls.Look(given)
-        lasting = look.fits(given)
+        places = look.places(given)
+        lasting = places is not None
         bound = self._bind_backward(given, _wanted(needs)) if lasting else None
         made = () if bound is None else bound.made
         wanted = zip(("dq", "dk", "dv"), needs, strict=False)
@@ -200,7 +215,7 @@ class Call:
         # What does not fit itself (gradients that are not aligned) would never be found, only drive others out.
         if lasting:
             self._backwards = (new, *self._backwards[: MAX_BACKWARDS - 1])
-        return new
+        return new, places
 
     def _bind_backward(self, given: tuple[Any, ...], wanted: Wanted) -> Bound | None:
         dout, dlse, out, lse, *tensors = given
@@ -237,8 +252,8 @@ class _Recorded(torch.autograd.Function):
     """The same forward, saved tensors and backward as the registered autograd of the ops, called directly."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> calls.Result:
-        out, lse, *_ = call.forward(tensors)
+    def forward(ctx: Any, call: Call, places: calls.Places | None, *tensors: Tensor | None) -> calls.Result:
+        out, lse, *_ = call.forward(tensors, places)
         ctx.save_for_backward(out, lse, *tensors)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -249,7 +264,7 @@ class _Recorded(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if dout is None and dlse is None:
             return (None,) * len(needs)
-        return None, *ctx.call.gradients((dout, dlse, *ctx.saved_tensors), needs[1:])
+        return None, None, *ctx.call.gradients((dout, dlse, *ctx.saved_tensors), needs[2:])
 
 
 def _wanted(needs: Sequence[bool]) -> Wanted:

@@ -62,8 +62,12 @@ class Bound(Protocol):
     def made(self) -> tuple[str, ...]:
         """The names of what a call returns."""
 
-    def __call__(self, tensors: Sequence[Tensor | None], /) -> list[Tensor] | None:
-        """What was made, in the caller's layout; None if it must be computed the ordinary way this time."""
+    def __call__(
+        self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, /
+    ) -> list[Tensor] | None:
+        """What was made (and more, which is not the caller's), in the caller's layout; None if it must be computed the
+        ordinary way this time. `places` are the addresses of the tensors that are not None, if they are known.
+        """
 
 
 @runtime_checkable

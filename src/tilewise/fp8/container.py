@@ -7,7 +7,7 @@ stride 0 along what shares a scale, so that nobody who reads it has to know how 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -59,9 +59,13 @@ class Fp8Tensor:
     block: int | None = None
     rotated: bool = False
     dtype: torch.dtype = torch.bfloat16
+    # What calls are told apart by beside the tensors, put together once; types, because 1 equals True.
+    about: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check(self)
+        about = (self.layout, self.block, type(self.block), self.rotated, type(self.rotated), self.dtype)
+        object.__setattr__(self, "about", about)
 
     @property
     def shape(self) -> torch.Size:

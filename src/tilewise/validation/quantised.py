@@ -15,6 +15,8 @@ from tilewise.operands import Flags, Operands
 __all__ = ["Quantised", "taken_apart", "unwrapped", "with_scales"]
 
 
+# What may be left out before the scales.
+_NONES = (None,) * Operands._fields.index("q_scale")
 # q, k and v as tensors.
 Data = tuple[Tensor, Tensor, Tensor]
 
@@ -61,20 +63,12 @@ def taken_apart(given: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]
 
     Nothing is judged: it is how calls with containers are told apart.
     """
-    data: list[Any] = []
-    scales: list[Any] = []
-    about: list[Any] = []
-    for tensor in given[:3]:
-        if isinstance(tensor, Fp8Tensor):
-            data.append(tensor.data)
-            scales.append(tensor.scale)
-            about += (tensor.layout, tensor.block, tensor.rotated, tensor.dtype)
-        else:
-            data.append(tensor)
-            scales.append(None)
-            about.append(None)
-    between = Operands._fields.index("q_scale") - len(given)
-    return (*data, *given[3:], *[None] * between, *scales), tuple(about)
+    q, k, v, *others = given
+    q_data, q_scale, q_about = (q.data, q.scale, q.about) if q.__class__ is Fp8Tensor else (q, None, None)
+    k_data, k_scale, k_about = (k.data, k.scale, k.about) if k.__class__ is Fp8Tensor else (k, None, None)
+    v_data, v_scale, v_about = (v.data, v.scale, v.about) if v.__class__ is Fp8Tensor else (v, None, None)
+    between = _NONES[len(given) :]
+    return (q_data, k_data, v_data, *others, *between, q_scale, k_scale, v_scale), (q_about, k_about, v_about)
 
 
 def with_scales(operands: Operands, flags: Flags, scales: Quantised | None) -> tuple[Operands, Flags]:

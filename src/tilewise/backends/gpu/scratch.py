@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilewise.lasting import outside_pools
 
-__all__ = ["MAX_KEPT", "MAX_STREAMS", "Places", "kept_by_stream", "made_anew", "remember"]
+__all__ = ["MAX_KEPT", "MAX_STREAMS", "STEP", "Places", "kept_by_stream", "made_anew", "remember"]
 
 # An allocation takes 1.3 to 2 us; a kernel that writes more bytes than this takes several times as long.
 MAX_KEPT = 8 << 20

@@ -8,7 +8,7 @@ releases whose driver is not known, ordinary arguments with real tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "addressed_names",
     "aligned_names",
     "materialised",
+    "renamed",
 ]
 
 # What vectors of 128 bits, cp.async and TMA want of an address, in bytes.
@@ -119,6 +120,22 @@ def _addresses_in(calls: Iterable[KernelCall]) -> Iterator[Address]:
                     yield part.address
                 elif isinstance(part, Address):
                     yield part
+
+
+def renamed(call: KernelCall, names: Mapping[str, str]) -> KernelCall:
+    """The same call where tensors have other names, given by the ones they had."""
+    return replace(call, arguments={name: _renamed(value, names) for name, value in call.arguments.items()})
+
+
+def _renamed(argument: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(argument, Address):
+        return replace(argument, name=names.get(argument.name, argument.name))
+    if isinstance(argument, Tile):
+        return replace(argument, address=_renamed(argument.address, names))
+    if isinstance(argument, tuple):
+        elements = [_renamed(element, names) for element in argument]
+        return type(argument)(*elements) if hasattr(argument, "_fields") else tuple(elements)
+    return argument
 
 
 def materialised(argument: Any, tensors: Mapping[str, Tensor | None]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,6 +186,15 @@ class TritonBackend:
             problem, operands, num_rows, *results
         )
         return bound
+
+    def bind_after(self, own: Bound, prefixes: Bound, count: int, unread: Sequence[str]) -> Bound | None:
+        """The pass of the own keys (any GPU backend's) and that of the prefixes as one, for the first `count` operands
+        and the tensors of a hint; without what is `unread`.
+        """
+        both: Bound = importlib.import_module("tilewise.backends.triton.launch_prefix").bind_after(
+            own, prefixes, count, unread
+        )
+        return both
 
     def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
         """Rows of a partial result over other keys worked into `out` and `lse`: see tilewise.cascade."""

@@ -25,6 +25,7 @@ from tilewise.backends.gpu.launching import (
     on_device,
     raw_views,
 )
+from tilewise.backends.gpu.scratch import Places
 from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.triton import configs, passes
 from tilewise.backends.triton.arguments import rows_allocation, stored_rows, workspace_rows
@@ -126,9 +127,9 @@ class TunableBoundPass(BoundPass):
 
     __slots__ = ()
 
-    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor] | None:
+    def __call__(self, tensors: Sequence[Tensor | None], places: Places | None = None) -> list[Tensor] | None:
         """What was made, or None."""
-        return super().__call__(tensors) if configs.overrides() is None else None
+        return super().__call__(tensors, places) if configs.overrides() is None else None
 
 
 def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> BoundPass | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from tilewise.backends.gpu.launching import (
     on_device,
     raw_views,
 )
-from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
+from tilewise.backends.gpu.symbols import Address, KernelCall, Tile, renamed
 from tilewise.backends.triton.arguments import Views, packed_rows, scale_arguments, score_arguments, single_address
 from tilewise.backends.triton.configs import Config
 from tilewise.backends.triton.planning import Plan, plan_for
@@ -30,12 +31,21 @@ from tilewise.device import DeviceSpec
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["attend_prefixes", "bind_prefixes", "num_splits", "prefix_calls"]
+__all__ = ["attend_prefixes", "bind_after", "bind_prefixes", "num_splits", "prefix_calls"]
 
 # In which order tensors are handed to the launches.
 TENSORS = (*Operands._fields, "rows", "out", "lse", "workspace")
 # In which order a bound pass is given them.
 BOUND = ("q", "k", "v", "cu_seqlens_q", "block_table", "seqlens_k", "rows", "out", "lse")
+# The tensors of a call with a hint, after its operands, and what this pass calls them.
+HINT = ("prefix_table", "prefix_seqlens", "prefix_starts", "rows", "block_table", "seqlens_k")
+RENAMED = {
+    "block_table": "prefix_table", "seqlens_k": "prefix_seqlens", "cu_seqlens_q": "prefix_starts",
+    "workspace": "prefix_parts",
+}  # fmt: skip
+RESULTS = ("out", "lse")
+# The batch's own tables, which such a call does not read.
+UNUSED = {"block_table": "whole_table", "seqlens_k": "whole_seqlens"}
 # What the prefix kernel has of the arguments of kernels that compute scores.
 SCORED = ("q", "k", "v", "lengths", "sizes", "band", "scalars", "T")
 # Programs a multiprocessor is given, and the splits that are worth merging: those of the first kernel are all read by
@@ -80,6 +90,16 @@ def bind_prefixes(
     index, views = operands.q.get_device(), raw_views((*operands, rows, out, lse))
     ready: PrefixPass = on_device(index, prefix_pass, problem, num_rows, devices.of(out.device), index, views)
     return BoundPass(ready.launches, BOUND, {"workspace": ready.workspace}, index)
+
+
+def bind_after(own: BoundPass, prefixes: BoundPass, count: int, unread: Sequence[str]) -> BoundPass:
+    """Both passes in one, that of the own keys first, for the first `count` operands and the tensors of the hint, which
+    has the tables of both; `unread` are results that nobody asked for.
+    """
+    given = (*[UNUSED.get(name, name) for name in Operands._fields[:count]], *HINT)
+    calls = [renamed(call, RENAMED) for call in prefixes.calls]
+    made = {RENAMED[name]: allocation for name, allocation in prefixes.allocations.items()}
+    return own.followed_by(calls, given, made, (*unread, *[n for n in own.allocations if n not in RESULTS], *made))
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)
