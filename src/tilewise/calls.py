@@ -89,7 +89,7 @@ class Look:
             distinct = self._distinct(tensors)
         # The guards end the process at a nested tensor, which has no strides.
         for tensor in distinct:
-            if tensor.is_nested:
+            if tensor is None or tensor.is_nested:
                 return None
         if not self._check(*distinct):
             return None

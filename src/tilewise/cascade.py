@@ -220,14 +220,17 @@ def bound(
 class _Shared:
     """A call whose prefixes are attended apart. It outlives the tensors it was made with, and holds none of them."""
 
-    __slots__ = ("_attend", "_both", "_count", "_groups", "_own", "_prefix", "_reads", "_rows", "_with_lse")
+    __slots__ = (
+        "_attend", "_backend", "_both", "_count", "_flags", "_groups", "_own", "_problem", "_reads", "_rows",
+        "_with_lse",
+    )  # fmt: skip
 
     def __init__(
         self, shared: SharedPrefix, prefix: _Direct, own: ops.Call, result: tuple[Tensor, Tensor], count: int, *,
         reads: bool, return_lse: bool,
     ) -> None:  # fmt: skip
-        backend, problem, operands, _ = prefix
-        self._prefix = prefix._replace(operands=None)
+        backend, problem, operands, self._flags = prefix
+        self._backend, self._problem = backend, problem
         self._groups, self._rows, self._own, self._count = shared.groups, shared.num_rows, own, count
         self._reads, self._with_lse = reads, return_lse
         self._attend = backend.bind_prefixes(problem, operands, self._rows, shared.rows, *result)
@@ -247,20 +250,20 @@ class _Shared:
         hint: Any = tensors[self._count :]
         given = self._prefix_of(tensors)
         _check_contents(SharedPrefix(self._groups, *hint), len(given.q))
-        validation.check_contents(self._prefix.problem, given, self._prefix.flags)
+        validation.check_contents(self._problem, given, self._flags)
 
     def _prefix_of(self, tensors: Sequence[Tensor | None]) -> Operands:
         given: Any = tensors
+        q, k, v = given[:3]
         table, keys, starts = given[self._count : self._count + 3]
-        return Operands(*given[:3], starts, block_table=table, seqlens_k=keys)
+        return Operands(q, k, v, starts, block_table=table, seqlens_k=keys)
 
     def _one_by_one(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         q, k, v, cu_seqlens_q, _, _, _, *rest = tensors[: self._count]
         table, keys, starts, rows, own_table, own_keys = tensors[self._count :]
         made: Any = self._own((q, k, v, cu_seqlens_q, None, own_table, own_keys, *rest))
         if self._attend((q, k, v, starts, table, keys, rows, *made)) is None:
-            prefix = self._prefix
-            prefix.backend.attend_prefixes(prefix.problem, self._prefix_of(tensors), self._rows, rows, *made)
+            self._backend.attend_prefixes(self._problem, self._prefix_of(tensors), self._rows, rows, *made)
         out, lse = made
         return out, lse
 

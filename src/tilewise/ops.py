@@ -180,7 +180,7 @@ class Call:
             known, places = self._bound_backward(given, needs)
             made = None if known.bound is None else known.bound(given, places)
             if made is not None:
-                return [None if place is None else made[place] for place in known.places]
+                return [None if place is None else made[place] for place in known.results]
         dout, dlse, out, lse, *tensors = given
         wanted = _wanted(needs)
         if twice:
@@ -210,8 +210,8 @@ class Call:
         bound = self._bind_backward(given, _wanted(needs)) if lasting else None
         made = () if bound is None else bound.made
         wanted = zip(("dq", "dk", "dv"), needs, strict=False)
-        places = [made.index(name) if need and name in made else None for name, need in wanted]
-        new = _BoundBackward(look, needs, bound, (*places, *[None] * (len(needs) - len(places))))
+        results = [made.index(name) if need and name in made else None for name, need in wanted]
+        new = _BoundBackward(look, needs, bound, (*results, *[None] * (len(needs) - len(results))))
         # What does not fit itself (gradients that are not aligned) would never be found, only drive others out.
         if lasting:
             self._backwards = (new, *self._backwards[: MAX_BACKWARDS - 1])
@@ -231,14 +231,14 @@ class Call:
 
 
 class _BoundBackward(NamedTuple):
-    """A backward pass for tensors that look so, None if each call must look for itself; `places` says which of its
-    results is the gradient of which operand.
+    """A backward pass for tensors that look so, None if each call must look for itself; `results` says which of what it
+    made is the gradient of which operand.
     """
 
     look: calls.Look
     needs: tuple[bool, ...]
     bound: Bound | None
-    places: tuple[int | None, ...]
+    results: tuple[int | None, ...]
 
 
 def _is_moved(given: Sequence[Tensor | None], ready: Sequence[Tensor | None]) -> bool:

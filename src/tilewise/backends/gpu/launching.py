@@ -314,7 +314,7 @@ class BoundPass:
         return self._launches.calls
 
     def followed_by(
-        self, calls: Iterable[KernelCall], given: Sequence[str], made: Mapping[str, Allocation], unread: Sequence[str]
+        self, calls: Iterable[KernelCall], given: Sequence[str], made: dict[str, Allocation], unread: Sequence[str]
     ) -> BoundPass:
         """This pass and more kernels behind it as one; `given`, `made` and `unread` are of both."""
         launches = self._launches.followed_by(calls, (*given, *self.allocations, *made, "counter"))
