@@ -16,7 +16,7 @@ from tilewise.kv.prefix import PrefixIndex, known_ids, page_of
 
 def test_pages_are_taken_given_back_and_counted() -> None:
     told: list[int] = []
-    pool = PageAllocator(3, told.append)
+    pool = PageAllocator(3, told.extend)
     first, second, third = pool.take(), pool.take(), pool.take()
     with pytest.raises(OutOfPages):
         pool.take()
@@ -46,7 +46,7 @@ def test_a_hash_hit_is_checked_by_tokens_and_predecessor() -> None:
     assert index.insert(None, three_four, 6) is None
     assert index.insert(entry, one_two, 7) is None
     assert index.insert(None, one_two, 8) is entry
-    index.forget(5)
+    index.forget([5, 6])
     assert len(index) == 0
     assert list(index.follow(known_ids([1, 2]))) == []
 

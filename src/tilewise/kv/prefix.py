@@ -103,11 +103,13 @@ class PrefixIndex:
         self._parents[page] = parent
         return entry
 
-    def forget(self, page: int) -> None:
-        """The page is about to hold something else."""
-        entry = self._by_page.pop(page, None)
-        if entry is not None:
-            del self._by_key[_key_of(entry)], self._parents[page]
+    def forget(self, pages: Iterable[int]) -> None:
+        """Pages are about to hold something else; those that are not known are nobody's."""
+        by_key, by_page, parents, unpack = self._by_key, self._by_page, self._parents, _HEAD.unpack_from
+        for page in pages:
+            entry = by_page.pop(page, None)
+            if entry is not None:
+                del by_key[unpack(entry)[2]], parents[page]
 
     def _is_known(self, entry: Entry, parent: Entry | None, tokens: bytes) -> bool:
         """Whether an entry is of these tokens behind that one: keys may be equal by chance."""
