@@ -140,6 +140,7 @@ KINDS = [
     small(dtype="bfloat16", measure="backward"),
     small(kind="varlen", batch=3, seqlens=(70, 1, 33), causal=True, measure="backward"),
     small(kind="paged", seqlen_q=1, page_size=16, seqlen_k=50),
+    small(dtype="bfloat16", causal=True, e4m3_values=True, recorded=True),
 ]
 
 
@@ -148,7 +149,7 @@ def test_right_results_pass_and_slightly_wrong_ones_do_not(case: Case) -> None:
     inputs = make_inputs(case)
     checker = Checker(case, inputs)
     peer = {"dense": "sdpa", "varlen": "sdpa-padded", "paged": "sdpa-gather"}[case.kind]
-    for name in ("tilewise", peer):
+    for name in ("tilewise", *("tilewise-fp8",) * case.coarse, peer):
         with torch.set_grad_enabled(case.needs_grad):
             found = results_of(case, implementations("cpu")[name].prepare(case, inputs))
         assert checker.judge(found).complaint is None, name

@@ -201,9 +201,7 @@ def bound(
 
     Called with the first `count` operands and the tensors of the hint, all in their order.
     """
-    if operands.q.device.type not in ATTENDERS or operands.k_scale is not None:
-        return None
-    if not validation.lasts("paged", operands, flags):
+    if operands.q.device.type not in ATTENDERS or not validation.lasts("paged", operands, flags):
         return None
     reads = validation.reads_contents("paged", operands)
     if refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
@@ -213,30 +211,31 @@ def bound(
     # What had to be copied first is copied in every call.
     if prefix is None or any(a is not b for a, b in zip(prefix.operands[:3], operands[:3], strict=True)):
         return None
+    attend = prefix.backend.bind_prefixes(prefix.problem, prefix.operands, shared.num_rows, shared.rows, *result)
+    if attend is None:
+        return None
     own = ops.Call("paged", _own(shared, operands), flags, return_lse=True, lasting=True)
-    return _Shared(shared, prefix, own, result, count, reads=reads, return_lse=return_lse)
+    return _Shared(shared.groups, prefix, own, attend, count, reads=reads, return_lse=return_lse)
 
 
 class _Shared:
     """A call whose prefixes are attended apart. It outlives the tensors it was made with, and holds none of them."""
 
     __slots__ = (
-        "_attend", "_backend", "_both", "_count", "_flags", "_groups", "_own", "_problem", "_reads", "_rows",
-        "_with_lse",
+        "_attend", "_backend", "_both", "_count", "_flags", "_groups", "_own", "_problem", "_reads", "_with_lse",
     )  # fmt: skip
 
     def __init__(
-        self, shared: SharedPrefix, prefix: _Direct, own: ops.Call, result: tuple[Tensor, Tensor], count: int, *,
-        reads: bool, return_lse: bool,
+        self, groups: tuple[Group, ...], prefix: _Direct, own: ops.Call, attend: Any, count: int, *, reads: bool,
+        return_lse: bool,
     ) -> None:  # fmt: skip
-        backend, problem, operands, self._flags = prefix
-        self._backend, self._problem = backend, problem
-        self._groups, self._rows, self._own, self._count = shared.groups, shared.num_rows, own, count
+        self._backend, self._problem, _, self._flags = prefix
+        self._groups, self._own, self._attend, self._count = groups, own, attend, count
         self._reads, self._with_lse = reads, return_lse
-        self._attend = backend.bind_prefixes(problem, operands, self._rows, shared.rows, *result)
-        # All kernels at once, where those of the own keys are bound, too: 3 us less than two passes after each other.
-        unread = () if return_lse else ("lse",)
-        self._both = None if own.bound is None else backend.bind_after(own.bound, self._attend, count, unread)
+        # All kernels at once, where those of the own keys are bound, too, and no contents are to be judged before them:
+        # 4 us less than two passes after each other.
+        unread, first = () if return_lse else ("lse",), None if reads else own.bound
+        self._both = None if first is None else self._backend.bind_after(first, attend, count, unread)
 
     def __call__(self, tensors: Sequence[Tensor | None], places: calls.Places | None = None) -> Any:
         if self._reads:
@@ -253,17 +252,21 @@ class _Shared:
         validation.check_contents(self._problem, given, self._flags)
 
     def _prefix_of(self, tensors: Sequence[Tensor | None]) -> Operands:
-        given: Any = tensors
-        q, k, v = given[:3]
-        table, keys, starts = given[self._count : self._count + 3]
-        return Operands(q, k, v, starts, block_table=table, seqlens_k=keys)
+        given: Any = Operands(*tensors[: self._count])  # type: ignore[arg-type]
+        table, keys, starts = tensors[self._count : self._count + 3]
+        return Operands(
+            given.q, given.k, given.v, starts, block_table=table, seqlens_k=keys, k_scale=given.k_scale,
+            v_scale=given.v_scale,
+        )  # fmt: skip
 
     def _one_by_one(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        q, k, v, cu_seqlens_q, _, _, _, *rest = tensors[: self._count]
-        table, keys, starts, rows, own_table, own_keys = tensors[self._count :]
-        made: Any = self._own((q, k, v, cu_seqlens_q, None, own_table, own_keys, *rest))
-        if self._attend((q, k, v, starts, table, keys, rows, *made)) is None:
-            self._backend.attend_prefixes(self._problem, self._prefix_of(tensors), self._rows, rows, *made)
+        operands: Any = Operands(*tensors[: self._count])  # type: ignore[arg-type]
+        _, _, _, rows, own_table, own_keys = tensors[self._count :]
+        made: Any = self._own(operands._replace(block_table=own_table, seqlens_k=own_keys))
+        prefix = self._prefix_of(tensors)
+        if self._attend((*prefix, rows, *made)) is None:
+            num_rows = sum(group.rows for group in self._groups)
+            self._backend.attend_prefixes(self._problem, prefix, num_rows, rows, *made)
         out, lse = made
         return out, lse
 

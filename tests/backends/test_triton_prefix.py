@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tilewise as tw
 from interpreting import interpret
-from tilewise import calls, cascade, fp8
+from tilewise import calls, cascade, fp8, validation
 from tilewise import device as devices
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
@@ -131,15 +131,21 @@ def test_interpreted_prefixes_complete_what_rows_see_of_their_own_keys(case: Sha
 
 
 @only_interpreted
+@pytest.mark.parametrize("read", [True, False], ids=["contents are read", "all kernels in one pass"])
 @pytest.mark.parametrize(
-    ("splits", "stride", "judged"), [(1, 1, 0), (3, 1, 1), (3, 2, 3)], ids=["one split", "three", "strided queries"]
+    ("splits", "stride", "e4m3", "judged"),
+    # With lse and without are two kinds of calls, the latter not the first time.
+    [(1, 1, False, 0), (3, 1, False, 2), (3, 1, True, 2), (3, 2, False, 5)],
+    ids=["one split", "three", "e4m3", "strided queries"],
 )
 def test_interpreted_calls_are_bound_after_the_first(
-    splits: int, stride: int, judged: int, monkeypatch: pytest.MonkeyPatch
+    splits: int, stride: int, e4m3: bool, judged: int, read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: the pass is found where keys are split, later calls run what the first one prepared. Queries that
     must be copied first are judged every time.
     """
+    if not read:
+        monkeypatch.setattr(validation, "reads_contents", lambda *_: False)
     for name, value in (("price_seconds", lambda *_: 0.0), ("ATTENDERS", {"cpu": "triton"})):
         monkeypatch.setattr(cascade, name, value)
     monkeypatch.setattr(launch_prefix, "num_splits", lambda *_: splits)
@@ -154,6 +160,8 @@ def test_interpreted_calls_are_bound_after_the_first(
 
     monkeypatch.setattr(type(triton_backend), "attend_prefixes", noted)
     batch = Batch(Shared(groups=((3, 3),), heads=(2, 1)))
+    k: Any = fp8.quantize_pages(batch.k.nan_to_num(0.0)) if e4m3 else batch.k
+    v: Any = fp8.quantize_pages(batch.v.nan_to_num(0.0)) if e4m3 else batch.v
     operands = batch.prefix()
     groups = tuple(cascade.Group(count, count, pages * 16) for count, pages in batch.case.groups)
     own = torch.full((len(batch.q),), batch.case.own, dtype=torch.int32)
@@ -167,16 +175,21 @@ def test_interpreted_calls_are_bound_after_the_first(
     def attend(number: int) -> list[Tensor]:
         torch.manual_seed(number)
         q = torch.randn(*batch.q.shape[:2], stride * batch.q.shape[2]).to(BF16)[..., ::stride]
-        given = (q, batch.k, batch.v, batch.table, batch.lengths)
+        given = (q, k, v, batch.table, batch.lengths)
         # Packed queries of one token have partial results of their own to merge: more than out and lse is made.
         flags: Any = {"cu_seqlens_q": torch.arange(len(q) + 1, dtype=torch.int32), "max_seqlen_q": 1}
-        return [q, *tw.attention_paged(*given, shared_prefix=hint, return_lse=True, backend="triton", **flags)]
+        flags |= {"shared_prefix": hint, "backend": "triton"}
+        out, lse = tw.attention_paged(*given, return_lse=True, **flags)
+        if number:
+            assert torch.equal(out, tw.attention_paged(*given, **flags))
+        return [q, out, lse]
 
     first = weakref.ref(attend(0)[0])
     for number in range(1, 3):
         q, out, lse = attend(number)
+        exact_k, exact_v = (t.dequantize().double() if e4m3 else t.double() for t in (k, v))
         want, want_lse = tw.attention_paged(
-            q.double(), batch.k.double(), batch.v.double(), batch.table, batch.lengths, return_lse=True
+            q.double(), exact_k, exact_v, batch.table, batch.lengths, return_lse=True, backend="reference"
         )
         torch.testing.assert_close(out.double(), want, atol=4 * 2**-7, rtol=2 * 2**-7)
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)

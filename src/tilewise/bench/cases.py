@@ -64,8 +64,10 @@ class Case:
     page_size: int = 0
     # Keys at the start that all sequences of a paged batch share.
     shared_keys: int = 0
-    # K and V have values that e4m3 holds, so that pages in it stand for the same numbers.
+    # K and V have values that e4m3 holds, so that pages in it stand for the same numbers; of dense tensors Q, too.
     e4m3_values: bool = False
+    # A forward whose host time is taken with gradients to come, as in training.
+    recorded: bool = False
     seqlens: tuple[int, ...] = ()
     # Launched from a CUDA graph, so that the host does not count.
     graph: bool = False
@@ -83,9 +85,14 @@ class Case:
 
     @property
     def needs_grad(self) -> bool:
-        """Inputs require gradients: always for the backward, and for a forward of training on the GPU."""
+        """Inputs require gradients: always for the backward, and for a forward of training."""
         training = self.device == "cuda" and self.measure == "forward" and self.metric == "flops" and not self.graph
-        return self.measure == "backward" or training
+        return self.measure == "backward" or training or self.recorded
+
+    @property
+    def coarse(self) -> bool:
+        """Probabilities may be rounded to e4m3, as docs/contract.md allows FP8 tensor cores to."""
+        return self.e4m3_values and self.kind == "dense"
 
     @property
     def metric(self) -> Metric:

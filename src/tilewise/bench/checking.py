@@ -57,7 +57,7 @@ class Checker:
         for name in ("out", "dq", "dk", "dv")[: 4 if case.measure == "backward" else 1]:
             ref, terms = exact[name].cpu(), exact[f"|{name}|"].cpu()
             self.expected[name] = ref
-            self.slack[name] = slack_of(ref, plain[name].cpu(), terms, case.torch_dtype, accumulate)
+            self.slack[name] = slack_of(ref, plain[name].cpu(), terms, case.torch_dtype, accumulate, coarse=case.coarse)
 
     def judge(self, results: Results) -> Outcome:
         """`results` holds out and, for a backward, dq, dk, dv, in the shapes of the case's inputs."""
@@ -75,7 +75,9 @@ class Checker:
         for piece in self.pieces:
             band = self.case.band(piece.q.shape[2], piece.k.shape[2])
             rows = _Rows(piece, _sample(piece), band, dtype)
-            values = rows.out() | (rows.dq() if self.case.measure == "backward" else {})
+            values = rows.out(coarse=self.case.coarse and dtype != torch.float64) | (
+                rows.dq() if self.case.measure == "backward" else {}
+            )
             for name, value in values.items():
                 results.setdefault(name, []).append(value.double().flatten())
         if self.case.measure == "backward":
@@ -126,9 +128,13 @@ class _Rows:
         s = (self.q @ self.k.mT) * self.scale
         self.p = torch.softmax(s.masked_fill_(~_visible(band, rows), -math.inf), -1)
 
-    def out(self) -> Results:
-        """The rows of out."""
-        return {"out": (self.p @ self.v).flatten(1, 2), "|out|": (self.p @ self.v.abs()).flatten(1, 2)}
+    def out(self, *, coarse: bool = False) -> Results:
+        """The rows of out; `coarse` rounds probabilities to e4m3, relative to the row's largest one times 2^8."""
+        p = self.p
+        if coarse:
+            unit = p.float().amax(-1, keepdim=True) / 2.0**8
+            p = ((p.float() / unit).to(torch.float8_e4m3fn).float() * unit).to(p.dtype)
+        return {"out": (p @ self.v).flatten(1, 2), "|out|": (self.p @ self.v.abs()).flatten(1, 2)}
 
     def _ds(self) -> tuple[Tensor, Tensor]:
         dp = self.dout @ self.v.mT

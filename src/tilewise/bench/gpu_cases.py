@@ -42,6 +42,8 @@ DECODE = ((1, 8192, 1500), (1, 131072, 3900), (16, 8192, 4000), (64, 8192, 4450)
 MIXED = (4096, 2816, 2048, 1792, 1536, 1024, 1000, 640, 512, 333, 256, 128, 100, 64, 32, 7)
 # Of the dense rate per FLOP.
 VARLEN_LIMITS = ((TRITON, 0.9), (HOPPER, 0.95))
+# Of the host, for any call.
+CALL_SECONDS = 30e-6
 # Equal sequences with as many FLOPs, and within 2 % as many tokens: sequences, length.
 AS_MIXED = (7, 2304)
 
@@ -249,11 +251,30 @@ def _overhead() -> Iterator[Case]:
     yield _case(
         "overhead-forward", "latency", measure="overhead", batch=1, num_heads=16, seqlen_q=128, seqlen_k=128,
         implementations=(*OURS, *peers), quick=True,
-        bars=(Bar(TRITON, 40e-6, by="seconds"), Bar(HOPPER, 30e-6, by="seconds")),
+        bars=(Bar(TRITON, 40e-6, by="seconds"), Bar(HOPPER, CALL_SECONDS, by="seconds")),
     )  # fmt: skip
     yield _case(
         "overhead-decode", "latency", measure="overhead", batch=1, num_heads=32, num_kv_heads=8, seqlen_q=1,
         seqlen_k=512, implementations=(*OURS, *peers), quick=True, bars=(Bar("tilewise", 25e-6, by="seconds"),),
+    )  # fmt: skip
+    square: dict[str, Any] = {"measure": "overhead", "batch": 1, "num_heads": 16, "seqlen_q": 128, "seqlen_k": 128}
+    yield _case(
+        "overhead-recorded", "latency", **square, recorded=True, causal=True, implementations=(*OURS, *peers),
+        bars=(Bar(HOPPER, CALL_SECONDS, by="seconds"),),
+    )  # fmt: skip
+    # Several blocks of rows, each with a scale of its own.
+    yield _case(
+        "overhead-fp8", "latency", **square | {"seqlen_q": 1024, "seqlen_k": 1024}, causal=True, e4m3_values=True,
+        implementations=(HOPPER, "tilewise-fp8"), bars=(Bar("tilewise-fp8", CALL_SECONDS, by="seconds"),),
+    )  # fmt: skip
+    yield _case(
+        "overhead-packed", "latency", measure="overhead", kind="varlen", batch=2, num_heads=16, seqlens=(100, 156),
+        seqlen_q=156, seqlen_k=156, causal=True, implementations=OURS, bars=(Bar(HOPPER, CALL_SECONDS, by="seconds"),),
+    )  # fmt: skip
+    yield _case(
+        "overhead-cascade", "latency", measure="overhead", kind="paged", page_size=64, num_heads=32, num_kv_heads=8,
+        batch=64, seqlen_q=1, seqlen_k=2048 + 64, shared_keys=2048, implementations=(HOPPER, "tilewise-cascade"),
+        bars=(Bar("tilewise-cascade", CALL_SECONDS, by="seconds"),),
     )  # fmt: skip
 
 

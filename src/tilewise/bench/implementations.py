@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tilewise import api, dispatch
 from tilewise.bench.cases import Case
 from tilewise.bench.inputs import Inputs
-from tilewise.fp8.container import E4M3, Fp8Tensor
+from tilewise.fp8.container import BLOCK, E4M3, Fp8Tensor
 from tilewise.masks import Band
 from tilewise.plan import explain
 from tilewise.units import format_bytes
@@ -87,6 +87,7 @@ def tilewise_and_torch(device: str) -> list[Implementation]:
         return [
             Implementation("tilewise", functools.partial(_tilewise, "auto", None)),
             Implementation("tilewise-cascade", _tilewise_cascade),
+            Implementation("tilewise-fp8", _tilewise_fp8),
             Implementation("tilewise-fp8-pages", _tilewise_fp8_pages),
             Implementation("tilewise-dense", _tilewise_dense),
             Implementation("sdpa", _sdpa),
@@ -100,6 +101,7 @@ def tilewise_and_torch(device: str) -> list[Implementation]:
     return [
         *_gpu_backends(),
         Implementation("tilewise-cascade", _tilewise_cascade),
+        Implementation("tilewise-fp8", _tilewise_fp8),
         Implementation("tilewise-fp8-pages", _tilewise_fp8_pages),
         Implementation("sdpa-flash", _sdpa, scope=flash),
         Implementation("sdpa-cudnn", _sdpa, scope=cudnn),
@@ -177,6 +179,20 @@ def _tilewise_fp8_pages(case: Case, inputs: Inputs) -> Prepared:
     return Prepared(
         lambda: api.attention_paged(q, k_pages, v_pages, table, lengths), (inputs.q, inputs.k, inputs.v), inputs.dout
     )
+
+
+def _tilewise_fp8(case: Case, inputs: Inputs) -> Prepared:
+    """The dense call with q, k and v in e4m3, a scale for each block of rows, converted outside the timing."""
+    if case.kind != "dense" or not case.e4m3_values:
+        raise NotApplicable("for dense tensors whose values e4m3 holds")
+    q, k, v = (_in_e4m3(t) for t in (inputs.q, inputs.k, inputs.v))
+    return Prepared(lambda: api.attention(q, k, v, causal=case.causal), (inputs.q, inputs.k, inputs.v), inputs.dout)
+
+
+def _in_e4m3(tensor: Tensor) -> Fp8Tensor:
+    batch, heads, rows, _ = tensor.shape
+    scales = torch.ones(batch, heads, -(-rows // BLOCK), device=tensor.device)
+    return Fp8Tensor(tensor.to(E4M3), scales, "block", "bhsd", BLOCK)
 
 
 def _tilewise_dense(case: Case, inputs: Inputs) -> Prepared:

@@ -50,6 +50,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     k, v = (normal(case.batch, shared, case.seqlen_k, dim) for _ in range(2))
     if case.e4m3_values:
         k, v = (t.to(torch.float8_e4m3fn).to(t.dtype) for t in (k, v))
+        q = q.to(torch.float8_e4m3fn).to(q.dtype) if case.kind == "dense" else q
     if case.kind == "dense":
         return Inputs(q, k, v, dout)
     table = _table(case, generator)

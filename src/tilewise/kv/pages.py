@@ -90,7 +90,7 @@ class PageAllocator:
         return pages
 
     def _evict(self, count: int) -> list[int]:
-        """The pages idle longest; at once, as a step of 256 requests may take as many (64 bytecodes each one by one)."""
+        """The pages idle longest, at once: a step of 256 requests may take as many (one by one 64 bytecodes each)."""
         pages = [self._idle.popitem(last=False)[0] for _ in range(count)]
         self.evictions += count
         self._evicted(pages)

@@ -108,12 +108,11 @@ class CpuBackend:
     def bind_prefixes(
         self, problem: AttentionProblem, _operands: Operands, num_rows: int, *_: Tensor | None
     ) -> Callable[[Sequence[Any]], bool]:
-        """`attend_prefixes` for q, k, v, cu_seqlens_q, block_table, seqlens_k, rows, out and lse that lie anyhow."""
+        """`attend_prefixes` for operands, rows, out and lse that lie anyhow."""
 
         def attend(tensors: Sequence[Any]) -> bool:
-            q, k, v, starts, table, keys, *results = tensors
-            given = Operands(q, k, v, starts, block_table=table, seqlens_k=keys)
-            self.attend_prefixes(problem, given, num_rows, *results)
+            operands = Operands(*tensors[: len(Operands._fields)])
+            self.attend_prefixes(problem, operands, num_rows, *tensors[len(Operands._fields) :])
             return True
 
         return attend

@@ -178,10 +178,10 @@ class TritonBackend:
 
     def bind_prefixes(
         self, problem: AttentionProblem, operands: Operands, num_rows: int, *results: Tensor | None
-    ) -> Bound:
-        """`attend_prefixes` for tensors that lie like these: q, k, v, cu_seqlens_q, block_table, seqlens_k, rows, out
-        and lse. Not for e4m3.
-        """
+    ) -> Bound | None:
+        """`attend_prefixes` for operands, rows, out and lse that lie like these; None if e4m3 is converted first."""
+        if problem.fp8 and not _read_in_pairs(operands):
+            return None
         bound: Bound = importlib.import_module("tilewise.backends.triton.launch_prefix").bind_prefixes(
             problem, operands, num_rows, *results
         )

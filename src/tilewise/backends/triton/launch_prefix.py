@@ -33,17 +33,15 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["attend_prefixes", "bind_after", "bind_prefixes", "num_splits", "prefix_calls"]
 
-# In which order tensors are handed to the launches.
-TENSORS = (*Operands._fields, "rows", "out", "lse", "workspace")
-# In which order a bound pass is given them.
-BOUND = ("q", "k", "v", "cu_seqlens_q", "block_table", "seqlens_k", "rows", "out", "lse")
+# What is worked into, and in which order tensors are handed to the launches.
+RESULTS = ("rows", "out", "lse")
+TENSORS = (*Operands._fields, *RESULTS, "workspace")
 # The tensors of a call with a hint, after its operands, and what this pass calls them.
 HINT = ("prefix_table", "prefix_seqlens", "prefix_starts", "rows", "block_table", "seqlens_k")
 RENAMED = {
     "block_table": "prefix_table", "seqlens_k": "prefix_seqlens", "cu_seqlens_q": "prefix_starts",
     "workspace": "prefix_parts",
 }  # fmt: skip
-RESULTS = ("out", "lse")
 # The batch's own tables, which such a call does not read.
 UNUSED = {"block_table": "whole_table", "seqlens_k": "whole_seqlens"}
 # What the prefix kernel has of the arguments of kernels that compute scores.
@@ -86,10 +84,10 @@ def _attend(
 def bind_prefixes(
     problem: AttentionProblem, operands: Operands, num_rows: int, rows: Tensor | None, out: Tensor, lse: Tensor
 ) -> BoundPass:
-    """`attend_prefixes` for tensors that lie like these, in the order of BOUND."""
+    """`attend_prefixes` for tensors that lie like these, in this order."""
     index, views = operands.q.get_device(), raw_views((*operands, rows, out, lse))
     ready: PrefixPass = on_device(index, prefix_pass, problem, num_rows, devices.of(out.device), index, views)
-    return BoundPass(ready.launches, BOUND, {"workspace": ready.workspace}, index)
+    return BoundPass(ready.launches, (*Operands._fields, *RESULTS), {"workspace": ready.workspace}, index)
 
 
 def bind_after(own: BoundPass, prefixes: BoundPass, count: int, unread: Sequence[str]) -> BoundPass:
