@@ -20,7 +20,7 @@ from torch import Tensor
 import tilewise
 from fake_cuda import FakeCuda, fake_cuda
 from test_gpu_launch import h200
-from tilewise import calls, dispatch, fp8, settings, validation
+from tilewise import calls, cascade, dispatch, fp8, settings, validation
 
 __all__ = ["fake_cuda", "h200"]
 
@@ -182,6 +182,32 @@ def test_fp8_calls(gpu: str, made: int, kernels: int, gpus: FakeCuda) -> None:
     assert varlen.operators == {}
     assert varlen.launches == kernels + 1
     assert varlen.frames <= FRAMES[gpu] + 1
+
+
+@pytest.mark.parametrize("gpu", ["auto", "triton"])
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_a_call_with_a_shared_prefix(gpu: str, e4m3: bool, gpus: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass for the own keys, the prefix and the merge: out, and a block with all that nobody asked for."""
+    for name, value in (("price_seconds", lambda *_: 0.0), ("ATTENDERS", {"cpu": "triton"})):
+        monkeypatch.setattr(cascade, name, value)
+    batch, shared, own = 16, 8, 2
+    q, (k, v, _) = torch.zeros(batch, 32, 128, dtype=BF16), rows(shared + batch * own, 64, 8, 128)
+    pages: tuple[Any, Any] = (fp8.quantize_pages(k), fp8.quantize_pages(v)) if e4m3 else (k, v)
+    numbers = torch.arange(shared + batch * own, dtype=torch.int32)
+    prefix, alone = numbers[None, :shared].clone(), numbers[shared:].view(batch, own).clone()
+    lengths = torch.full((batch,), 64 * own, dtype=torch.int32)
+    starts, keys = (torch.tensor(n, dtype=torch.int32) for n in ([0, batch], [64 * shared]))
+    groups = (cascade.Group(batch, batch, 64 * shared),)
+    hint = cascade.SharedPrefix(groups, prefix, keys, starts, None, alone, lengths)
+    table, whole = torch.cat([prefix.expand(batch, -1), alone], 1), lengths + 64 * shared
+
+    def run() -> Any:
+        return tilewise.attention_paged(q, *pages, table, whole, shared_prefix=hint, backend=gpu)
+
+    cost = cost_of(run, gpus)
+    assert cost[:3] == ({}, 2, 3)
+    # Containers are taken apart, too.
+    assert cost.frames <= FRAMES["hopper" if gpu == "auto" else gpu] + 1 + e4m3
 
 
 @pytest.mark.parametrize("rows_q", [0, 3])
