@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise import calls, dispatch, ops, validation
 from tilewise import device as devices
+from tilewise import dispatch, ops, validation
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem
 from tilewise.numerics import merge_partials
@@ -237,7 +237,7 @@ class _Shared:
         unread, first = () if return_lse else ("lse",), None if reads else own.bound
         self._both = None if first is None else self._backend.bind_after(first, attend, count, unread)
 
-    def __call__(self, tensors: Sequence[Tensor | None], places: calls.Places | None = None) -> Any:
+    def __call__(self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None) -> Any:
         if self._reads:
             self._check(tensors)
         made = None if self._both is None else self._both(tensors, places)
@@ -273,7 +273,7 @@ class _Shared:
 
 def _unshared(
     plain: ops.Call, read: tuple[Group, ...] | None, count: int, tensors: Sequence[Tensor | None],
-    _places: calls.Places | None = None,
+    _places: tuple[int, ...] | None = None,
 ) -> Any:  # fmt: skip
     """A call whose hint is not followed, but judged if its groups are to be `read`."""
     if read is not None:

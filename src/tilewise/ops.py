@@ -128,15 +128,16 @@ class Call:
     """
 
     __slots__ = (
-        "_backwards", "_chosen", "_forward", "_lasting", "_reads", "_record", "_recorded", "flags", "kind",
-        "problem", "return_lse",
+        "_backwards", "_chosen", "_lasting", "_reads", "_record", "_recorded", "bound", "flags", "kind", "problem",
+        "return_lse",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool) -> None:
         self.kind, self.flags, self.return_lse = kind, flags, return_lse
         self.problem, self._chosen = _choose(kind, operands, flags)
         self._recorded = flags.needs_grad
-        self._forward = self._bound_forward(operands) if lasting else None
+        # The forward pass, if it is bound to how the tensors lie.
+        self.bound = self._bound_forward(operands) if lasting else None
         self._lasting = lasting
         self._reads = lasting and validation.reads_contents(kind, operands)
         self._backwards: tuple[_BoundBackward, ...] = ()
@@ -144,11 +145,9 @@ class Call:
         self._record: Any = super(torch.autograd.Function, _Recorded).apply if lasting else _Recorded.apply
 
     def __call__(
-        self,
-        tensors: Sequence[Tensor | None],
-        places: calls.Places | None = None,
+        self, tensors: Sequence[Tensor | None], places: calls.Places | None = None,
         before: Callable[[], None] | None = None,
-    ) -> calls.Result:
+    ) -> calls.Result:  # fmt: skip
         """(out, lse), or out if only that was asked for; `places` as `calls.slot_of` gives them."""
         if self._reads:
             validation.check_contents(self.problem, Operands(*tensors), self.flags)  # type: ignore[arg-type]
@@ -162,15 +161,10 @@ class Call:
 
     def forward(self, tensors: Sequence[Tensor | None], places: calls.Places | None = None) -> Sequence[Tensor]:
         """out, lse (if that is returned or recorded) and what else was made; not recorded."""
-        made = None if self._forward is None else self._forward(tensors, places)
+        made = None if self.bound is None else self.bound(tensors, places)
         if made is None:
             return _run(self.problem, self._chosen, Operands(*tensors))  # type: ignore[arg-type]
         return made
-
-    @property
-    def bound(self) -> Bound | None:
-        """The forward pass, if it is bound to how the tensors lie."""
-        return self._forward
 
     def gradients(self, given: tuple[Any, ...], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Of every tensor of the call that `needs` one; given are dout, dlse, out, lse and the tensors."""

@@ -130,6 +130,24 @@ def test_interpreted_prefixes_complete_what_rows_see_of_their_own_keys(case: Sha
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
 
 
+def followed_hints(splits: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Hints are followed, by so many splits; what is attended without a bound pass is noted in the list."""
+    for name, value in (("price_seconds", lambda *_: 0.0), ("ATTENDERS", {"cpu": "triton"})):
+        monkeypatch.setattr(cascade, name, value)
+    monkeypatch.setattr(launch_prefix, "num_splits", lambda *_: splits)
+    # What calls of equal looks were found to be, with another number of splits.
+    for kept in (launch_prefix.prefix_pass, calls._family, calls._slot):
+        kept.cache_clear()
+    attended, directly = list[int](), triton_backend.attend_prefixes
+
+    def noted(_: Any, *arguments: Any) -> None:
+        attended.append(1)
+        directly(*arguments)
+
+    monkeypatch.setattr(type(triton_backend), "attend_prefixes", noted)
+    return attended
+
+
 @only_interpreted
 @pytest.mark.parametrize("read", [True, False], ids=["contents are read", "all kernels in one pass"])
 @pytest.mark.parametrize(
@@ -146,19 +164,7 @@ def test_interpreted_calls_are_bound_after_the_first(
     """
     if not read:
         monkeypatch.setattr(validation, "reads_contents", lambda *_: False)
-    for name, value in (("price_seconds", lambda *_: 0.0), ("ATTENDERS", {"cpu": "triton"})):
-        monkeypatch.setattr(cascade, name, value)
-    monkeypatch.setattr(launch_prefix, "num_splits", lambda *_: splits)
-    # What calls of equal looks were found to be, with another number of splits.
-    for kept in (launch_prefix.prefix_pass, calls._family, calls._slot):
-        kept.cache_clear()
-    attended, directly = list[int](), triton_backend.attend_prefixes
-
-    def noted(_: Any, *arguments: Any) -> None:
-        attended.append(1)
-        directly(*arguments)
-
-    monkeypatch.setattr(type(triton_backend), "attend_prefixes", noted)
+    attended = followed_hints(splits, monkeypatch)
     batch = Batch(Shared(groups=((3, 3),), heads=(2, 1)))
     k: Any = fp8.quantize_pages(batch.k.nan_to_num(0.0)) if e4m3 else batch.k
     v: Any = fp8.quantize_pages(batch.v.nan_to_num(0.0)) if e4m3 else batch.v
