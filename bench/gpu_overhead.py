@@ -76,8 +76,7 @@ def parts_of(bound: Any, given: tuple[Tensor | None, ...]) -> Layers:
     """A bound pass, and its parts with the tensors of one call."""
     made = bound(given)
     started = list(bound._started.values())[-1]  # noqa: SLF001
-    used = bound._order((*bound._pick((*given, *made)), *started.behind))  # noqa: SLF001
-    launches = bound._launches  # noqa: SLF001
+    used, launches = bound.used(given, made, started), bound._launches  # noqa: SLF001
     launches.start(used)
 
     def driver_alone() -> None:

@@ -276,7 +276,7 @@ class BoundPass:
                 return None
         done = queued(known.filled)
         if done < self._num_launches:
-            self._start_ordinarily(stream, tensors, made, known, done)
+            self._launches.start_ordinarily(stream, self.used(tensors, made, known), done)
         return made
 
     def _start(self, everywhere: Places, tensors: Sequence[Tensor | None], made: list[Tensor]) -> Started | None:
@@ -301,12 +301,11 @@ class BoundPass:
             remember(self._started, everywhere, started)
         return started
 
-    def _start_ordinarily(
-        self, stream: int, tensors: Sequence[Tensor | None], made: list[Tensor], known: Started, done: int
-    ) -> None:
+    def used(self, tensors: Sequence[Tensor | None], made: list[Tensor], known: Started) -> tuple[Tensor, ...]:
+        """The tensors of a call in the order of its launches."""
         parts = [made[-1][part] for part in self._parts.values()]
-        everything = (*self._pick((*tensors, *made)), *parts, *known.behind)
-        self._launches.start_ordinarily(stream, self._order(everything), done)
+        ordered: tuple[Tensor, ...] = self._order((*self._pick((*tensors, *made)), *parts, *known.behind))
+        return ordered
 
     @property
     def calls(self) -> tuple[KernelCall, ...]:
