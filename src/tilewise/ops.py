@@ -247,7 +247,8 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, places: calls.Places | None, *tensors: Tensor | None) -> calls.Result:
-        out, lse, *_ = call.forward(tensors, places)
+        made = call.forward(tensors, places)
+        out, lse = made[0], made[1]
         ctx.save_for_backward(out, lse, *tensors)
         ctx.call = call
         ctx.set_materialize_grads(False)

@@ -32,8 +32,6 @@ __all__ = ["BatchTables", "HostTables", "StagedTables", "Tables", "round_columns
 MIN_COLUMNS = 8
 # The slot of a row that is not to be written.
 NO_SLOT = -1
-# What steps of up to 1024 requests send at a time.
-PINNED_BYTES = tuple(1 << n for n in range(9, 17))
 # An array of no numbers, which nobody writes to.
 NONE: Ints = np.empty(0, np.int64)
 
@@ -365,10 +363,7 @@ class StagedTables(Tables):
         table = torch.zeros((2, 2), dtype=torch.int32, device=self.device)
         table.view(-1).scatter_(0, places, pages)
         launched = table.index_select(0, places), table.view(-1).take(places), pages - pages, buffer + buffer
-        # Pinned memory comes in powers of two and stays with torch; a step that is the first to want a size would wait.
-        sizes = (*PINNED_BYTES, *PINNED_BYTES)
-        held = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned) for size in sizes]
-        del launched, held
+        del launched
 
     @property
     def _pinned(self) -> bool:
