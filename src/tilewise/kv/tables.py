@@ -275,8 +275,7 @@ class StagedTables(Tables):
         places, pages = self._changes()
         # The rows of a batch that comes again are there.
         known = self._rows is not None and self._rows[0] is step.rows
-        # Slots and lengths twice, the caller's and those for `_following`: one launch less than a copy on the device, in
-        # the steps that take longest.
+        # Slots and lengths twice, the caller's and those for `_following`: a launch less than by a copy on the device.
         mine = (NONE, NONE) if packed else (step.slots, after)
         longs, ints = (NONE if known else step.rows, places, step.slots, mine[0]), (mine[1], after, total, pages)
         stage, buffer = self._send(longs, ints)
