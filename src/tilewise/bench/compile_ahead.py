@@ -1,6 +1,6 @@
 """Compile what contestants compile for every shape, in several processes at once, before anything is timed.
 
-FlexAttention takes 10 to 30 seconds of one core for a shape and direction; the timed process then finds the kernels
+FlexAttention takes some 20 seconds of a core for a shape and direction; the timed process then finds the kernels
 and graphs in torch's cache on disk (TORCHINDUCTOR_CACHE_DIR) and has only to trace.
 """
 
