@@ -331,6 +331,7 @@ def attention_after(
     window: Window | None,
     softcap: float | None,
     scale: float | None,
+    deterministic: bool | None = None,
     **others: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """For caches of this package: (out, lse) of `attention` or `attention_paged` to keys that `write` brings.
@@ -341,8 +342,8 @@ def attention_after(
     (q, k, v), scales = validation.unwrapped(*attended, *((layout,) if kind == "dense" else ("packed", "paged")))
     validation.require_tensors(q=q, k=k, v=v, optional=validation.OPTIONAL_PAGED, **others)
     flags = validation.normalise(
-        causal=causal, window=window, softcap=softcap, scale=scale, dropout=0.0, layout=layout, deterministic=None,
-        backend="auto", return_lse=True, needs_grad=False, max_seqlen_q=max_seqlen_q,
+        causal=causal, window=window, softcap=softcap, scale=scale, dropout=0.0, layout=layout,
+        deterministic=deterministic, backend="auto", return_lse=True, needs_grad=False, max_seqlen_q=max_seqlen_q,
     )  # fmt: skip
     operands, flags = validation.with_scales(Operands(q, k, v, **others), flags, scales)
     query, key, value = validation.autocast_looks(q, k, v)

@@ -222,8 +222,26 @@ def test_what_fills_up_a_step_changes_nothing() -> None:
     torch.testing.assert_close(outs[0][:, :2], expected.transpose(1, 2))
 
 
+def test_gradients_reach_the_queries_of_a_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 40, 2, 8, generator=generator)
+    q, new_k, new_v = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2, 2))
+    slots = [8, 9, 10, 11, 4, 5, 16, 17, 18]
+    cache = SimpleNamespace(
+        layer_index_to_group_indices={0: (0, 0)}, sliding_windows={0: 1}, write_trash_index=TRASH, block_size=4,
+        key_cache=[k], value_cache=[v],
+    )  # fmt: skip
+    out = paged.attend_to_cache(0, q.requires_grad_(), new_k, new_v, cache, step_of(slots, 0), {})
+    keys, values = (t[slots[:6]].transpose(0, 1)[None] for t in (cache.key_cache[0], cache.value_cache[0]))
+    expected = tw.attention(q[:, :, :2], keys, values, causal=True).transpose(1, 2)
+    torch.testing.assert_close(out[:, :2], expected)
+    found, wanted = (torch.autograd.grad(x.square().sum(), q)[0][:, :, :2] for x in (out[:, :2], expected))
+    torch.testing.assert_close(found, wanted)
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": -1.0},
+    "deterministic": {"deterministic": "yes"},
     "sinks": {"sinks": torch.zeros(3)},
     "scale": {"scale": torch.nan},
     "window": {"sliding_window": 0},

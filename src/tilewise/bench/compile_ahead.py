@@ -42,6 +42,8 @@ def compile_ahead(cases: Sequence[Case], workers: int, max_seconds: float) -> li
     """
     contestants = [i for i in implementations(cases[0].device).values() if i.compiles] if cases and workers else []
     wanted = [(case, i.name) for case in cases for i in contestants if i.name in case.implementations and not i.missing]
+    if not wanted:
+        return []
     wanted.sort(key=lambda item: (item[0].measure != "backward", -item[0].head_dim))
     workers = min(workers, len(wanted))
     context = multiprocessing.get_context("spawn")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from tilewise.api import attention_after, attention_varlen
+from tilewise.api import attention_after, attention_paged, attention_varlen
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations.translation import Window
 
@@ -105,10 +105,18 @@ def _in_place(
         k_pages.flatten(0, 1).index_copy_(0, slots, k)
         v_pages.flatten(0, 1).index_copy_(0, slots, v)
 
+    where = {"block_table": block_table, "seqlens_k": seqlens_k, "cu_seqlens_q": step.cu_seq_lens_q.to(torch.int32)}
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, flags.get("sinks"))):
+        _judge(q, k, v, flags)
+        write()
+        out: Tensor = attention_paged(
+            q, k_pages, v_pages, **where, max_seqlen_q=step.max_length_q, causal=True, **flags
+        )
+        return out
     out, _ = attention_after(
-        write, "paged", (q, k_pages, v_pages), block_table=block_table, seqlens_k=seqlens_k,
-        cu_seqlens_q=step.cu_seq_lens_q.to(torch.int32), max_seqlen_q=step.max_length_q, causal=True,
+        write, "paged", (q, k_pages, v_pages), **where, max_seqlen_q=step.max_length_q, causal=True,
         window=flags["window"], softcap=flags.get("softcap"), scale=flags.get("scale"), sinks=flags.get("sinks"),
+        deterministic=flags.get("deterministic"),
     )  # fmt: skip
     return out
 
