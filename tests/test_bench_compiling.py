@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import pytest
 
 from tilewise.bench import command
 from tilewise.bench.__main__ import main
-from tilewise.bench.cases import Case
 from tilewise.bench.compile_ahead import compile_ahead
+from tilewise.bench.cpu_cases import cpu_cases
 from tilewise.bench.results import CaseResult
 
-
-def small(**fields: Any) -> Case:
-    defaults: dict[str, Any] = {
-        "name": "small", "group": "test", "measure": "forward", "device": "cpu", "dtype": "float32", "batch": 2,
-        "num_heads": 4, "num_kv_heads": 2, "seqlen_q": 70, "seqlen_k": 70, "head_dim": 16,
-        "implementations": ("sdpa",),
-    }  # fmt: skip
-    return Case(**(defaults | fields))
+PLAIN = dataclasses.replace(cpu_cases("x86_64")[0], batch=1, seqlen_q=70, seqlen_k=70, implementations=("sdpa",))
+COMPILED = dataclasses.replace(PLAIN, name="other", measure="backward", implementations=("sdpa", "flex"))
 
 
 def test_what_compiles_is_run_in_other_processes() -> None:
     """And says what went wrong: there is no such backward on a CPU, which it finds out before it compiles."""
-    cases = (small(), small(name="other", measure="backward", implementations=("sdpa", "flex")))
+    cases = (PLAIN, COMPILED)
     assert compile_ahead(cases, 0, 60.0) == compile_ahead(cases[:1], 2, 60.0) == compile_ahead((), 2, 60.0) == []
     (found,) = compile_ahead(cases, 2, 60.0)
     assert found[:2] == ("other", "flex")
@@ -33,7 +27,7 @@ def test_what_compiles_is_run_in_other_processes() -> None:
 
 
 def test_what_is_not_done_in_time_is_left() -> None:
-    assert compile_ahead((small(measure="backward", implementations=("flex",)),), 1, 0.0) == []
+    assert compile_ahead((COMPILED,), 1, 0.0) == []
 
 
 def test_the_bench_compiles_first_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
