@@ -21,7 +21,7 @@ from torch.utils._device import DeviceContext
 
 from tilewise import device, settings
 
-__all__ = ["MAX_CALLS", "Look", "Places", "Slot", "is_watched", "slot_of"]
+__all__ = ["MAX_CALLS", "Look", "Places", "Slot", "are_plain", "is_watched", "slot_of"]
 
 # Kept at a time: 3 KiB each, on a GPU 19 with a forward pass for one set of addresses and 50 with a backward. What is
 # laid out for more addresses is bounded for all calls together (backends/gpu/scratch.py).
@@ -124,6 +124,20 @@ class Family:
 
     def __init__(self) -> None:
         self.last: Slot | None = None
+
+
+def are_plain(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether these hold their own numbers: none is a fake, of a subclass, or stands for the examples of a vmap."""
+    return all(
+        t is None or ((type(t) is Tensor or type(t) is Parameter) and not t.is_meta and not _is_wrapped(t))
+        for t in tensors
+    )
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    """By torch.func, or by the older vmap that `is_grads_batched=True` is made of."""
+    functorch = torch._C._functorch  # noqa: SLF001
+    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 def is_watched() -> bool:

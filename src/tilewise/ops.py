@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from tilewise import batching, calls, device, dispatch, validation
 from tilewise.backends.base import Binding, Bound
@@ -66,8 +65,8 @@ def repeated(
 
 def refuse(kind: Kind, operands: Operands, flags: Flags) -> None:
     """Raise what `attention` would; of tensors that stand for others (fakes, batched ones) that call alone can tell."""
-    plain = all(t is None or ((type(t) is Tensor or type(t) is Parameter) and not t.is_meta) for t in operands)
-    if plain and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():  # noqa: SLF001
+    plain = calls.are_plain(operands) and not torch.compiler.is_compiling()
+    if plain and not torch._C._are_functorch_transforms_active():  # noqa: SLF001
         _choose(kind, operands, flags)
 
 
@@ -109,16 +108,10 @@ def is_plain_eager(tensors: Sequence[Tensor | None]) -> bool:
 
     Compilers, fake and functional tensors, vmap and modes see the registered ops instead.
     """
-    if calls.is_watched():
+    if calls.is_watched() or not calls.are_plain(tensors):
         return False
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        # A view such as `x.conj().imag` holds the numbers with the other sign; the dispatcher turns it round.
-        plain = type(tensor) is Tensor or type(tensor) is Parameter
-        if not plain or tensor.is_meta or tensor.is_neg():
-            return False
-    return True
+    # A view such as `x.conj().imag` holds the numbers with the other sign; the dispatcher turns it round.
+    return not any(tensor is not None and tensor.is_neg() for tensor in tensors)
 
 
 class Call:
@@ -168,7 +161,6 @@ class Call:
 
     def gradients(self, given: tuple[Any, ...], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Of every tensor of the call that `needs` one; given are dout, dlse, out, lse and the tensors."""
-        # With create_graph=True the op is called, whose own autograd refuses second derivatives.
         twice = torch.is_grad_enabled()
         if self._lasting and not twice:
             known, places = self._bound_backward(given, needs)
@@ -177,7 +169,9 @@ class Call:
                 return [None if place is None else made[place] for place in known.results]
         dout, dlse, out, lse, *tensors = given
         wanted = _wanted(needs)
-        if twice:
+        # With create_graph=True the op is called, whose own autograd refuses second derivatives; and with gradients of
+        # many results at once (is_grads_batched=True), which stand for others.
+        if twice or not calls.are_plain((dout, dlse)):
             found = backward(self.kind, Operands(*tensors), self.flags, out, lse, dout, dlse, wanted)
         else:
             found = _run_backward(self.problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
@@ -199,7 +193,7 @@ class Call:
                 if places is not None:
                     return known, places
         look = calls.Look(given)
-        places = look.places(given)
+        places = look.places(given) if calls.are_plain(given[:2]) else None
         lasting = places is not None
         bound = self._bind_backward(given, _wanted(needs)) if lasting else None
         made = () if bound is None else bound.made
