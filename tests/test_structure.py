@@ -37,7 +37,9 @@ ARROWS: dict[str, set[str]] = {
     "dispatch": {"backends", "problem", "device"},
     "batching": {"operands"},
     "calls": {"device"},
-    "ops": {"batching", "calls", "dispatch", "validation", "canonical", "problem", "operands", "device", "backends"},
+    "derivatives": set(),
+    "ops": {"batching", "calls", "derivatives", "dispatch", "validation", "canonical", "device", "backends"}
+    | {"problem", "operands"},
     "cascade": {"ops", "validation", "dispatch", "operands", "problem", "numerics", "device"},
     "api": {"fp8", "calls", "cascade", "ops", "validation", "dispatch", "operands", "numerics"},
     "kv": {"fp8", "api", "canonical", "cascade", "dispatch", "plan", "problem"},
@@ -47,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "simulator": {"masks", "plan"},
     "explorer": {"device", "dispatch", "plan", "problem"},
     "bench": SPINE | {"fp8", "api", "cascade", "__init__", "plan", "dispatch", "testing", "figures"},
-    "distributed": SPINE | {"backends", "canonical", "dispatch", "ops", "validation"},
+    "distributed": SPINE | {"backends", "canonical", "derivatives", "dispatch", "ops", "validation"},
     "cli": SPINE
     | {"api", "__init__", "plan", "dispatch", "backends", "bench", "validation"}
     | {"distributed", "explorer", "figures", "fp8"},

@@ -1,13 +1,20 @@
 """Derivatives that torch takes of a call in other ways than one backward pass: many at once, and forward ones."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
+from tilewise.distributed import context_parallel_attention
+
+# Of torch's own rules for forward derivatives.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
 Recorded = tuple[Sequence[Tensor], Sequence[Tensor]]
 
@@ -111,3 +118,70 @@ def test_vectorised_jacobian_is_the_plain_one() -> None:
     vectorised = torch.autograd.functional.jacobian(call, (q, k, v), vectorize=True)
     for row, expected in zip(vectorised, plain, strict=True):
         assert all(map(torch.equal, row, expected))
+
+
+def own(q: Tensor) -> Tensor:
+    return tw.attention(q, q, q)
+
+
+def dual(call: Callable[[Tensor], Tensor], q: Tensor) -> object:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(call(forward_ad.make_dual(q, torch.ones_like(q)))).tangent
+
+
+def of_slopes(q: Tensor) -> object:
+    return dual(lambda slopes: tw.attention(q, q, q, alibi_slopes=slopes), torch.ones(2))
+
+
+def of_packed(q: Tensor) -> object:
+    rows, cu_seqlens = q[0].transpose(0, 1), int32(0, 3)
+    return dual(lambda rows: tw.attention_varlen(rows, rows, rows, cu_seqlens, cu_seqlens), rows)
+
+
+def of_gradient(q: Tensor) -> object:
+    """The derivative of a gradient along a direction of the cotangent."""
+    leaf = q.clone().requires_grad_()
+    out = own(leaf)
+    return dual(lambda dout: torch.autograd.grad(out, leaf, dout, retain_graph=True)[0], torch.ones_like(out))
+
+
+FORWARD: dict[str, Callable[[Tensor], object]] = {
+    "dual": lambda q: dual(own, q),
+    "dual and recorded": lambda q: dual(own, q.clone().requires_grad_()),
+    "slopes": of_slopes,
+    "packed": of_packed,
+    "gradient": of_gradient,
+    "jvp": lambda q: torch.func.jvp(own, (q,), (q,)),
+    "jacfwd": lambda q: torch.func.jacfwd(own)(q),
+    "linearize": lambda q: torch.func.linearize(own, q)[1](q),
+    "jacobian": lambda q: torch.autograd.functional.jacobian(own, q, vectorize=True, strategy="forward-mode"),
+    "hessian": lambda q: torch.func.hessian(lambda q: own(q).sum())(q),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_derivatives_along_a_direction_are_refused_not_dropped(name: str) -> None:
+    q = randn(1, 2, 3, 4, grad=False)
+    # Calls and backward passes of before are remembered, and by them nothing is dropped either.
+    leaf = q.clone().requires_grad_()
+    torch.autograd.grad(own(leaf), leaf, torch.ones_like(q))
+    for _ in range(2):
+        own(q)
+        with pytest.raises(tw.Unsupported, match="forward-mode derivatives"):
+            FORWARD[name](q)
+    assert not own(q).isnan().any()
+
+
+def test_a_dual_level_alone_changes_nothing() -> None:
+    q = randn(1, 2, 3, 4, grad=False)
+    with forward_ad.dual_level():
+        assert torch.equal(own(q), own(q.clone()))
+
+
+def test_ranks_refuse_derivatives_along_a_direction(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(tw.Unsupported, match="forward-mode derivatives"):
+            dual(lambda q: context_parallel_attention(q, q, q), randn(1, 2, 4, 4, grad=False))
+    finally:
+        dist.destroy_process_group()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
@@ -168,8 +169,10 @@ def slot_of(
     `tensors` are in the order of `Operands`, without the Nones at its end. A call with dropout draws or has a seed.
     `groups`, the numbers of a shared prefix, change from step to step: as flags they would drive the others out.
     """
-    # Other compilers are at work under modes, in which no look fits.
+    # Other compilers are at work under modes, in which no look fits; of a tensor's tangent no look knows.
     if torch.compiler.is_dynamo_compiling() or (_num_function_modes() and _function_modes_watch()):
+        return NOTHING
+    if forward_ad._current_level >= 0:  # noqa: SLF001
         return NOTHING
     if seed is not None or dropout.__class__ not in NUMBERS or dropout:
         return NOTHING

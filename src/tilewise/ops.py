@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from tilewise import batching, calls, device, dispatch, validation
+from tilewise import batching, calls, derivatives, device, dispatch, validation
 from tilewise.backends.base import Binding, Bound
 from tilewise.canonical import canonical, contiguous_last, heads_first, restored
-from tilewise.errors import Unsupported
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 
@@ -65,7 +65,7 @@ def repeated(
 
 def refuse(kind: Kind, operands: Operands, flags: Flags) -> None:
     """Raise what `attention` would; of tensors that stand for others (fakes, batched ones) that call alone can tell."""
-    plain = calls.are_plain(operands) and not torch.compiler.is_compiling()
+    plain = not torch.compiler.is_compiling() and calls.are_plain(operands)
     if plain and not torch._C._are_functorch_transforms_active():  # noqa: SLF001
         _choose(kind, operands, flags)
 
@@ -86,6 +86,7 @@ def result(
     before: Callable[[], None] | None = None,
 ) -> calls.Result:
     """`attention`, of which only `out` may be wanted; `slot` is where later calls that look the same find this one."""
+    derivatives.refuse_tangents(operands)
     if is_plain_eager(operands):
         lasting = slot is not None and validation.lasts(kind, operands, flags)
         call = Call(kind, operands, flags, return_lse=return_lse, lasting=lasting)
@@ -161,6 +162,8 @@ class Call:
 
     def gradients(self, given: tuple[Any, ...], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Of every tensor of the call that `needs` one; given are dout, dlse, out, lse and the tensors."""
+        if forward_ad._current_level >= 0:  # noqa: SLF001
+            derivatives.refuse_tangents(given)
         twice = torch.is_grad_enabled()
         if self._lasting and not twice:
             known, places = self._bound_backward(given, needs)
@@ -296,6 +299,8 @@ class _TransformedAttention(torch.autograd.Function):
         found = _TransformedBackward.apply(ctx.kind, ctx.flags, *rest)  # type: ignore[no-untyped-call]
         return None, None, *_scattered(found, wanted, len(needs))
 
+    jvp = staticmethod(derivatives.refuse_forward_mode)
+
 
 class _TransformedBackward(torch.autograd.Function):
     """The backward op for torch.func, whose grad always records the backward pass too."""
@@ -314,9 +319,7 @@ class _TransformedBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         del ctx, inputs, output
 
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
-        _refuse_second_derivatives(ctx)
+    backward = jvp = staticmethod(derivatives.refuse_second)
 
 
 def _call_op(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
@@ -445,10 +448,6 @@ def backward(
     return Gradients(*_BACKWARD_OPS[kind](dout, dlse, out, lse, list(wanted), *tensors, *flags))
 
 
-def _refuse_second_derivatives(*_: Any) -> None:
-    raise Unsupported("second derivatives of attention are not computed; take them of a formula in plain torch instead")
-
-
 def _schema(kind: Kind) -> str:
     operands = ", ".join(
         f"Tensor{'?' if n.endswith('?') else ''} {n.removesuffix('?')}" for n in OPERANDS[kind].split()
@@ -476,7 +475,7 @@ def _register(library: torch.library.Library, kind: Kind) -> None:
         setup_context=lambda ctx, inputs, output: _save(kind, ctx, inputs, output),
         lib=library,
     )
-    torch.library.register_autograd(f"tilewise::{kind}_backward", _refuse_second_derivatives, lib=library)
+    torch.library.register_autograd(f"tilewise::{kind}_backward", derivatives.refuse_second, lib=library)
     for name, rule in ((kind, batching.forward_rule), (f"{kind}_backward", batching.backward_rule)):
         torch.library.register_vmap(f"tilewise::{name}", functools.partial(_vmapped, kind, name, rule), lib=library)
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise import validation
+from tilewise import derivatives, validation
 from tilewise.distributed.agreement import refuse
 from tilewise.distributed.heads import heads_attention
 from tilewise.distributed.operators import Settings, Tensors, context_parallel, describe, whole_lengths
@@ -155,6 +155,7 @@ def _judged(
     validation.require_tensors(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
     if cu_seqlens is not None:
         validation.require_tensors(cu_seqlens=cu_seqlens)
+    derivatives.refuse_tangents((q, k, v, alibi_slopes, sinks))
     q, k, v = validation.autocast(q, k, v)
     grads = [validation.needs_grad(t) for t in (q, k, v, sinks)]
     flags = validation.normalise(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise import validation
+from tilewise import derivatives, validation
 from tilewise.distributed.agreement import Description, agree, refuse
 from tilewise.distributed.blocks import Call, Saved, sink_gradient
 from tilewise.distributed.gathering import gather_backward, gather_forward
@@ -22,7 +22,7 @@ from tilewise.distributed.pieces import Layout
 from tilewise.distributed.ring import Heads, ring_backward, ring_forward
 from tilewise.distributed.sharding import chunks_per_rank
 from tilewise.distributed.transport import Group, all_to_all, group_named
-from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
+from tilewise.errors import InvalidProblem, TilewiseError
 from tilewise.operands import Flags, Operands, Wanted
 
 __all__ = ["Settings", "Tensors", "context_parallel", "describe", "exchange_heads", "heads_of", "whole_lengths"]
@@ -306,10 +306,6 @@ def _exchange_autograd(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return _EXCHANGE(gradient, ctx.receive, ctx.send, ctx.group, ""), None, None, None, None
 
 
-def _refuse_second_derivatives(*_: Any) -> None:
-    raise Unsupported("second derivatives of attention are not computed; take them of a formula in plain torch instead")
-
-
 def _register(library: torch.library.Library) -> None:
     saved = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse"
     tags = (torch.Tag.pt2_compliant_tag,)
@@ -329,7 +325,7 @@ def _register(library: torch.library.Library) -> None:
         torch.library.register_fake(f"tilewise::{name}", fake, lib=library)
     register = torch.library.register_autograd
     register("tilewise::context_parallel", _autograd, setup_context=_save, lib=library)
-    register("tilewise::context_parallel_backward", _refuse_second_derivatives, lib=library)
+    register("tilewise::context_parallel_backward", derivatives.refuse_second, lib=library)
     register("tilewise::exchange_heads", _exchange_autograd, setup_context=_exchange_save, lib=library)
 
 
