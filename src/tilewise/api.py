@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         shared_prefix: cascade.SharedPrefix | None
 
 
-__all__ = ["attention", "attention_after", "attention_paged", "attention_varlen", "backends", "merge"]
+__all__ = ["attention", "attention_after", "attention_paged", "attention_varlen", "backends", "merge", "refuse_rows"]
 
 # q, k and v: tensors, or e4m3 data with its scales.
 Attended = Tensor | Fp8Tensor
@@ -353,6 +353,41 @@ def attention_after(
     write()
     query, key, value = validation.autocast(q, k, v)
     return ops.repeated(kind, operands._replace(q=query, k=key, v=value), flags)
+
+
+def refuse_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    window: Window | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+) -> None:
+    """For caches of this package: raise what causal `attention_varlen` to such rows would, with nothing computed.
+
+    For a cache that says which keys there are only once it is written. Rows that look the same are judged once.
+    """
+    none = cu_seqlens[:1]
+    given = (q[:0], k[:0], v[:0], none, none)
+    given = given if sinks is None else (*given, None, None, None, None, None, sinks)  # type: ignore[assignment]
+    slot, _ = calls.slot_of(given, "judged", 0.0, None, softcap, scale, deterministic, window=window)
+    if slot is not None and slot.is_tried:
+        return
+    validation.require_tensors(q=q, k=k, v=v, sinks=sinks)
+    query, key, value = validation.autocast_looks(*given[:3])
+    flags = validation.normalise(
+        causal=True, window=window, softcap=softcap, scale=scale, dropout=0.0, deterministic=deterministic,
+        backend="auto", return_lse=False, needs_grad=validation.needs_grad(query, key, value, sinks), max_seqlen_q=0,
+        max_seqlen_k=0,
+    )  # fmt: skip
+    operands = Operands(query, key, value, cu_seqlens_q=none, cu_seqlens_k=none, sinks=sinks)
+    ops.refuse("varlen", operands, flags)
+    if slot is not None:
+        slot.is_tried = True
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:

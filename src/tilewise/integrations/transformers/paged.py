@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from tilewise.api import attention_after, attention_paged, attention_varlen
+from tilewise.api import attention_after, attention_paged, attention_varlen, refuse_rows
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations.translation import Window
 
@@ -74,7 +74,8 @@ def attend_to_cache(
     if layer.pages is not None and reads:
         out = _in_place(q, k, v, layer.pages, layer, step, flags | {"window": window})
     else:
-        _judge(q, k, v, flags | {"window": window})
+        # The cache writes before it says what there is to read.
+        refuse_rows(q, k, v, step.cu_seq_lens_q.to(torch.int32), window=window, **flags)
         k, v = layer.update(k, v, step)
         out = attention_varlen(
             q, k, v, step.cu_seq_lens_q.to(torch.int32), _of(step.cu_seq_lens_k, layer).to(torch.int32),
@@ -107,7 +108,7 @@ def _in_place(
 
     where = {"block_table": block_table, "seqlens_k": seqlens_k, "cu_seqlens_q": step.cu_seq_lens_q.to(torch.int32)}
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, flags.get("sinks"))):
-        _judge(q, k, v, flags)
+        refuse_rows(q, k, v, where["cu_seqlens_q"], **flags)
         write()
         out: Tensor = attention_paged(
             q, k_pages, v_pages, **where, max_seqlen_q=step.max_length_q, causal=True, **flags
@@ -126,12 +127,6 @@ def _check_rows(name: str, new: Tensor, shape: tuple[int, ...], dtype: torch.dty
     if new.shape != shape or new.dtype != dtype:
         fix = "Make the cache for the model whose keys and values it keeps."
         raise InvalidProblem(name, f"{shape} of {dtype} for the slots", f"{tuple(new.shape)}, {new.dtype}", fix)
-
-
-def _judge(q: Tensor, k: Tensor, v: Tensor, flags: dict[str, Any]) -> None:
-    """Raise what attention to these rows would: the cache writes them before it says what there is to read."""
-    none = torch.zeros(1, dtype=torch.int32, device=q.device)
-    attention_varlen(q[:0], k[:0], v[:0], none, none, max_seqlen_q=0, max_seqlen_k=0, causal=True, **flags)
 
 
 def _block_table(read_index: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, page_size: int) -> Tensor:
