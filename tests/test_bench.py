@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -149,7 +150,7 @@ def test_right_results_pass_and_slightly_wrong_ones_do_not(case: Case) -> None:
     inputs = make_inputs(case)
     checker = Checker(case, inputs)
     peer = {"dense": "sdpa", "varlen": "sdpa-padded", "paged": "sdpa-gather"}[case.kind]
-    for name in ("tilewise", *("tilewise-fp8",) * case.coarse, peer):
+    for name in ("tilewise", *("tilewise-fp8",) * case.e4m3_values, peer):
         with torch.set_grad_enabled(case.needs_grad):
             found = results_of(case, implementations("cpu")[name].prepare(case, inputs))
         assert checker.judge(found).complaint is None, name
@@ -161,6 +162,34 @@ def test_right_results_pass_and_slightly_wrong_ones_do_not(case: Case) -> None:
             assert checker.judge(broken).error > checker.judge(found).error
     poisoned = dict(found) | {"out": torch.full_like(found["out"], torch.nan)}
     assert checker.judge(poisoned).complaint is not None
+
+
+def test_only_contestants_that_round_as_fp8_tensor_cores_do_may_be_as_coarse() -> None:
+    names = ("fine", "coarse", "sdpa")
+    case = small(dtype="bfloat16", num_kv_heads=4, seqlen_k=300, e4m3_values=True, implementations=names)
+
+    def rounding(case: Case, inputs: Inputs) -> Prepared:
+        """Probabilities in e4m3, of which the largest of a row is 256."""
+        right = implementations("cpu")["sdpa"].prepare(case, inputs)
+        s = inputs.q.double() @ inputs.k.double().mT / math.sqrt(case.head_dim)
+        p = torch.exp(s - s.amax(-1, keepdim=True)) * 256.0
+        out = (p.to(torch.float8_e4m3fn).double() @ inputs.v.double()) / p.sum(-1, keepdim=True)
+        return dataclasses.replace(right, call=lambda: out.bfloat16())
+
+    known = {
+        "fine": Implementation("fine", rounding),
+        "coarse": Implementation("coarse", rounding, coarse=True),
+        "sdpa": implementations("cpu")["sdpa"],
+    }
+    measured = next(iter(runner.run([case], known, LIMITS, lambda _: None))).measured
+    assert [(m.implementation, m.status) for m in measured] == [("fine", "wrong"), ("coarse", "ok"), ("sdpa", "ok")]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_who_may_be_coarse(device: str) -> None:
+    """On a CPU e4m3 operands have the bits of the dequantised tensors' attention."""
+    coarse = [name for name, i in implementations(device).items() if i.coarse]
+    assert coarse == ([] if device == "cpu" else ["tilewise-fp8"])
 
 
 def contestants() -> dict[str, Implementation]:

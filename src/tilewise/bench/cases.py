@@ -90,11 +90,6 @@ class Case:
         return self.measure == "backward" or training or self.recorded
 
     @property
-    def coarse(self) -> bool:
-        """Probabilities may be rounded to e4m3, as docs/contract.md allows FP8 tensor cores to."""
-        return self.e4m3_values and self.kind == "dense"
-
-    @property
     def metric(self) -> Metric:
         """What the figure is: work per second, bytes of K and V per second, seconds, or bytes of memory."""
         if self.measure in ("overhead", "first-call"):

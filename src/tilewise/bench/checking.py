@@ -1,6 +1,7 @@
 """Whether a result is right, judged by fp64: sampled rows of every head, and the whole of one head's dK and dV.
 
-The tolerance is the conformance suite's: twice the error of plain PyTorch in the case's dtype, and a few ulp.
+The tolerance is the conformance suite's: twice the error of plain PyTorch in the case's dtype, and a few ulp. Each
+contestant has its own: what FP8 tensor cores round is allowed to those that use them, and to no other.
 """
 
 from __future__ import annotations
@@ -50,34 +51,41 @@ class Checker:
     def __init__(self, case: Case, inputs: Inputs) -> None:
         self.case = case
         self.pieces = list(_pieces(case, inputs))
-        exact, plain = self._expected(torch.float64), self._expected(case.torch_dtype)
-        accumulate = torch.float64 if case.torch_dtype == torch.float64 else torch.float32
-        self.expected: Results = {}
-        self.slack: dict[str, Slack] = {}
-        for name in ("out", "dq", "dk", "dv")[: 4 if case.measure == "backward" else 1]:
-            ref, terms = exact[name].cpu(), exact[f"|{name}|"].cpu()
-            self.expected[name] = ref
-            self.slack[name] = slack_of(ref, plain[name].cpu(), terms, case.torch_dtype, accumulate, coarse=case.coarse)
+        self.expected = {name: values.cpu() for name, values in self._expected(torch.float64).items()}
+        # By whether sums are those of FP8 tensor cores; made when first asked for.
+        self.slacks: dict[bool, dict[str, Slack]] = {}
 
-    def judge(self, results: Results) -> Outcome:
-        """`results` holds out and, for a backward, dq, dk, dv, in the shapes of the case's inputs."""
+    def judge(self, results: Results, *, coarse: bool = False) -> Outcome:
+        """`results` holds out and, for a backward, dq, dk, dv, in the shapes of the case's inputs; `coarse` allows
+        probabilities in e4m3.
+        """
+        if coarse not in self.slacks:
+            self.slacks[coarse] = self._slack(coarse=coarse)
         errors, complaints = [0.0], []
-        for name, slack in self.slack.items():
+        for name, slack in self.slacks[coarse].items():
             ref, got = self.expected[name], self._sampled(name, results[name].detach()).double().cpu()
             complaint = judge(name, got, ref, slack)
             complaints += [] if complaint is None else [complaint]
             errors.append(measure(got - ref).largest)
         return Outcome(max(errors), "; ".join(complaints) or None)
 
-    def _expected(self, dtype: torch.dtype) -> Results:
+    def _slack(self, *, coarse: bool) -> dict[str, Slack]:
+        dtype, plain = self.case.torch_dtype, self._expected(self.case.torch_dtype, coarse=coarse)
+        accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+        return {
+            name: slack_of(
+                self.expected[name], plain[name].cpu(), self.expected[f"|{name}|"], dtype, accumulate, coarse=coarse
+            )
+            for name in ("out", "dq", "dk", "dv")[: 4 if self.case.measure == "backward" else 1]
+        }
+
+    def _expected(self, dtype: torch.dtype, *, coarse: bool = False) -> Results:
         """The sampled results in a dtype, flat; `|x|` are the sums of absolute values behind x."""
         results: dict[str, list[Tensor]] = {}
         for piece in self.pieces:
             band = self.case.band(piece.q.shape[2], piece.k.shape[2])
             rows = _Rows(piece, _sample(piece), band, dtype)
-            values = rows.out(coarse=self.case.coarse and dtype != torch.float64) | (
-                rows.dq() if self.case.measure == "backward" else {}
-            )
+            values = rows.out(coarse=coarse) | (rows.dq() if self.case.measure == "backward" else {})
             for name, value in values.items():
                 results.setdefault(name, []).append(value.double().flatten())
         if self.case.measure == "backward":

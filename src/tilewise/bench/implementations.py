@@ -61,7 +61,8 @@ class Prepared:
 @dataclass(frozen=True, slots=True)
 class Implementation:
     """A contestant; `missing` says why it cannot run here, `scope` is entered around every batch of calls, `compiles`
-    for seconds in every case and keeps that on disk.
+    for seconds in every case and keeps that on disk, `coarse` rounds probabilities to e4m3, as docs/contract.md allows
+    FP8 tensor cores to.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Implementation:
     missing: str | None = None
     scope: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
     compiles: bool = False
+    coarse: bool = False
 
 
 def results_of(case: Case, prepared: Prepared) -> dict[str, Tensor]:
@@ -101,7 +103,7 @@ def tilewise_and_torch(device: str) -> list[Implementation]:
     return [
         *_gpu_backends(),
         Implementation("tilewise-cascade", _tilewise_cascade),
-        Implementation("tilewise-fp8", _tilewise_fp8),
+        Implementation("tilewise-fp8", _tilewise_fp8, coarse=True),
         Implementation("tilewise-fp8-pages", _tilewise_fp8_pages),
         Implementation("sdpa-flash", _sdpa, scope=flash),
         Implementation("sdpa-cudnn", _sdpa, scope=cudnn),

@@ -106,7 +106,7 @@ class _Session:
         try:
             with self._inside(implementation):
                 prepared = [implementation.prepare(self.case, inputs) for inputs in self.inputs]
-                outcome = self.checker.judge(results_of(self.case, prepared[0]))
+                outcome = self.checker.judge(results_of(self.case, prepared[0]), coarse=implementation.coarse)
                 works = [_work(self.case, p, self.stream) for p in prepared]
                 for work in works:
                     work()
