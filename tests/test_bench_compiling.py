@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from tilewise.bench import command
+from tilewise.bench import compile_ahead as ahead
 from tilewise.bench.__main__ import main
+from tilewise.bench.cases import Case
 from tilewise.bench.compile_ahead import compile_ahead
 from tilewise.bench.cpu_cases import cpu_cases
 from tilewise.bench.results import CaseResult
@@ -27,12 +32,41 @@ def test_what_compiles_is_run_in_other_processes() -> None:
 
 
 def test_what_is_not_done_in_time_is_left() -> None:
-    assert compile_ahead((COMPILED,), 1, 0.0) == []
+    """And said, as is a process that ended."""
+    assert compile_ahead((COMPILED,), 1, 0.0) == [("other", "flex", 0.0, "not done in 0 s")]
+
+
+def ends(*_: object) -> None:
+    os._exit(1)
+
+
+def test_a_process_that_ends_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_work", ends)
+    assert compile_ahead((COMPILED,), 2, 60.0) == [("other", "flex", 0.0, "its process ended")]
+
+
+def test_the_report_says_what_was_not_compiled_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = [ahead.Compiled("a", "flex", 3.0), ahead.Compiled("b", "flex", 1.0, "RuntimeError: no compiler")]
+    monkeypatch.setattr(command, "compile_ahead", lambda *_: found)
+    monkeypatch.setattr(command, "run", lambda cases, *_: (CaseResult(case, None, ()) for case in cases))
+    path = tmp_path / "run.json"
+    for arguments in (["--device", "cpu", "--only", "overhead", "--output"], ["--results"]):
+        assert main([*arguments, str(path)]) == 0
+        said = capsys.readouterr().out
+        assert "flex not compiled first: RuntimeError: no compiler (" in said
+        assert said.count("not compiled first") == 1
 
 
 def test_the_bench_compiles_first_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(command, "compile_ahead", lambda cases, workers, _: asked.append((len(cases), workers)))
+
+    def ask(cases: Sequence[Case], workers: int, _: float) -> list[ahead.Compiled]:
+        asked.append((len(cases), workers))
+        return []
+
+    monkeypatch.setattr(command, "compile_ahead", ask)
     monkeypatch.setattr(command, "run", lambda cases, *_: (CaseResult(case, None, ()) for case in cases))
     assert main(["--device", "cpu", "--only", "overhead", "--compile-first", "3", "--output", "/dev/null"]) == 0
     assert asked == [(len(command.chosen_cases(command.Options("cpu", ("overhead",)))), 3)]

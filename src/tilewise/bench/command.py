@@ -64,7 +64,7 @@ def execute(options: Options, announce: Callable[[str], None]) -> Results:
     device = options.resolved_device
     kind = (device, options.quick)
     found: list[CaseResult] = []
-    compile_ahead(chosen_cases(options), options.compile_first, COMPILING_SECONDS)
+    compiled = compile_ahead(chosen_cases(options), options.compile_first, COMPILING_SECONDS)
     with _threads(options.threads) as threads:
         limits = Limits(
             options.seconds_per_case or SECONDS_PER_CASE[kind], options.max_seconds or MAX_SECONDS[kind], threads
@@ -79,7 +79,13 @@ def execute(options: Options, announce: Callable[[str], None]) -> Results:
         versions=machine.versions(),
         commit=options.commit or machine.commit(),
         date=dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        options={"device": device, "quick": options.quick, "only": list(options.only), **dataclasses.asdict(limits)},
+        options={
+            "device": device,
+            "quick": options.quick,
+            "only": list(options.only),
+            **dataclasses.asdict(limits),
+            "not_compiled_first": [one._asdict() for one in compiled if one.complaint],
+        },
         cases=tuple(found),
     )
 

@@ -6,7 +6,6 @@ and graphs in torch's cache on disk (TORCHINDUCTOR_CACHE_DIR) and has only to tr
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import queue
 import time
@@ -38,7 +37,7 @@ class Compiled(NamedTuple):
 
 def compile_ahead(cases: Sequence[Case], workers: int, max_seconds: float) -> list[Compiled]:
     """Run every contestant that compiles once in each of its cases, in so many processes; what is not done in time is
-    left to the timed run. Backward passes, which take longest, come first.
+    left to the timed run, with that as its complaint. Backward passes, which take longest, come first.
     """
     contestants = [i for i in implementations(cases[0].device).values() if i.compiles] if cases and workers else []
     wanted = [(case, i.name) for case in cases for i in contestants if i.name in case.implementations and not i.missing]
@@ -56,14 +55,21 @@ def compile_ahead(cases: Sequence[Case], workers: int, max_seconds: float) -> li
         process.start()
     found: list[Compiled] = []
     try:
-        while len(found) < len(wanted) and time.monotonic() < deadline and any(p.is_alive() for p in processes):
-            with contextlib.suppress(queue.Empty):
+        while len(found) < len(wanted) and time.monotonic() < deadline:
+            # Asked before the look: what the last of them put in before it ended is still there.
+            alive = any(p.is_alive() for p in processes)
+            try:
                 found.append(done.get(timeout=PATIENCE))
+            except queue.Empty:
+                if not alive:
+                    break
     finally:
         for process in processes:
             process.terminate()
             process.join()
-    return found
+    reason = f"not done in {max_seconds:.0f} s" if time.monotonic() >= deadline else "its process ended"
+    known = {item[:2] for item in found}
+    return found + [Compiled(c.name, name, 0.0, reason) for c, name in wanted if (c.name, name) not in known]
 
 
 def _work(asked: Any, done: Any) -> None:

@@ -92,12 +92,16 @@ def headline(results: Results) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """Who did not take part and why, who failed, and who was wrong; the same reason is said once."""
+    """Who did not take part and why, who failed, who was wrong, and who was not compiled first, so that the run did it
+    in its time; the same reason is said once.
+    """
     cases: dict[tuple[str, str, str], list[str]] = {}
     for result in results.cases:
         for m in result.measured:
             if m.status != "ok":
                 cases.setdefault((m.implementation, m.status, m.detail), []).append(result.case.name)
+    for one in results.options.get("not_compiled_first", ()):
+        cases.setdefault((one["implementation"], "not compiled first", one["complaint"]), []).append(one["case"])
     return [f"{name} {status}: {detail} ({_where(where, results)})" for (name, status, detail), where in cases.items()]
 
 
