@@ -105,6 +105,32 @@ def test_paged_keys_have_lengths_only(emulated: Callable[[str], Any]) -> None:  
 
 
 @pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+@pytest.mark.parametrize("together", [0, 1000], ids=["full", "banded"])
+def test_bounds_that_are_too_small_leave_no_entry_unwritten(
+    together: int,
+    of_keys: bool,
+    emulated: Callable[[str], Any],  # noqa: F811
+) -> None:
+    """Rows past what is listed are left out of everything, also of what is waited for: kernels read what the list has
+    for addresses.
+    """
+    lengths, most = ([9000, 3, 4097, 700], [9000, 5, 4096, 800]), 4096
+    bounds = (100 - 9000, 100 - 9000)
+    said = torch.full((len(lengths[0]) * 3,), -1, dtype=torch.int32)
+    beside = (emulated("listing").Address("said", torch.int32), 3, 40) if of_keys else None
+    options: Any = {"together": together, "of_keys": of_keys, "beside": beside}
+    entries = listed(lengths, emulated, {"said": said}, slack=bounds, **options)
+    wanted = [(i, b) for i, n in enumerate(lengths[of_keys]) for b in range(-(-min(n, most) // BLOCK))]
+    assert sorted((e.sequence, e.block) for e in entries) == wanted
+    for e in entries:
+        whole = [lengths[0][e.sequence], lengths[1][e.sequence]]
+        whole[of_keys] = min(whole[of_keys], most)
+        assert [e.q_rows, e.keys] == whole
+        assert (e.q_first, e.k_first) == tuple(sum(n[: e.sequence]) for n in lengths)
+    assert not of_keys or all(0 <= mark <= 3 for mark in said.view(-1, 3)[:, 0].tolist())
+
+
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
 def test_nothing_to_list_is_said(of_keys: bool, emulated: Callable[[str], Any]) -> None:  # noqa: F811
     """Bounds of 0: kernels that find no number would take what the memory held for blocks."""
     lengths = ([5, 0, 0], [0, 0, 0]) if of_keys else ([0, 0], [7, 0])

@@ -6,6 +6,9 @@ entry for a block of a sequence, for all heads. What an entry holds is said in s
 place holds the number of entries. Every program computes where its entries belong from cu_seqlens alone, so none waits
 for another one.
 
+The lengths are the device's, how many programs list a sequence follows from what the caller said of the longest one. If
+that was too little, the rest of a sequence is left out of everything: what is not listed must not be read.
+
 Order. Long sequences come first, and of a sequence its heavy blocks, so that the last tiles are light ones. Under a
 causal mask sequences of the same length are walked together, heavy blocks first, as many as fit into L2: one alone may
 have too few heavy blocks for all SMs.
@@ -33,15 +36,24 @@ BESIDE, LATE = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def lengths_at(sequences, inside, cu_seqlens_q, seqlens_k, IS_PAGED: tl.constexpr):
-    """(first query row, query rows, first key row, keys) of sequences; paged keys have lengths only."""
+def lengths_at(
+    sequences, inside, cu_seqlens_q, seqlens_k, most, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr
+):  # fmt: skip
+    """(first query row, query rows, first key row, keys) of sequences, of those that are listed at `most` so many;
+    paged keys have lengths only.
+    """
     q_first = tl.load(cu_seqlens_q + sequences, mask=inside, other=0)
     q_rows = tl.load(cu_seqlens_q + sequences + 1, mask=inside, other=0) - q_first
     if IS_PAGED:
-        return q_first, q_rows, sequences * 0, tl.load(seqlens_k + sequences, mask=inside, other=0)
+        k_first = sequences * 0
+        keys = tl.load(seqlens_k + sequences, mask=inside, other=0)
     else:
         k_first = tl.load(seqlens_k + sequences, mask=inside, other=0)
-        return q_first, q_rows, k_first, tl.load(seqlens_k + sequences + 1, mask=inside, other=0) - k_first
+        keys = tl.load(seqlens_k + sequences + 1, mask=inside, other=0) - k_first
+    if OF_KEYS:
+        return q_first, q_rows, k_first, tl.minimum(keys, most)
+    else:
+        return q_first, tl.minimum(q_rows, most), k_first, keys
 
 
 @triton.jit
@@ -61,11 +73,14 @@ def blocks_of(lengths, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
 
 @triton.jit
 def list_blocks(
-    sequence, part, work_ptr, cu_seqlens_q, seqlens_k, batch, rows_together,
+    sequence, part, parts, work_ptr, cu_seqlens_q, seqlens_k, batch, rows_together,
     BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Write LISTED_BLOCKS entries of a sequence where they belong; the first program also writes their number."""
-    lengths = lengths_at(sequence, sequence >= 0, cu_seqlens_q, seqlens_k, IS_PAGED)
+    """Write LISTED_BLOCKS entries of a sequence, one of `parts`, where they belong; the first program also writes the
+    number of all.
+    """
+    most = parts * (LISTED_BLOCKS * BLOCK)
+    lengths = lengths_at(sequence, sequence >= 0, cu_seqlens_q, seqlens_k, most, OF_KEYS, IS_PAGED)
     count, lightest, passed = blocks_of(lengths, BLOCK, OF_KEYS)
     group_size = tl.maximum(rows_together // tl.maximum(passed * BLOCK, 1), 1)
     ranks = part * LISTED_BLOCKS + tl.arange(0, LISTED_BLOCKS)  # from the lightest block on
@@ -75,7 +90,7 @@ def list_blocks(
         others = first + tl.arange(0, COMPARED)
         inside = others < batch
         counts, floors, other_passed = blocks_of(
-            lengths_at(others, inside, cu_seqlens_q, seqlens_k, IS_PAGED), BLOCK, OF_KEYS
+            lengths_at(others, inside, cu_seqlens_q, seqlens_k, most, OF_KEYS, IS_PAGED), BLOCK, OF_KEYS
         )
         counts = tl.where(inside, counts, 0)
         total += counts
@@ -104,7 +119,7 @@ def list_blocks(
 
 @triton.jit
 def mark_beside(
-    sequence, beside_ptr, width, lead, cu_seqlens_q, seqlens_k, batch, rows_together,
+    sequence, parts, beside_ptr, width, lead, cu_seqlens_q, seqlens_k, batch, rows_together,
     BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr,
 ):  # fmt: skip
     """Say of a sequence whether it can be made ready while blocks `lead` entries earlier run: BESIDE if those that are
@@ -113,7 +128,9 @@ def mark_beside(
 
     A sequence has `width` words at beside_ptr: this one, and zeros.
     """
-    own = blocks_of(lengths_at(sequence, sequence >= 0, cu_seqlens_q, seqlens_k, IS_PAGED), BLOCK, OF_KEYS)
+    most = parts * (LISTED_BLOCKS * BLOCK)
+    lengths = lengths_at(sequence, sequence >= 0, cu_seqlens_q, seqlens_k, most, OF_KEYS, IS_PAGED)
+    own = blocks_of(lengths, BLOCK, OF_KEYS)
     passed = own[2]
     group_size = tl.maximum(rows_together // tl.maximum(passed * BLOCK, 1), 1)
     before = tl.zeros([COMPARED], tl.int32)
@@ -122,7 +139,8 @@ def mark_beside(
     for first in range(0, batch, COMPARED):
         others = first + tl.arange(0, COMPARED)
         inside = others < batch
-        others_own = blocks_of(lengths_at(others, inside, cu_seqlens_q, seqlens_k, IS_PAGED), BLOCK, OF_KEYS)
+        others_lengths = lengths_at(others, inside, cu_seqlens_q, seqlens_k, most, OF_KEYS, IS_PAGED)
+        others_own = blocks_of(others_lengths, BLOCK, OF_KEYS)
         counts = tl.where(inside, others_own[0], 0)
         total += counts
         alike = others_own[2] == passed
@@ -155,11 +173,11 @@ def list_blocks_kernel(
     if beside_ptr is not None:  # noqa: SIM102  (this one is for the compiler)
         if program < batch:
             mark_beside(
-                program, beside_ptr, beside_width, lead, cu_seqlens_q, seqlens_k, batch, rows_together,
+                program, parts, beside_ptr, beside_width, lead, cu_seqlens_q, seqlens_k, batch, rows_together,
                 BLOCK, OF_KEYS, IS_PAGED)  # fmt: skip
     if program < batch * parts:
         list_blocks(
-            program // parts, program % parts, work_ptr, cu_seqlens_q, seqlens_k, batch, rows_together,
+            program // parts, program % parts, parts, work_ptr, cu_seqlens_q, seqlens_k, batch, rows_together,
             BLOCK, OF_KEYS, IS_PAGED)  # fmt: skip
     if q_rows_ptr is not None:
         clear_rows(q_rows_ptr, lse_ptr, tl.load(cu_seqlens_q + batch), totals[0], num_heads, widths[0])

@@ -24,7 +24,7 @@ def list_tiles(
     if listed is not None:
         for item in tl.range(tl.program_id(0), batch * listed.parts, tl.num_programs(0)):
             list_blocks(
-                item // listed.parts, item % listed.parts, listed.work, cu_seqlens_q, seqlens_k, batch,
+                item // listed.parts, item % listed.parts, listed.parts, listed.work, cu_seqlens_q, seqlens_k, batch,
                 listed.rows_together, BLOCK, OF_KEYS, IS_PAGED,
             )  # fmt: skip
 
