@@ -207,6 +207,68 @@ def test_interpreted_calls_are_bound_after_the_first(
     assert first() is None
 
 
+def own_and_prefixes(batch: Batch, unread: tuple[str, ...]) -> tuple[Any, list[Any], tuple[Any, Any]]:
+    """Both passes of a batch as one, the tensors it is called with, and exact pages."""
+    case, prefix = batch.case, batch.prefix()
+    exact = batch.k.double(), batch.v.double()
+    if case.e4m3:
+        k, v = (fp8.quantize_pages(t.nan_to_num(0.0)) for t in (batch.k, batch.v))
+        prefix = prefix._replace(k=k.data, v=v.data, k_scale=k.scale, v_scale=v.scale)
+        exact = k.dequantize().double(), v.dequantize().double()
+    lengths = torch.full((len(batch.q),), case.own, dtype=torch.int32)
+    own = prefix._replace(cu_seqlens_q=None, block_table=batch.own_table, seqlens_k=lengths)
+    flags, rows = Flags(softcap=case.softcap), None if case.in_order else batch.rows
+    bound = triton_backend.bind_forward(problem_of("paged", own, flags), own, want_lse=True)
+    results = batch.q.new_empty(*batch.q.shape[:2], case.dims[1]), torch.empty(batch.q.shape[1::-1])
+    attend = triton_backend.bind_prefixes(problem_of("paged", prefix, flags), prefix, len(batch.q), rows, *results)
+    count = len(own)
+    # The batch's own tables are not read.
+    whole = own._replace(block_table=torch.full_like(batch.table, 399), seqlens_k=batch.lengths)
+    hint = (prefix.block_table, prefix.seqlens_k, prefix.cu_seqlens_q, rows, own.block_table, own.seqlens_k)
+    return triton_backend.bind_after(bound, attend, count, unread), [*whole, *hint], exact
+
+
+def poisoned(shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
+    made = torch.empty_strided(shape, strides, dtype=dtype)
+    return made.fill_(255 if dtype == torch.uint8 else torch.nan)
+
+
+# Batches with the splits of their prefixes, and what nobody reads of the results.
+AS_ONE: dict[str, tuple[Shared, int, tuple[str, ...]]] = {
+    "two groups": (Shared(groups=((2, 3), (1, 2)), heads=(2, 1)), 3, ()),
+    "e4m3, no lse": (Shared(groups=((3, 3),), heads=(2, 1), e4m3=True, in_order=True), 2, ("lse",)),
+    "no own keys": (Shared(groups=((2, 2),), own=0, heads=(2, 2), softcap=2.0), 1, ()),
+}
+
+
+@only_interpreted
+@pytest.mark.parametrize(("case", "splits", "unread"), AS_ONE.values(), ids=AS_ONE)
+def test_interpreted_passes_of_own_keys_and_prefixes_as_one(
+    case: Shared, splits: int, unread: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call of the pass that `bind_after` makes gives what fp64 gives, in memory full of NaN, for other queries in
+    other places as well.
+    """
+    monkeypatch.setattr(launch_prefix, "num_splits", lambda *_: splits)
+    launch_prefix.prefix_pass.cache_clear()
+    batch = Batch(case)
+    both, given, (exact_k, exact_v) = own_and_prefixes(batch, unread)
+    both._allocate = poisoned
+    assert both.made == ("out", "lse")[: 2 - len(unread)]
+    assert [call.kernel.__name__ for call in both.calls][-2:] == ["prefix_kernel", "merge_prefix_kernel"]
+    flags: dict[str, Any] = {"softcap": case.softcap, "return_lse": True, "backend": "reference"}
+    for number in range(2):
+        given[0] = q = torch.randn(batch.q.shape, generator=torch.Generator().manual_seed(number)).to(case.dtype)
+        made = both(given)
+        assert made is not None
+        want, want_lse = tw.attention_paged(q.double(), exact_k, exact_v, batch.table, batch.lengths, **flags)
+        eps = torch.finfo(case.dtype).eps
+        torch.testing.assert_close(made[0].double(), want, atol=4 * eps, rtol=2 * eps)
+        if not unread:
+            torch.testing.assert_close(made[1].double(), want_lse, atol=1e-4, rtol=1e-5)
+    launch_prefix.prefix_pass.cache_clear()
+
+
 @pytest.mark.slow
 @only_compiled
 def test_prefixes_are_attended_in_the_interpreter() -> None:

@@ -18,7 +18,7 @@ from fake_cuda import FakeCuda, fake_cuda
 from fake_gpus import FakeGpus, placed
 from tilewise import device as devices
 from tilewise import validation
-from tilewise.backends.gpu import scratch
+from tilewise.backends.gpu import compilation, scratch
 from tilewise.backends.hopper import BACKEND as HOPPER
 from tilewise.backends.triton import BACKEND as TRITON
 from tilewise.operands import Flags, Operands, Wanted
@@ -33,6 +33,7 @@ CACHES = {
     "gpu.compilation": ("_compiled",),
     "gpu.scratch": ("_kept_on", "_order"),
     "triton.launch": ("_kept_forward", "_kept_backward"),
+    "triton.launch_prefix": ("prefix_pass",),
     "hopper.launching": ("_counters",),
     "hopper.launch": ("forward_pass",),
     "hopper.launch_backward": ("backward_pass",),
@@ -126,6 +127,48 @@ def test_kernels_start_where_the_tensors_are(gpu: Any, kind: str, gpus: FakeGpus
                 assert driver.launched_on() == [(index, gpus.streams[index])] * count
                 assert driver.device() == current
                 assert {tensor.get_device() for tensor in made} == {index}
+
+
+def shared_prefix_at(gpu: Any, memory: list[Tensor], index: int) -> Callable[[], list[Tensor]]:
+    """The pass of a batch whose sequences share a prefix, bound as tilewise.cascade does; it gives results back."""
+
+    def of_both(tensors: list[Any]) -> tuple[Operands, Operands]:
+        q, pages, table, lengths, prefix, keys, starts, *_ = tensors
+        own = Operands(q, pages, pages, block_table=table, seqlens_k=lengths)
+        return own, Operands(q, pages, pages, cu_seqlens_q=starts, block_table=prefix, seqlens_k=keys)
+
+    own, groups = (validation.problem_of("paged", operands, Flags()) for operands in of_both(memory))
+    there = [placed(tensor, index) for tensor in memory]
+    given, shared = of_both(there)
+    q, _, table, lengths, prefix, keys, starts, out, lse = there
+    first: Any = gpu.bind_forward(own, given, want_lse=True)
+    attend: Any = TRITON.bind_prefixes(groups, shared, len(q), None, out, lse)
+    compilation._compiled.cache_clear()  # the kernels of a pass may be forgotten, and are loaded anew
+    both: Any = TRITON.bind_after(first, attend, 7, ("lse",))
+    tensors = (*given[:7], prefix, keys, starts, None, table, lengths)
+    return lambda: present(both(tensors))
+
+
+@BACKENDS
+def test_prefixes_are_attended_where_the_tensors_are(gpu: Any, gpus: FakeGpus) -> None:
+    """All kernels of the pass, those behind the own keys' as well, are loaded on the tensors' device."""
+    batch, own, shared = 16, 16, 8
+    memory = [torch.zeros(batch, 8, 64, dtype=BF16), torch.zeros(64, 64, 2, 64, dtype=BF16)]
+    memory += [torch.zeros(shape, dtype=torch.int32) for shape in ((batch, own), (batch,), (1, shared), (1,), (2,))]
+    memory[-1][1] = batch
+    memory += [torch.zeros(batch, 8, 64, dtype=BF16), torch.zeros(8, batch)]
+    calls = {}
+    for index in (1, 0):
+        gpus.driver.exchange_device(1 - index)
+        calls[index] = shared_prefix_at(gpu, memory, index)
+        assert gpus.driver.device() == 1 - index
+    for current, index in ((0, 1), (1, 1), (1, 0), (0, 0), (0, 1)):
+        gpus.driver.exchange_device(current)
+        gpus.driver.expect()
+        made = calls[index]()
+        assert gpus.driver.launched_on() == [(index, gpus.streams[index])] * (3 if gpu is HOPPER else 4)
+        assert gpus.driver.device() == current
+        assert {tensor.get_device() for tensor in made} == {index}
 
 
 @BACKENDS

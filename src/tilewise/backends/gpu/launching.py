@@ -316,7 +316,9 @@ class BoundPass:
         self, calls: Iterable[KernelCall], given: Sequence[str], made: dict[str, Allocation], unread: Sequence[str]
     ) -> BoundPass:
         """This pass and more kernels behind it as one; `given`, `made` and `unread` are of both."""
-        launches = self._launches.followed_by(calls, (*given, *self.allocations, *made, "counter"))
+        # Kernels are loaded on the device that is current.
+        names = (*given, *self.allocations, *made, "counter")
+        launches = on_device(self._index, self._launches.followed_by, calls, names)
         return type(self)(launches, given, self.allocations | made, self._index, self._counter, unread)
 
 
