@@ -283,12 +283,11 @@ def attention_paged(
     about: tuple[Any, ...] = ()
     if v_pages.__class__ is Fp8Tensor:
         given, about = validation.taken_apart(given)
-    count, hinted = len(given), isinstance(shared_prefix, cascade.SharedPrefix)
-    groups = None
-    if hinted:
-        groups, *hint = shared_prefix  # type: ignore[misc]
-        given = (*given, *hint)
-    if hinted or shared_prefix is None:
+    count, groups = len(given), None
+    if isinstance(shared_prefix, cascade.SharedPrefix):
+        groups = shared_prefix[0]
+        given += shared_prefix[1:]  # type: ignore[assignment]
+    if groups is not None or shared_prefix is None:
         slot, places = calls.slot_of(
             given, "paged", 0.0, None, causal, softcap, scale, deterministic, backend, return_lse, max_seqlen_q,
             *about, window=window, groups=groups,

@@ -35,6 +35,7 @@ INTEGERS, SIDES = frozenset((int,)), frozenset((int, type(None)))
 _num_function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # noqa: SLF001
 _is_deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001
+_address = Tensor.data_ptr
 
 Result = Tensor | tuple[Tensor, Tensor]
 # Addresses.
@@ -49,10 +50,11 @@ class Look:
 
     Dynamo's guards do that in C: 0.6 us for three tensors, while asking for shapes, strides and so on and hashing them
     takes 3.5. They compare the dispatch keys in force too, so tensors never fit while a mode or a transform is active.
-    Nor do tensors that are not aligned: one looks closer at those.
+    Addresses lie as far behind a multiple of ALIGNMENT as those seen first: 4 and 8 bytes in the hint of a shared
+    prefix cut out of one tensor, whose calls took 24.8 us of an x86 host instead of 13.4 when such ones never fitted.
     """
 
-    __slots__ = ("_absent", "_check", "_count", "_distinct", "_present", "_twins")
+    __slots__ = ("_absent", "_check", "_count", "_distinct", "_offsets", "_present", "_twins")
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         self._count = len(tensors)
@@ -66,6 +68,8 @@ class Look:
         self._twins = [(i, j) for i, j in enumerate(firsts) if i != j]
         self._distinct = _picker(sorted(set(firsts)))
         distinct = self._distinct(present)
+        offsets = [tensor.data_ptr() % ALIGNMENT for tensor in present]
+        self._offsets = offsets if any(offsets) else None
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._check = guards.TensorGuards(
             *distinct,
@@ -94,7 +98,9 @@ class Look:
                 return None
         if not self._check(*distinct):
             return None
-        places = tuple([tensor.data_ptr() for tensor in tensors])
+        places = tuple(map(_address, tensors))
+        if self._offsets is not None:
+            return places if [place % ALIGNMENT for place in places] == self._offsets else None
         bits = 0
         for place in places:
             bits |= place
@@ -200,7 +206,7 @@ def slot_of(
         # So are numbers of floats and plain tuples in the place of a Group; a step hands out the same groups.
         if groups is not None and (last is None or last.groups is not groups) and not _are_plain(groups):
             return NOTHING
-        if last is not None and last.look is not None and last.groups == groups:
+        if last is not None and last.look is not None and (last.groups is groups or last.groups == groups):
             places = last.look.places(tensors)
             if places is not None:
                 return last, places
@@ -216,20 +222,15 @@ def _are_plain(groups: Any) -> bool:
 
 def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Slot | None:
     looks: list[Any] = []
-    places = 0
     for tensor in tensors:
         if tensor is None:
             looks.append(None)
         elif (type(tensor) is Tensor or type(tensor) is Parameter) and not (tensor.is_neg() or tensor.is_nested):
-            places |= tensor.data_ptr()
             looks += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
             looks.append(tensor.data_ptr() % ALIGNMENT)
         else:
             return None
     slot = _slot(family, groups, *looks)
-    if places % ALIGNMENT:
-        family.last = None
-        return slot
     # Made anew where tensors equal in all this do not fit: under autocast, in inference mode, others of them the same.
     if slot.look is None or slot.look.places(tensors) is None:
         slot.look = Look(tensors)

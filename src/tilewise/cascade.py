@@ -206,7 +206,8 @@ def bound(
     reads = validation.reads_contents("paged", operands)
     if refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
         plain = ops.Call("paged", operands, flags, return_lse=return_lse, lasting=True)
-        return functools.partial(_unshared, plain, shared.groups if reads else None, count)
+        present = sum(tensor is not None for tensor in operands[:count])
+        return functools.partial(_unshared, plain, shared.groups if reads else None, count, present)
     prefix = _direct(shared, operands, flags)
     # What had to be copied first is copied in every call.
     if prefix is None or any(a is not b for a, b in zip(prefix.operands[:3], operands[:3], strict=True)):
@@ -272,14 +273,16 @@ class _Shared:
 
 
 def _unshared(
-    plain: ops.Call, read: tuple[Group, ...] | None, count: int, tensors: Sequence[Tensor | None],
-    _places: tuple[int, ...] | None = None,
+    plain: ops.Call, read: tuple[Group, ...] | None, count: int, present: int, tensors: Sequence[Tensor | None],
+    places: tuple[int, ...] | None = None,
 ) -> Any:  # fmt: skip
-    """A call whose hint is not followed, but judged if its groups are to be `read`."""
+    """A call whose hint is not followed, but judged if its groups are to be `read`; its first `count` tensors, of which
+    so many are `present`, are those of the call without it.
+    """
     if read is not None:
         queries: Any = tensors[0]
         _check_contents(SharedPrefix(read, *tensors[count:]), len(queries))  # type: ignore[arg-type]
-    return plain(tensors[:count])
+    return plain(tensors[:count], None if places is None else places[:present])
 
 
 def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:

@@ -165,8 +165,9 @@ class Call:
         if forward_ad._current_level >= 0:  # noqa: SLF001
             derivatives.refuse_tangents(given)
         twice = torch.is_grad_enabled()
-        if self._lasting and not twice:
-            known, places = self._bound_backward(given, needs)
+        looked_up = self._bound_backward(given, needs) if self._lasting and not twice else None
+        if looked_up is not None:
+            known, places = looked_up
             made = None if known.bound is None else known.bound(given, places)
             if made is not None:
                 return [None if place is None else made[place] for place in known.results]
@@ -189,23 +190,25 @@ class Call:
 
     def _bound_backward(
         self, given: tuple[Any, ...], needs: tuple[bool, ...]
-    ) -> tuple[_BoundBackward, calls.Places | None]:
+    ) -> tuple[_BoundBackward, calls.Places] | None:
+        """The pass for such tensors, and their addresses; None for those that would never be found again, and only
+        drive others out.
+        """
         for known in self._backwards:
             if known.needs == needs:
                 places = known.look.places(given)
                 if places is not None:
                     return known, places
-        look = calls.Look(given)
-        places = look.places(given) if calls.are_plain(given[:2]) else None
-        lasting = places is not None
-        bound = self._bind_backward(given, _wanted(needs)) if lasting else None
+        look = calls.Look(given) if calls.are_plain(given[:2]) else None
+        places = None if look is None else look.places(given)
+        if look is None or places is None:
+            return None
+        bound = self._bind_backward(given, _wanted(needs))
         made = () if bound is None else bound.made
         wanted = zip(("dq", "dk", "dv"), needs, strict=False)
         results = [made.index(name) if need and name in made else None for name, need in wanted]
         new = _BoundBackward(look, needs, bound, (*results, *[None] * (len(needs) - len(results))))
-        # What does not fit itself (gradients that are not aligned) would never be found, only drive others out.
-        if lasting:
-            self._backwards = (new, *self._backwards[: MAX_BACKWARDS - 1])
+        self._backwards = (new, *self._backwards[: MAX_BACKWARDS - 1])
         return new, places
 
     def _bind_backward(self, given: tuple[Any, ...], wanted: Wanted) -> Bound | None:
