@@ -197,6 +197,11 @@ class Emitter:
         """`yes` where x < bound."""
         return self.b.select(self.b.fcmp_ordered("<", x, bound), yes, no)
 
+    def any(self, flags: Value) -> Value:
+        """Whether a flag of a vector is set."""
+        bits = ir.IntType(flags.type.count)
+        return self.b.icmp_unsigned("!=", self.b.bitcast(flags, bits), ir.Constant(bits, 0))
+
     def polynomial(self, x: Value, coefficients: Sequence[float]) -> Value:
         """Horner's rule, highest power first."""
         result = self.f32s(coefficients[0])

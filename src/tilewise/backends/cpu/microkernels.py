@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tilewise.backends.cpu.compiler import kernel
@@ -27,7 +27,10 @@ __all__ = [
 ]
 
 # The running maximum of a row that saw no key; keeps -inf - max from being NaN.
-NO_KEY = -1e30
+NO_KEY = -3e38
+# From here on (log2 units) the product of a score and its factor has more than 16 beyond the digits of fp32: with a
+# maximum of 1e10, which is rounded, the largest P would be anything from 0 to inf.
+COARSE_SCORE = float(2**28)
 
 
 @kernel("iiiiii")
@@ -194,8 +197,9 @@ def softmax(
     log2 units.
 
     m = max(row_max, tile_max * to_log2), alpha = 2^(row_max - m), row_sum = alpha * row_sum + sum(P). Scaling here
-    costs nothing, as it makes the subtraction a fused multiply-add, and is more exact than scaling q. num_keys is a
-    multiple of 4. A row without a key keeps row_max -inf and row_sum 0.
+    costs nothing, as it makes the subtraction a fused multiply-add, and is more exact than scaling q; past COARSE_SCORE
+    the product is rounded as m is, so that the largest score has P = 1. num_keys is a multiple of 4. A row without a
+    key keeps row_max -inf and row_sum 0.
     """
 
     def keep(at: Value, n: Value, powers: list[Value]) -> None:
@@ -234,14 +238,24 @@ def emit_softmax(
         safe = e.maximum(top, e.f32s(NO_KEY))
         shift = b.fneg(safe)
 
-        def step(n: Value, *sums: Value) -> list[Value]:
+        def step(n: Value, sums: Sequence[Value], exponent: Callable[[Value], Value]) -> list[Value]:
             base = b.add(b.add(s, at), b.mul(n, e.i64(4 * e.isa.panel)))
             places = [e.at(base, u * e.isa.panel) for u in range(SOFTMAX_UNROLL)]
-            powers = [e.exp2(e.fma(e.load(place), factor, shift)) for place in places]
+            powers = [e.exp2(exponent(e.load(place))) for place in places]
             keep(at, n, powers)
             return [b.fadd(total, power) for total, power in zip(sums, powers, strict=True)]
 
-        parts = e.loop(num_keys, SOFTMAX_UNROLL, [e.f32s(0.0)] * SOFTMAX_UNROLL, step)
+        def fused(n: Value, *sums: Value) -> list[Value]:
+            return step(n, sums, lambda score: e.fma(score, factor, shift))
+
+        def rounded(n: Value, *sums: Value) -> list[Value]:
+            return step(n, sums, lambda score: b.fadd(b.fmul(score, factor), shift))
+
+        large = b.fcmp_ordered(">", e.call("fabs", top), e.f32s(COARSE_SCORE))
+        coarse = e.any(b.and_(large, b.fcmp_ordered(">", top, e.f32s(NO_KEY))))
+        fine_keys = b.select(coarse, e.i64(0), num_keys)
+        parts = e.positive(fine_keys, SOFTMAX_UNROLL, fused, [e.f32s(0.0)] * SOFTMAX_UNROLL)
+        parts = e.positive(b.sub(num_keys, fine_keys), SOFTMAX_UNROLL, rounded, parts)
         total = b.fadd(b.fadd(parts[0], parts[1]), b.fadd(parts[2], parts[3]))
         decay = e.exp2(b.fsub(old, safe))
         e.store(b.add(state.alpha, at), decay)
@@ -257,9 +271,11 @@ def softmax_gradient(
 ) -> None:
     """P = 2^(s * to_log2 - lse) in place of s and dS = P * (dp - delta) in place of dp, on a whole panel; num_keys is
     even, lse in two parts.
+
+    No P is above 1: of 1e12 fp32 has multiples of 65536 alone, and an lse rounded down would make it inf.
     """
     b = e.b
-    factor = e.splat(to_log2)
+    factor, none = e.splat(to_log2), e.f32s(0.0)
 
     def column(v: Value) -> None:
         at = b.mul(v, e.i64(4 * e.lanes))
@@ -270,7 +286,8 @@ def softmax_gradient(
             offset = b.add(at, b.mul(n, e.i64(4 * e.isa.panel)))
             for u in range(2):
                 s_at, dp_at = (e.at(b.add(base, offset), u * e.isa.panel) for base in (s, dp))
-                p = e.exp2(b.fsub(e.fma(e.load(s_at), factor, lse), low), EXP2_EXACT)
+                exponent = b.fsub(e.fma(e.load(s_at), factor, lse), low)
+                p = e.exp2(b.select(b.fcmp_ordered(">", exponent, none), none, exponent), EXP2_EXACT)
                 e.store(s_at, p)
                 e.store(dp_at, b.fmul(p, b.fsub(e.load(dp_at), shift)))
 

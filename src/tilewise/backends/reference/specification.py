@@ -169,8 +169,18 @@ def _softmax(problem: AttentionProblem, operands: Operands, sequence: Sequence, 
     lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -math.inf)
     if operands.sinks is not None:
         lse = torch.logaddexp(lse, operands.sinks.double()[:, None].expand_as(lse))
-    p = torch.exp(s - _finite(lse)[..., None])
-    return Softmax(p, lse, _keep_factor(problem, operands, sequence, s))
+    return Softmax(_probabilities(operands, s), lse, _keep_factor(problem, operands, sequence, s))
+
+
+def _probabilities(operands: Operands, s: Tensor) -> Tensor:
+    """Divided by their sum, not exp(s - lse): beside a score of 1e17 lse has no digits left for the logarithm of it."""
+    top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
+    top = torch.where(top.isinf(), 0.0, top)
+    weights = torch.exp(s - top)
+    total = weights.sum(-1, keepdim=True)
+    if operands.sinks is not None:
+        total = total + torch.exp(operands.sinks.double()[:, None, None] - top)
+    return weights / torch.where(total == 0.0, 1.0, total)
 
 
 def _finite(lse: Tensor) -> Tensor:
