@@ -19,7 +19,7 @@ pytest.importorskip("triton", minversion="3.6")
 aot = pytest.importorskip("tilewise.backends.hopper.aot")
 
 SMEM_LIMIT = 227 * 1024
-FORWARD, BACKWARD, QUERIES = "forward", "backward", "query gradient"
+FORWARD, BACKWARD, PIECES, QUERIES = "forward", "backward", "pieces", "query gradient"
 
 
 class Recorded(NamedTuple):
@@ -68,6 +68,8 @@ HALF: dict[str, Any] = {"dtype": torch.float16}
 ALONE: dict[str, Any] = {"num_kv_heads": 4, "seqlen_k": 1024}
 FINISHED: dict[str, Any] = {"num_kv_heads": 4, "seqlen_k": 8192}
 SHORT: dict[str, Any] = {"seqlen_q": 1024, "seqlen_k": 1024}
+# 160 tiles, of which 28 are cut.
+CUT: dict[str, Any] = {"num_heads": 5, "num_kv_heads": 5, "batch": 1}
 RECORDS: tuple[Recorded, ...] = (
     Recorded(FORWARD, {"d": 64}, 128, 96, fast=True),
     Recorded(FORWARD, {"d": 64, **HALF}, 128, 72),
@@ -133,6 +135,10 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(BACKWARD, {"d": 128, **FIXED}, 168, 64, hot_spills=3, fast=True),
     Recorded(BACKWARD, {"d": 128, **FIXED, **CAUSAL}, 168, 132, hot_spills=14),
     Recorded(BACKWARD, {"d": 128, **FIXED, **CAUSAL, **PACKED}, 168, 132, hot_spills=16),
+    Recorded(PIECES, {"d": 64, **CUT}, 168, 64, hot_spills=2),
+    Recorded(PIECES, {"d": 128, **CUT}, 168, 64, fast=True),
+    Recorded(PIECES, {"d": 64, **FIXED, **CUT}, 168, 64, hot_spills=3),
+    Recorded(PIECES, {"d": 128, **HALF, **FIXED, **CUT}, 168, 64),
     Recorded(BACKWARD, {"d": 192}, 168, 40, fast=True),
     Recorded(BACKWARD, {"d": 192, **CAUSAL}, 168, 60),
     Recorded(BACKWARD, {"d": 192, "dv": 128, **CAUSAL}, 168, 48),
@@ -188,6 +194,7 @@ def compiled(record: Recorded) -> Any:
     compile_it: dict[str, Callable[[], Any]] = {
         FORWARD: lambda: aot.compile_forward(described),
         BACKWARD: lambda: aot.compile_backward(described),
+        PIECES: lambda: aot.compile_pieces(described),
         QUERIES: lambda: aot.compile_query_gradient(described),
     }
     return compile_it[record.kernel]()

@@ -25,6 +25,7 @@ CASES = {
     "d64 causal": Case(batch=3, heads=(4, 2), seqlens=(200, 300), causal=True),
     "d64 deterministic": Case(batch=5, heads=(1, 1), seqlens=(300, 260), deterministic=True),
     "d128, few queries": Case(128, batch=4, heads=(2, 1), seqlens=(70, 400)),
+    "d128 causal, the last two heads together": Case(128, batch=6, heads=(1, 1), seqlens=(200, 300), causal=True),
     "d96 window, sinks": Case(96, batch=6, heads=(2, 1), seqlens=(260, 150), window=(70, 20), sinks=True),
 }
 
@@ -92,6 +93,10 @@ def test_too_short_a_front_is_a_deadlock(waves_of_one: Callable[[str], Any], mon
         ((32, 32), 4096, 2, True),
         ((3, 3), 128, 300, False),
         ((3, 3), 128, 300, True),
+        ((16, 16), 512, 32, True),
+        ((5, 5), 1024, 15, True),
+        ((7, 7), 2048, 8, True),
+        ((1, 1), 1024, 9, True),
     ],
 )
 def test_a_share_is_handed_out_before_a_tile_that_waits_for_it(
@@ -107,7 +112,9 @@ def test_a_share_is_handed_out_before_a_tile_that_waits_for_it(
     assert plan.config.AHEAD
     tiles: dict[int, list[int]] = {}
     for tile in range(sizes.num_tiles):
-        tiles.setdefault(int(emulated("schedule").place_of(tile, sizes, False)[1]), []).append(tile)
+        tiles.setdefault(int(emulated("schedule").place_of(tile, sizes, False, plan.config.ENDING)[1]), []).append(tile)
+    assert (2 if causal else 1) == plan.config.ENDING
+    assert sorted(len(of) for of in tiles.values()) == [sizes.num_blocks] * sizes.num_items
     ahead = front * sizes.num_blocks - plan.key_grid[0]
     assert all(max(of) < front * sizes.num_blocks for item, of in tiles.items() if item < front)
     assert all(max(of) - ahead < min(of) for item, of in tiles.items() if item >= front)

@@ -427,20 +427,23 @@ def test_backward_protocol(case: Case, deterministic: bool, late_loads: bool, em
     check_backward(replace(case, deterministic=deterministic), emulated)
 
 
-@pytest.mark.parametrize(("heads", "seqlen", "batch"), [((32, 8), 4096, 2), ((32, 8), 1024, 8), ((32, 32), 4096, 2)])
+@pytest.mark.parametrize(
+    ("heads", "seqlen", "batch", "share"),
+    [((32, 8), 4096, 2, 0.95), ((32, 8), 1024, 8, 0.95), ((32, 32), 4096, 2, 0.98), ((16, 16), 1024, 16, 0.98)],
+)
 def test_heavy_tiles_do_not_come_last(
-    heads: tuple[int, int], seqlen: int, batch: int, emulated: Callable[[str], Any]
+    heads: tuple[int, int], seqlen: int, batch: int, share: float, emulated: Callable[[str], Any]
 ) -> None:
-    """Tiles handed out in their order to 132 SMs keep these busy 95 % of the time (GQA once waited 19 %)."""
+    """Tiles handed out in their order to 132 SMs keep these busy (GQA once waited 19 %, waves of 8 heads 4 %)."""
     schedule = emulated("schedule")
     case = Case(128, batch=batch, heads=heads, seqlens=(seqlen, seqlen), causal=True)
     plan = emulated("launch_backward").backward_plan(case.problem, device.named("h200"))
     busy = [0] * 132
     for tile in range(plan.key_sizes.num_tiles):
-        block, _ = schedule.place_of(tile, plan.key_sizes, False)
+        block, _ = schedule.place_of(tile, plan.key_sizes, False, plan.config.ENDING)
         lo, hi = schedule.query_tiles(block * 128, seqlen, seqlen, plan.key_sizes, plan.config)
         heapq.heapreplace(busy, busy[0] + plan.key_sizes.group_size * int(hi - lo))
-    assert sum(busy) >= 0.95 * 132 * max(busy)
+    assert sum(busy) >= share * 132 * max(busy)
 
 
 @pytest.mark.parametrize("missing", ["barrier_sync", "store_wait"])

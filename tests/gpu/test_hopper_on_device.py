@@ -34,6 +34,8 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
     "d64": (2, 16, 16, 1100, 64, 64),
     "d64, later heads prepared beside": (8, 16, 16, 1024, 64, 64),
     "d128 grouped": (2, 32, 8, 900, 128, 128),
+    "d64, the last round in pieces": (1, 9, 9, 4096, 64, 64),
+    "d128, the last round in pieces": (1, 9, 9, 2304, 128, 128),
     "d192/128": (2, 16, 16, 700, 192, 128),
     "d256": (2, 16, 8, 700, 256, 256),
 }

@@ -20,6 +20,7 @@ from tilewise import device
 from tilewise.backends.gpu.compilation import compile_call
 from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.hopper.backward import backward_kernel
+from tilewise.backends.hopper.backward_pieces import backward_pieces_kernel
 from tilewise.backends.hopper.backward_wide import backward_wide_kernel
 from tilewise.backends.hopper.configs import BackwardConfig
 from tilewise.backends.hopper.forward import forward_kernel
@@ -28,7 +29,7 @@ from tilewise.backends.hopper.offline import calls_of
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Resources", "compile_backward", "compile_forward", "compile_query_gradient", "resources"]
+__all__ = ["Resources", "compile_backward", "compile_forward", "compile_pieces", "compile_query_gradient", "resources"]
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 HOPPER = device.named("h200")
@@ -56,6 +57,11 @@ def compile_backward(problem: AttentionProblem, config: BackwardConfig | None = 
     """The main backward kernel of a problem; `config` to try another one."""
     calls = calls_of(replace(problem, needs_grad=True), HOPPER, config)
     return _compiled(calls, backward_kernel, backward_wide_kernel)
+
+
+def compile_pieces(problem: AttentionProblem) -> Any:
+    """The kernel that computes the last round of a backward without a mask."""
+    return _compiled(calls_of(replace(problem, needs_grad=True), HOPPER), backward_pieces_kernel)
 
 
 def compile_query_gradient(problem: AttentionProblem) -> Any:

@@ -49,7 +49,7 @@ from tilewise.backends.hopper.schedule import (
 )
 from tilewise.backends.hopper.scores import capped, through_cap
 
-__all__ = ["backward_kernel", "mask_transposed"]
+__all__ = ["backward_kernel", "backward_step", "load_queries", "make_pipeline", "mask_transposed"]
 
 
 @aggregate
@@ -133,7 +133,7 @@ def producer(
             tile = take_any(counter_ptr, num_entries * sizes.num_items)
         tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
     while tile < sizes.num_tiles:
-        block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 1, C)
+        block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 1, C, C.ENDING)
         kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
         group = sizes.group_size
         first = block * 128
@@ -328,7 +328,7 @@ def consumer(
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
     tile = uniform(tile)
     while tile < sizes.num_tiles:
-        block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 4, C)
+        block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 4, C, C.ENDING)
         kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         first = block * 128
         seqlen_q = q_span[2]

@@ -10,8 +10,9 @@ import torch
 from tilewise.backends.gpu.launching import Allocation
 from tilewise.backends.gpu.listing import heads_per_wave, list_size, most_blocks, rows_together
 from tilewise.backends.gpu.symbols import Address
+from tilewise.backends.hopper.backward_pieces import Line
 from tilewise.backends.hopper.backward_rows import BOUND_PARTS
-from tilewise.backends.hopper.configs import BackwardConfig, backward_config
+from tilewise.backends.hopper.configs import BackwardConfig, backward_config, cuts_last_round
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
@@ -33,6 +34,9 @@ FINISH_ROUNDS = 1.5
 REUSE_ROUNDS = 1.5
 # Queries of a block of the kernel that computes dQ alone.
 QUERY_BLOCK = 128
+# Query tiles of a piece at least, so that a tile is joined of few. And how many query tiles earlier all SMs have to end
+# for the last round to be cut: about what the beginnings and ends of two pieces take, and the kernel that joins them.
+PIECE_TILES, PIECES_GAIN = 8, 20
 
 
 class BackwardPlan(NamedTuple):
@@ -167,14 +171,22 @@ class BackwardPlan(NamedTuple):
 
     @property
     def front_items(self) -> int:
-        """K/V heads that the row kernel prepares: whole waves, a wave and AHEAD_ROUNDS of all CTAs at least."""
+        """K/V heads that the row kernel prepares: whole waves, the largest and AHEAD_ROUNDS of all CTAs at least."""
         sizes = self.key_sizes
         if self.config.IS_VARLEN:  # which sequences these are, the device knows
             return sizes.num_items
         banded = self.config.HAS_RIGHT and sizes.num_blocks >= CAUSAL_BLOCKS
         rounds = CAUSAL_AHEAD_ROUNDS if banded else AHEAD_ROUNDS
-        waves = -(-(self.wave_tiles + int(rounds * self.key_grid[0])) // self.wave_tiles)
-        return min(waves * sizes.items_per_wave, sizes.num_items) if self.config.AHEAD else sizes.num_items
+        largest = max(sizes.items_per_wave, self.last_items) * sizes.num_blocks
+        items = -(-(largest + int(rounds * self.key_grid[0])) // self.wave_tiles) * sizes.items_per_wave
+        return items if self.config.AHEAD and items <= sizes.num_items - self.last_items else sizes.num_items
+
+    @property
+    def last_items(self) -> int:
+        """K/V heads of the last wave, which is ENDING of them (schedule.place_of)."""
+        sizes = self.key_sizes
+        waves = -(-sizes.num_items // sizes.items_per_wave)
+        return sizes.num_items - max(waves - self.config.ENDING, 0) * sizes.items_per_wave
 
     @property
     def wave_tiles(self) -> int:
@@ -215,9 +227,33 @@ class BackwardPlan(NamedTuple):
         return self.ring_items * self.problem.group_size * self.key_sizes.row_tiles * self.config.BLOCK_M
 
     @property
+    def main_sizes(self) -> Sizes:
+        """Of the main kernel, which leaves the last round over where that is cut."""
+        line = self.line
+        return self.key_sizes if line is None else self.key_sizes._replace(num_tiles=line.first_tile)
+
+    @property
+    def line(self) -> Line | None:
+        """The last round of tiles and how it is cut (backward_pieces.py)."""
+        return line_of(self.key_sizes, self.key_grid[0]) if cuts_last_round(self.problem) else None
+
+    @property
+    def parts(self) -> Address:
+        """Parts of dK and dV, behind everything else."""
+        return Address("workspace", torch.float32, offset=4 * (self.fixed_words + self.list_words + self.num_counts))
+
+    @property
+    def part_words(self) -> int:
+        """Of as many pieces as there are ends of tiles and of programs."""
+        line = self.line
+        pieces = 0 if line is None else self.key_sizes.num_tiles - line.first_tile + line.programs
+        return pieces * 2 * self.config.BLOCK_N * self.config.D
+
+    @property
     def workspace(self) -> Allocation:
         """Room for all of them."""
-        return Allocation.contiguous((self.fixed_words + self.list_words + self.num_counts,), torch.float32)
+        words = self.fixed_words + self.list_words + self.num_counts + self.part_words
+        return Allocation.contiguous((words,), torch.float32)
 
 
 def backward_plan(problem: AttentionProblem, device: DeviceSpec) -> BackwardPlan:
@@ -227,6 +263,16 @@ def backward_plan(problem: AttentionProblem, device: DeviceSpec) -> BackwardPlan
     queries = _sizes(problem, config, of_keys=False)
     programs = min(device.num_sms, keys.num_tiles)
     return BackwardPlan(problem, config, keys, queries, (programs, 1, 1))
+
+
+def line_of(sizes: Sizes, programs: int) -> Line | None:
+    """What is left of whole rounds of tiles, in equal lengths; None if too little is to be gained."""
+    left = sizes.num_tiles % programs
+    total = left * sizes.row_tiles
+    length = max(-(-total // programs), PIECE_TILES)
+    if left == 0 or left == sizes.num_tiles or sizes.row_tiles - length < PIECES_GAIN:
+        return None
+    return Line(sizes.num_tiles - left, sizes.row_tiles, total, length)
 
 
 def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) -> Sizes:

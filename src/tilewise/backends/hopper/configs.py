@@ -158,7 +158,8 @@ class BackwardConfig:
     in a fixed order. Else one kernel (backward.py) that adds to dQ as well, in any order; FIXED_POINT: in integers, so
     that the order does not matter (dq_tiles.py). SKIP_HIDDEN: its second warpgroup rests where it sees nothing. AHEAD:
     it clears dQ for later tiles and, with STATS_AHEAD, computes their row statistics (preparing.py). FINISHES: and
-    makes dQ of heads that are done, whose sums then lie in a ring (finishing.py).
+    makes dQ of heads that are done, whose sums then lie in a ring (finishing.py). ENDING: how many of the last waves of
+    heads are one (schedule.place_of).
     NUM_STAGES slots in the rings of Q and dO; where dQ has a kernel of its own, NUM_STAGES of K and V_STAGES of V.
     EVEN_K: every key tile is whole.
     """
@@ -176,6 +177,7 @@ class BackwardConfig:
     AHEAD: bool = False
     STATS_AHEAD: bool = False
     FINISHES: bool = False
+    ENDING: int = 1
     FIXED_POINT: bool = False
     EVEN_K: bool = True
     HAS_RIGHT: bool = False
@@ -198,6 +200,10 @@ LISTED_KEYS = 1024
 # The longest ones whose backward at D=128, under a causal mask, is faster with dQ finished in the main kernel; longer
 # ones were not timed.
 FINISHED_SEQLEN_K = 16384
+# At D=128, under a causal mask, with heads prepared beside: how many of the last waves are one, so that light tiles of
+# all their heads come last. N=1024, 1/2/3/4: 486.1/483.7/488.9/486.4 us, SMs busy 95.8/98.2/97.6/98.8 % by count; a
+# larger wave also has a longer front. At D=64 two take 531.7 us instead of 521.6.
+ENDING_WAVES = 2
 # Tiles of 64 rows and 64 columns of 16 bits (8 KiB) in the shared memory of a CTA that computes dQ alone.
 QUERY_GRADIENT_TILES = 28
 
@@ -227,6 +233,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         or prepares_listed(problem)
         or (prepares_ahead(problem) and not problem.deterministic),
         FINISHES=finishes_inside(problem),
+        ENDING=ENDING_WAVES if d == 128 and has_right(problem) and prepares_ahead(problem) else 1,
         EVEN_K=not packed and problem.seqlen_k % block_n == 0,
         HAS_RIGHT=has_right(problem),
         IS_CAUSAL=has_right(problem) and problem.band[1] == 0,
@@ -268,6 +275,14 @@ def finishes_inside(problem: AttentionProblem) -> bool:
     narrow = max(problem.head_dim, problem.head_dim_v) <= 64
     long = AHEAD_SEQLEN_K < problem.seqlen_k <= FINISHED_SEQLEN_K
     return _is_plain(problem) and has_right(problem) and long and not narrow and not problem.deterministic
+
+
+def cuts_last_round(problem: AttentionProblem) -> bool:
+    """Whether the last round of tiles may be cut in pieces (backward_pieces.py), if the plan finds that it pays.
+
+    TFLOP/s without a mask, N = 4096/16384: D=128 566/598 -> 574/611; D=64 at 16384 544 -> 558.
+    """
+    return _is_plain(problem) and not has_right(problem) and not prepares_ahead(problem)
 
 
 def _is_plain(problem: AttentionProblem) -> bool:

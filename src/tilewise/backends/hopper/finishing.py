@@ -90,7 +90,7 @@ def store_block(sums, dq, rows_left, scale, ahead, PART: gl.constexpr, C: gl.con
 @gluon.jit
 def finish_share(tile, turn, dq_desc, dq_ptr, sums_ptr, scale, row_tiles, counts_ptr, ahead, sizes, C: gl.constexpr):
     """The query tiles that belong to a tile; the turn of the row tiles."""
-    block, item = place_of(tile, sizes, False)
+    block, item = place_of(tile, sizes, False, C.ENDING)
     if item < ahead.finished_items:
         while load_acquire(counts_ptr + sizes.num_items + item) < 2 * sizes.num_blocks:
             pass

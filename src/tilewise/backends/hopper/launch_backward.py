@@ -24,6 +24,12 @@ from tilewise.backends.gpu.launching import (
 from tilewise.backends.gpu.listing import list_call
 from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
 from tilewise.backends.hopper.backward import backward_kernel
+from tilewise.backends.hopper.backward_pieces import (
+    JOINED_ROWS,
+    Line,
+    backward_pieces_kernel,
+    join_pieces_kernel,
+)
 from tilewise.backends.hopper.backward_plan import QUERY_BLOCK, BackwardPlan, backward_plan
 from tilewise.backends.hopper.backward_rows import (
     BOUND_PARTS,
@@ -172,6 +178,9 @@ def backward_calls(plan: BackwardPlan, views: dict[str, View]) -> Iterator[Kerne
         yield _list_call(plan, plan.key_work, views, of_keys=True)
     yield _prepare_call(plan, views)
     yield _key_gradient_call(plan, views)
+    if plan.line is not None:
+        yield _pieces_call(plan, plan.line, views)
+        yield _join_call(plan, plan.line, views)
     if "dq" not in views or plan.finished_items == plan.key_sizes.num_items:
         return
     if plan.query_work is not None:
@@ -288,11 +297,47 @@ def _key_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall
         "stats_desc": describe_flat(plan.stats, (2 * plan.num_rows,), [2 * config.BLOCK_M]),
         "counter_ptr": Address("counter", torch.int32, aligned=False),
         "work_ptr": plan.key_work,
-        "sizes": plan.key_sizes,
+        "sizes": plan.main_sizes,
     }
     if config.WIDE:
         return KernelCall(backward_wide_kernel, plan.key_grid, arguments)
     return KernelCall(backward_kernel, plan.key_grid, arguments | _sums(plan) | _ahead(plan, views))
+
+
+def _pieces_call(plan: BackwardPlan, line: Line, views: dict[str, View]) -> KernelCall:
+    """The last round of tiles."""
+    queries, keys = plan.config.BLOCK_M, 64
+    rows = {"q": queries, "dout": queries, "k": keys, "v": keys}
+    arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=False) | _shared(plan) | _sums(plan)
+    arguments |= {
+        "stats_desc": describe_flat(plan.stats, (2 * plan.num_rows,), [2 * queries]),
+        "parts_ptr": plan.parts,
+        "line": line,
+        "sizes": plan.key_sizes,
+    }
+    del arguments["scale"]
+    return KernelCall(backward_pieces_kernel, (line.programs, 1, 1), arguments)
+
+
+def _join_call(plan: BackwardPlan, line: Line, views: dict[str, View]) -> KernelCall:
+    """DK and dV of the last round."""
+    problem = plan.problem
+    arguments = {
+        "parts_ptr": plan.parts,
+        "dk_ptr": Address("dk", problem.dtype),
+        "dv_ptr": Address("dv", problem.dtype),
+        "line": line,
+        "scale": problem.scale,
+        "num_heads": problem.num_kv_heads,
+        "num_blocks": plan.key_sizes.num_blocks,
+        "dk_strides": _stride_units(views["dk"]),
+        "dv_strides": _stride_units(views["dv"]),
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "D": plan.config.D,
+    }
+    grid = (plan.key_sizes.num_tiles - line.first_tile, plan.config.BLOCK_N // int(JOINED_ROWS), 2)
+    return KernelCall(join_pieces_kernel, grid, arguments)
 
 
 def _sums(plan: BackwardPlan) -> dict[str, Any]:

@@ -9,9 +9,9 @@ cleared, and dO is read, shortly before they are used, and are still in L2. Wher
 (finishing.py), zeros come from there.
 
 Nobody waits in a circle: the last share of the head of tile t belongs to a tile less than a wave after t, and the host
-sees to it that the front is at least a wave and num_programs long (backward_plan.front_items). So that share went to a
-tile with a smaller number than t, which was taken before t, by a CTA that runs. Preparers wait for TMA alone, but where
-they finish dQ, too: for whom, finishing.py says.
+sees to it that the front is at least the largest wave and num_programs long (backward_plan.front_items). So that share
+went to a tile with a smaller number than t, which was taken before t, by a CTA that runs. Preparers wait for TMA alone,
+but where they finish dQ, too: for whom, finishing.py says.
 
 Packed, a head of a sequence takes the place of a head, an entry of the list that of a block, and all tiles come from
 the counter. A share is prepared `front_tiles` numbers before its tile: a wave's heads times as many entries as the
@@ -90,7 +90,7 @@ def prepare_share(
     C: gl.constexpr,
 ):  # fmt: skip
     """One share of a head of dense tensors, counted; the turn of the row tiles."""
-    block, item = place_of(share, sizes, False)
+    block, item = place_of(share, sizes, False, C.ENDING)
     batch_idx = item // sizes.num_heads
     span = (batch_idx, 0, sizes.seqlen_q)
     turn = prepare_tiles(

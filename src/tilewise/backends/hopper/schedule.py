@@ -79,21 +79,30 @@ class Sizes(NamedTuple):
 
 
 @gluon.jit
-def place_of(tile, sizes, LAST_FIRST: gl.constexpr):
-    """(block, item) of a tile number: waves of `items_per_wave` items, within a wave all items of a block together."""
-    block, item = _place(tile, sizes.num_blocks, sizes)
+def place_of(tile, sizes, LAST_FIRST: gl.constexpr, ENDING: gl.constexpr = 1):
+    """(block, item) of a tile number: waves of `items_per_wave` items, within a wave all items of a block together.
+
+    ENDING: how many of the last waves are one.
+    """
+    block, item = _place(tile, sizes.num_blocks, sizes, ENDING)
     if LAST_FIRST:
         block = sizes.num_blocks - 1 - block
     return block, item
 
 
 @gluon.jit
-def _place(tile, num_blocks, sizes):
+def _place(tile, num_blocks, sizes, ENDING: gl.constexpr = 1):
     wave_tiles = sizes.items_per_wave * num_blocks
     wave = tile // wave_tiles
+    if ENDING > 1:
+        wave = min(wave, max(gl.cdiv(sizes.num_items, sizes.items_per_wave) - ENDING, 0))
     rank = tile - wave * wave_tiles
     first_item = wave * sizes.items_per_wave
-    wave_items = min(sizes.num_items - first_item, sizes.items_per_wave)
+    left = sizes.num_items - first_item
+    if ENDING > 1:
+        wave_items = gl.where(left > ENDING * sizes.items_per_wave, sizes.items_per_wave, left)
+    else:
+        wave_items = min(left, sizes.items_per_wave)
     block = rank // wave_items
     item = first_item + (rank - block * wave_items)
     return block, item
@@ -170,12 +179,15 @@ def listed_rows(tile, num_entries, work_ptr, sizes):
 
 
 @gluon.jit
-def place_at(tile, tiles, at, sizes, LAST_FIRST: gl.constexpr, NUM_WARPS: gl.constexpr, C: gl.constexpr):
+def place_at(
+    tile, tiles, at, sizes, LAST_FIRST: gl.constexpr, NUM_WARPS: gl.constexpr, C: gl.constexpr,
+    ENDING: gl.constexpr = 1,
+):  # fmt: skip
     """(block, item) of the tile whose words lie at `at` or, of dense tensors, that has this number."""
     if C.IS_VARLEN:
         return tiles.word(at, 1, NUM_WARPS), tiles.word(at, 2, NUM_WARPS)
     else:
-        return place_of(tile, sizes, LAST_FIRST)
+        return place_of(tile, sizes, LAST_FIRST, ENDING)
 
 
 @gluon.jit

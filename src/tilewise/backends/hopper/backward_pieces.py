@@ -1,0 +1,168 @@
+"""The last round of a backward without a mask, cut along its queries, so that all SMs end together.
+
+Tiles of one cost that are no multiple of the SMs leave some of them idle for a whole tile: 2048 on 132 are 15.5 rounds
+and take 16. The main kernel (backward.py) computes whole rounds. What is left, tiles x query tiles, is one line here,
+of which every program has an equal length: a piece of a tile, or the end of one and the beginning of the next. A piece
+leaves its dK and dV in fp32; join_pieces_kernel adds those of a tile in their order, so results do not depend on who
+comes first. dQ is added as everywhere.
+
+A kernel of its own, because the main one's loop is fast as it is: with ends of this kind in it ptxas moved the wait for
+dP behind the exponentials (D=128, N=16384: 603 -> 577 TFLOP/s with nothing cut).
+"""
+
+# Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# ruff: noqa: N803, N806
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from tilewise.backends.hopper.backward import backward_step, load_queries, make_pipeline
+from tilewise.backends.hopper.channels import start
+from tilewise.backends.hopper.layouts import accumulator_layout, tile_at
+from tilewise.backends.hopper.schedule import place_of, row_tile_of
+
+__all__ = ["Line", "backward_pieces_kernel", "join_pieces_kernel"]
+
+# Strides come in units of 16 bytes, as in backward_rows.py.
+UNIT = tl.constexpr(8)
+# Rows of a tile that a program of join_pieces_kernel adds up, and keys of a tile.
+JOINED_ROWS, KEYS = tl.constexpr(8), tl.constexpr(128)
+
+
+class Line(NamedTuple):
+    """What is cut: the first tile, query tiles a tile, query tiles in all and of a program."""
+
+    first_tile: int
+    query_tiles: int
+    total: int
+    length: int
+
+    @property
+    def programs(self) -> int:
+        """How many have a length of it."""
+        return -(-self.total // self.length)
+
+
+@gluon.jit
+def piece_at(step, end, line):
+    """(tile, first query tile, end of them) of the piece that begins at a step of the line, for a program's end."""
+    number = step // line.query_tiles
+    lo = step - number * line.query_tiles
+    return line.first_tile + number, lo, min(line.query_tiles, lo + end - step)
+
+
+@gluon.jit
+def producer(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, line, sizes, pipe, C: gl.constexpr):
+    """Feed the rings."""
+    KEY_BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes
+    at = start(C.NUM_STAGES)
+    key_turn = start(1)
+    step = gl.program_id(0) * line.length
+    end = min(step + line.length, line.total)
+    while step < end:
+        tile, lo, hi = piece_at(step, end, line)
+        block, item = place_of(tile, sizes, False)
+        batch_idx = item // sizes.num_heads
+        head = item - batch_idx * sizes.num_heads
+        q_span = (batch_idx, 0, sizes.seqlen_q)
+        row_tile = row_tile_of(item, q_span, sizes, C)
+        at = load_queries(q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, head, row_tile, lo, C)
+        ready = pipe.key_ring.acquire(key_turn, KEY_BYTES)
+        key_turn = key_turn.next()
+        for w in gl.static_range(2):
+            place = tile_at(q_span, head, block * 128 + w * 64, 0, False)
+            tma.async_copy_global_to_shared(k_desc, place, ready, pipe.k_smem.index(w))
+            tma.async_copy_global_to_shared(v_desc, place, ready, pipe.v_smem.index(w))
+        for m_block in range(lo + 1, hi):
+            at = load_queries(q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, head, row_tile, m_block, C)
+        step += hi - lo
+
+
+@gluon.jit
+def store_part(x, at, WARPGROUP: gl.constexpr, C: gl.constexpr):
+    """64 keys' sums in fp32, row by row."""
+    LAYOUT: gl.constexpr = accumulator_layout(C.D)
+    rows = WARPGROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, C.D, gl.SliceLayout(0, LAYOUT))
+    gl.store(at + rows[:, None] * C.D + cols[None, :], x)
+
+
+@gluon.jit
+def consumer(dq_desc, parts_ptr, scale_log2, cap_scale, line, sizes, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr):
+    """Sum dK and dV of 64 of a piece's keys."""
+    D: gl.constexpr = C.D
+    at = start(C.NUM_STAGES)
+    key_turn = start(1)
+    step = gl.program_id(0) * line.length
+    end = min(step + line.length, line.total)
+    while step < end:
+        tile, lo, hi = piece_at(step, end, line)
+        block, item = place_of(tile, sizes, False)
+        row = row_tile_of(item, (0, 0, sizes.seqlen_q), sizes, C)
+        dk = gl.zeros([64, D], gl.float32, accumulator_layout(D))
+        dv = gl.zeros([64, D], gl.float32, accumulator_layout(D))
+        pipe.key_ring.wait(key_turn)
+        for m_block in range(lo, hi):
+            dk, dv, at = backward_step(
+                m_block, row + m_block, block * 128, dk, dv, at, dq_desc, scale_log2, cap_scale, sizes.seqlen_q,
+                sizes.seqlen_k, sizes, pipe, WARPGROUP, False, C)  # fmt: skip
+        pipe.key_ring.release(key_turn)
+        key_turn = key_turn.next()
+        part = gl.program_id(0) + (tile - line.first_tile)
+        place = parts_ptr + gl.to_tensor(part).to(gl.int64) * (2 * 128 * D)
+        store_part(dk, place, WARPGROUP, C)
+        store_part(dv, place + 128 * D, WARPGROUP, C)
+        step += hi - lo
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["line", "scale_log2", "cap_scale", "sizes"])
+def backward_pieces_kernel(
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, parts_ptr, line, scale_log2, cap_scale, sizes,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Parts of dK and dV, and what they add to dQ; every program has a length of the line."""
+    pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C)
+    gl.warp_specialize([
+        (consumer, (dq_desc, parts_ptr, scale_log2, cap_scale, line, sizes, pipe, 0, C)),
+        (consumer, (dq_desc, parts_ptr, scale_log2, cap_scale, line, sizes, pipe, 1, C)),
+        (producer, (q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, line, sizes, pipe, C)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["line", "scale", "num_heads", "num_blocks", "dk_strides", "dv_strides"])
+def join_pieces_kernel(
+    parts_ptr, dk_ptr, dv_ptr, line, scale, num_heads, num_blocks, dk_strides, dv_strides,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """A tile that was cut, dK or dV: its parts in the order of the programs that made them.
+
+    Programs: tiles x JOINED_ROWS of their rows x (dK, dV).
+    """
+    number = tl.program_id(0)
+    first = number * line[1] // line[3]
+    last = (number * line[1] + line[1] - 1) // line[3]
+    rows = tl.program_id(1) * JOINED_ROWS + tl.arange(0, JOINED_ROWS)
+    cols = tl.arange(0, D)
+    is_value = tl.program_id(2)
+    x = tl.zeros([JOINED_ROWS, D], tl.float32)
+    for program in range(first, last + 1):
+        part = ((program + number) * 2 + is_value).to(tl.int64)
+        x += tl.load(parts_ptr + part * (KEYS * D) + rows[:, None] * D + cols[None, :])
+    tile = line[0] + number
+    item = tile // num_blocks
+    batch_idx = (item // num_heads).to(tl.int64)
+    head = (item % num_heads).to(tl.int64)
+    keys = (tile % num_blocks * KEYS + rows).to(tl.int64)
+    if is_value == 0:
+        at = dk_ptr + (batch_idx * dk_strides[0] + head * dk_strides[1] + keys[:, None] * dk_strides[2]) * UNIT
+        tl.store(at + cols[None, :], (x * scale).to(dk_ptr.dtype.element_ty), mask=(cols < HEAD_DIM)[None, :])
+    else:
+        at = dv_ptr + (batch_idx * dv_strides[0] + head * dv_strides[1] + keys[:, None] * dv_strides[2]) * UNIT
+        tl.store(at + cols[None, :], x.to(dv_ptr.dtype.element_ty), mask=(cols < HEAD_DIM_V)[None, :])
