@@ -1,5 +1,8 @@
 """How time is taken: all contestants of a case in turn, round after round, each sample a batch of calls.
 
+Who comes before whom changes from round to round, because on a chip at its power limit a sample inherits the clock that
+the one before it left: nobody follows the same one every time.
+
 On a GPU a sample is the time between two events with the second-level cache flushed before the first one; the call
 rotates over several sets of inputs where one set would stay in that cache.
 """
@@ -14,14 +17,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Clock", "CpuClock", "CudaClock", "Entrant", "HostClock", "Summary", "race", "summarise"]
+__all__ = ["Clock", "CpuClock", "CudaClock", "Entrant", "HostClock", "Summary", "race", "summarise", "turns"]
 
 Batch = Callable[[], object]
 
 # A sample lasts at least so long, by repeating the call: a clock tick or an event's latency is then under 0.5 %.
 SAMPLE_SECONDS = {"cpu": 10e-3, "cuda": 3e-3}
 MOST_CALLS = 1000
-LEAST_ROUNDS, MOST_ROUNDS, LEAST_SAMPLES = 5, 60, 2
+# Rounds at least: on a GPU twice five contestants, so that each of them has followed every other one twice.
+LEAST_ROUNDS = {"cpu": 5, "cuda": 10}
+MOST_ROUNDS, LEAST_SAMPLES = 60, 2
 # Written before each GPU sample; larger than any second-level cache (50 MB on Hopper, 126 MB on Blackwell).
 FLUSH_BYTES = 256 << 20
 
@@ -30,6 +35,7 @@ class Clock:
     """Measures how long a batch of calls takes, in seconds; `lead_in` is an untimed call before."""
 
     sample_seconds = SAMPLE_SECONDS["cpu"]
+    least_rounds = LEAST_ROUNDS["cpu"]
 
     def __call__(self, batch: Batch, lead_in: Batch) -> float:
         """Run the batch once."""
@@ -54,6 +60,7 @@ class CudaClock(Clock):
     """
 
     sample_seconds = SAMPLE_SECONDS["cuda"]
+    least_rounds = LEAST_ROUNDS["cuda"]
 
     def __init__(self) -> None:
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
@@ -109,7 +116,7 @@ class Summary:
 
 
 def race(entrants: Sequence[Entrant], clock: Clock, seconds: float) -> None:
-    """Time the entrants round-robin for about `seconds` in all, starting each round with another one.
+    """Time the entrants round after round for about `seconds` in all, each round in another order (`turns`).
 
     An entrant that takes more than its share takes part in fewer rounds; one that raises drops out with `failure`.
     """
@@ -118,7 +125,7 @@ def race(entrants: Sequence[Entrant], clock: Clock, seconds: float) -> None:
     if not running:
         return
     costs = {e.name: e.samples[-1] * e.calls for e in running}
-    rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(seconds / sum(costs.values()))))
+    rounds = max(clock.least_rounds, min(MOST_ROUNDS, int(seconds / sum(costs.values()))))
     share = 2 * seconds / len(running)
     strides = {
         name: math.ceil(rounds / max(LEAST_SAMPLES, min(rounds, int(share / cost)))) for name, cost in costs.items()
@@ -126,10 +133,21 @@ def race(entrants: Sequence[Entrant], clock: Clock, seconds: float) -> None:
     for entrant in running:
         entrant.samples.clear()
     for index in range(rounds):
-        first = index % len(running)
-        for entrant in running[first:] + running[:first]:
+        for place in turns(len(running), index):
+            entrant = running[place]
             if index % strides[entrant.name] == 0 and entrant.failure is None:
                 _sample(entrant, batches[entrant.name], clock)
+
+
+def turns(count: int, index: int) -> list[int]:
+    """The order of round `index`: in `count` rounds, twice as many if odd, each follows every other one equally often.
+
+    >>> [turns(4, index) for index in range(4)]
+    [[0, 1, 3, 2], [1, 2, 0, 3], [2, 3, 1, 0], [3, 0, 2, 1]]
+    """
+    zigzag = [(place + 1) // 2 if place % 2 else (count - place // 2) % count for place in range(count)]
+    order = [(place + index) % count for place in zigzag]
+    return order[::-1] if count % 2 and index // count % 2 else order
 
 
 def _calibrated(entrant: Entrant, clock: Clock) -> Batch | None:
