@@ -26,12 +26,13 @@ SOURCE = r"""
 #include <stdint.h>
 #include <stddef.h>
 #include <string.h>
-typedef struct { unsigned grid[3], block[3], shared; void* stream; } Config;
+typedef struct { unsigned id; int value[17]; } Attribute;
+typedef struct { unsigned grid[3], block[3], shared; void* stream; Attribute* attributes; unsigned count; } Config;
 enum { MAX_PARAMS = 256, MAX_BYTES = 128, MAX_LOG = 64, STREAMS = 1000, FIRST_FUNCTION = 16 };
 static __thread int current;
 static struct { uint64_t device, stream; } history[MAX_LOG];
 static unsigned num_params, sizes[MAX_PARAMS], refusals;
-static struct { uint64_t launches, maps, grid[3], block, shared, stream; } seen;
+static struct { uint64_t launches, maps, grid[3], block, shared, stream, overlaps; } seen;
 static unsigned char bytes[MAX_PARAMS * MAX_BYTES];
 void fake_expect(unsigned count, const unsigned* lengths) {
   num_params = count; memcpy(sizes, lengths, count * sizeof(unsigned)); memset(&seen, 0, sizeof seen);
@@ -49,6 +50,9 @@ int cuLaunchKernelEx(const Config* config, void* function, void** params, void**
   if (seen.launches < MAX_LOG) { history[seen.launches].device = current; history[seen.launches].stream = handle; }
   seen.launches++; seen.block = config->block[0]; seen.shared = config->shared; seen.stream = handle;
   for (int i = 0; i < 3; ++i) seen.grid[i] = config->grid[i];
+  seen.overlaps = 0;
+  for (unsigned i = 0; i < config->count; ++i)
+    seen.overlaps |= config->attributes[i].id == 6 && config->attributes[i].value[1] == 1;
   for (unsigned i = 0; i < num_params; ++i) memcpy(bytes + i * MAX_BYTES, params[i], sizes[i]);
   return 0;
 }
@@ -85,6 +89,7 @@ class Launched(NamedTuple):
     grid: tuple[int, int, int]
     threads: int
     stream: int
+    overlaps: bool
     parameters: list[Any]
 
 
@@ -121,12 +126,13 @@ class FakeCuda:
         self._library.fake_refuse(count)
 
     def seen(self) -> Launched:
-        """Launches since `expect`, and the last one's grid and parameters."""
-        launches, maps, x, y, z, threads, _, stream = (ctypes.c_uint64 * 8).from_address(self._library.fake_seen())
+        """Launches since `expect`, and the last one's grid, attribute and parameters."""
+        words = (ctypes.c_uint64 * 9).from_address(self._library.fake_seen())
+        launches, maps, x, y, z, threads, _, stream, overlaps = words
         count = max(1, len(self._kinds) * MAX_BYTES)
         data = bytes((ctypes.c_char * count).from_address(self._library.fake_bytes()))
         values = [_value(kind, data[i * MAX_BYTES :]) for i, kind in enumerate(self._kinds)]
-        return Launched(launches, maps, (x, y, z), threads, stream, values)
+        return Launched(launches, maps, (x, y, z), threads, stream, bool(overlaps), values)
 
 
 def _flat(kind: Any) -> Iterator[str]:

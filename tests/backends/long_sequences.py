@@ -28,7 +28,7 @@ __all__ = ["CASES", "Long", "faults_of", "make_long_inputs", "misplaced", "plan_
 # How much the score of a query's own key is above the others: it weighs about as much as 8192 of them, so that one key
 # less is an error of the size of V.
 OWN_SCORE = 10.0
-# Rows of a warpgroup, which are computed again together.
+# Rows of a warpgroup.
 BLOCK = 64
 # Keys of the tile that is visited last: what a row has seen before them says nothing of their scores.
 LATE_KEYS = slice(3, 11)
@@ -107,6 +107,12 @@ CASES = {
     "d64 at once, packed": Long(
         dataclasses.replace(_lost(0, 0, (4, 2), 64), **PACKED), "lost", THREE | {"IS_VARLEN": True}
     ),
+    "d128 at once, packed": Long(
+        dataclasses.replace(_lost(0, 0, (4, 2)), **PACKED), "lost", AT_ONCE | {"IS_VARLEN": True}
+    ),
+    "d64 at once, window": Long(
+        _lost(4000, 4096, (4, 2), 64, causal=True, window=(1500, None)), "lost", AT_ONCE | {"HAS_LEFT": True}
+    ),
     "infinite V": Long(_lost(4097, 8190, (8, 2)), "infinite", AT_ONCE),
     "NaN in V": Long(_lost(4097, 8190, (8, 2), 64, causal=True, sinks=True), "nan", THREE),
     "dq finished beside": Long(_long(4224, 4224, (12, 12), batch=2, causal=True), "own", AT_ONCE, FINISHES, 5),
@@ -130,7 +136,7 @@ CASES = {
         {"HAS_LEFT": True},
     ),
     "packed": Long(
-        dataclasses.replace(_long(0, 0, (4, 2)), **PACKED), "own", {"AT_ONCE": False, "IS_VARLEN": True},
+        dataclasses.replace(_long(0, 0, (4, 2)), **PACKED), "own", {"AT_ONCE": True, "IS_VARLEN": True},
         {"IS_VARLEN": True},
     ),
     "deterministic": Long(

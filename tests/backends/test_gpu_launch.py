@@ -386,6 +386,25 @@ def test_the_ordinary_path_hands_over_the_same(gpu: Any, h200: FakeCuda, monkeyp
     assert "3.6" in driver.launch_path()
 
 
+def test_the_driver_hears_which_kernel_may_start_early(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost rows are computed again by a kernel that waits for the forward itself; no other kernel may overlap."""
+    ways = []
+    for direct in (True, False):
+        monkeypatch.setattr(driver, "is_direct", lambda direct=direct: direct)
+        for keys, overlaps in ((8192, True), (128, False)):
+            problem, ready = problem_of(operands_of(keys), causal=True)
+            views = launching.raw_views(ready)
+            launches = hopper_launch.forward_pass.__wrapped__(problem, devices.named("h200"), -1, views).launches
+            assert [call.overlaps for call in launches.calls] == ([False, True] if overlaps else [False])
+            made = torch.zeros(1, 2, keys, 64, dtype=BF16), torch.zeros(1, 2, keys)
+            h200.expect()
+            launches.run((*ready, *made, None, torch.zeros(1, dtype=torch.int32)))
+            assert h200.seen().launches == len(launches.calls)
+            assert h200.seen().overlaps == overlaps
+            ways.append(len(launches._direct))
+    assert ways == [2, 1, 0, 0]
+
+
 @pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])
 def test_a_launch_that_the_driver_refuses_is_started_in_the_public_way(gpu: Any, h200: FakeCuda) -> None:
     """A thread may have no context yet, which the public way makes current; other errors it has words for."""

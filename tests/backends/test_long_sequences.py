@@ -34,7 +34,7 @@ def test_every_case_is_for_the_kernel_it_says(long: Long) -> None:
 
 def test_a_plan_of_another_kernel_is_noticed() -> None:
     long = CASES["d128 at once"]
-    short = dataclasses.replace(long, case=dataclasses.replace(long.case, seqlens_k=(4095,)))
+    short = dataclasses.replace(long, case=dataclasses.replace(long.case, seqlens_k=(2047,)))
     assert misplaced(short, plan_of(short, "h200")) == ["forward: AT_ONCE=False"]
     half = dataclasses.replace(long, case=dataclasses.replace(long.case, dtype=torch.float16))
     assert misplaced(half, plan_of(half, "h200")) == ["forward: AT_ONCE=False"]

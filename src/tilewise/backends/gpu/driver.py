@@ -34,6 +34,8 @@ FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
 POINTER, WORD, NUM_SCRATCH = "Q", 8, 2
 # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number.
 CONFIG = "7I4xQQI4x"
+# CUlaunchAttribute: its number and value; that the kernel may start while the one before it in the stream ends.
+ATTRIBUTE, OVERLAPS = "I4xi60x", (6, 1)
 WARP = 32
 
 
@@ -112,7 +114,7 @@ class DirectLaunch:
     Immutable but for the tensor maps, which any thread may add to.
     """
 
-    __slots__ = ("_addresses", "_config", "_first", "_function", "_launch", "_layout", "_maps", "_values")
+    __slots__ = ("_addresses", "_config", "_first", "_function", "_launch", "_layout", "_maps", "_overlaps", "_values")
 
     def __init__(self, call: KernelCall, compiled: Any, names: Sequence[str], launch: Callable[..., int]) -> None:
         self._launch = launch
@@ -120,6 +122,7 @@ class DirectLaunch:
         num_warps, _, shared = compiled.packed_metadata
         self._function: int = compiled.function
         self._config = (*call.grid, WARP * num_warps, 1, 1, shared)
+        self._overlaps = call.overlaps
         self._values: list[int | float] = []
         self._addresses: list[tuple[int, int, int]] = []
         self._maps: list[tuple[int, int, int, TensorMaps]] = []
@@ -138,14 +141,15 @@ class DirectLaunch:
             formats.append(FORMATS.get(kind, POINTER))
         count = len(formats) + NUM_SCRATCH
         self._first = count * WORD
-        self._layout = struct.Struct(f"<{count}{POINTER}{''.join(formats)}{POINTER}{CONFIG}")
+        self._layout = struct.Struct(f"<{count}{POINTER}{''.join(formats)}{POINTER}{CONFIG}{ATTRIBUTE}")
 
     def filled(self, stream: int, addresses: Sequence[int]) -> Filled:
         """What starts the kernel on a stream; addresses in the order of the names."""
         values = self._values.copy()
         for at, which, offset in self._addresses:
             values[at] = addresses[which] + offset
-        # Pointers to all parameters, the parameters, a word for scratch memory that is not there, the configuration.
+        # Pointers to all parameters, the parameters, a word for scratch memory that is not there, the configuration, an
+        # attribute.
         memory = bytearray(self._layout.size)
         held = ctypes.c_char.from_buffer(memory)
         begin = ctypes.addressof(held)
@@ -158,8 +162,10 @@ class DirectLaunch:
             # The last field of the object.
             pointers[at] = id(found) + type(found).__basicsize__ - MAP_BYTES
             maps.append(found)
-        self._layout.pack_into(memory, 0, *pointers, *values, 0, *self._config, stream, 0, 0)
-        return Filled(self._launch, (scratch + WORD, self._function, begin, 0), (held, maps))
+        config = scratch + WORD
+        attributes = (config + struct.calcsize(CONFIG), 1) if self._overlaps else (0, 0)
+        self._layout.pack_into(memory, 0, *pointers, *values, 0, *self._config, stream, *attributes, *OVERLAPS)
+        return Filled(self._launch, (config, self._function, begin, 0), (held, maps))
 
 
 def _parameters(kinds: Sequence[Any], arguments: Sequence[Any]) -> Iterator[tuple[str, Any]]:
@@ -208,12 +214,12 @@ class OrdinaryLaunch:
 
 def direct_launch(call: KernelCall, compiled: Any, names: Sequence[str]) -> DirectLaunch | None:
     """The fastest way to start a compiled kernel; None if it is not open here or the kernel needs more than parameters:
-    scratch memory, a cluster, an attribute.
+    scratch memory, a cluster, an attribute that is not known here.
     """
     _describe_shares(call, compiled)
     about = compiled.metadata
     scratch = about.global_scratch_size or about.profile_scratch_size
-    if not is_direct() or scratch or about.num_ctas != 1 or about.launch_cooperative_grid or about.launch_pdl:
+    if not is_direct() or scratch or about.num_ctas != 1 or about.launch_cooperative_grid:
         return None
     launch = _launcher()
     return None if launch is None else DirectLaunch(call, compiled, names, launch)

@@ -78,7 +78,8 @@ class Tile:
 class KernelCall:
     """A kernel and everything it is started with but addresses; `arguments` by parameter name.
 
-    Without `fused` no product is fused with a sum: results have the bits that separate operations give.
+    Without `fused` no product is fused with a sum: results have the bits that separate operations give. One that
+    `overlaps` may start while the kernel before it in the stream ends, and waits for that one itself.
     """
 
     kernel: Any
@@ -88,6 +89,7 @@ class KernelCall:
     num_stages: int | None = None
     max_registers: int | None = None
     fused: bool = True
+    overlaps: bool = False
 
     @property
     def ordered(self) -> list[Any]:
@@ -99,6 +101,7 @@ class KernelCall:
         """What the compiler is told beside the arguments."""
         found = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
         found["enable_fp_fusion"] = None if self.fused else False
+        found["launch_pdl"] = self.overlaps or None
         return {name: value for name, value in found.items() if value is not None}
 
 

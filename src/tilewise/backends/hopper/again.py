@@ -1,69 +1,186 @@
-"""Query rows that AT_ONCE has lost (scores.py), computed once more by the warpgroup that finds them, with maxima.
+"""Query rows that the forward has lost (AT_ONCE, see scores.py), computed again with maxima, by a kernel of its own.
 
-The producer is far ahead by then, so the warpgroup fetches its keys itself, 64 at a time, into the only shared memory
-that is its own: where its rows of O go afterwards. Slow, 64 keys a step and nothing ahead, and rare: it takes a score
-55 to 69 above all that its row has seen before (2^100, of which the reference may lag 2^20) in the row's last tile, and
-2^127 in one before, after which sums move into the reference. Infinities and NaN in V take this way, too, a whole block
-of 64 rows for one of them.
+It takes a score 55 to 69 above all that its row has seen before (2^100, of which the reference may lag 2^20) in the
+row's last tile, and 2^127 in one before, after which sums move into the reference; infinities and NaN in V; or a sink
+far above a row whose reference lags. The forward writes LOST_MARK as the lse of such a row, whatever its O is. So what
+one kernel says to the next lies in the results of this very call, and there is nothing to clear, to share between
+streams or to keep.
+
+Programs: one for every SPAN rows of lse, which nearly always finds no mark and ends. It starts while the forward ends
+(programmatic dependent launch) and waits for its last store. Where there are marks, 64 rows from the first one on are
+computed, and those with a mark are written: what a row gets does not depend on other rows. Plain and slow, 64 keys a
+step: that is rare.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, RET505
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
+import triton
+import triton.language as tl
 
-from tilewise.backends.hopper.channels import start
-from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
-from tilewise.backends.hopper.products import issue_output, issue_scores, rescale_output
-from tilewise.backends.hopper.scores import capped, mask_scores, no_rows, soften, whole_rows
+__all__ = ["LOST_MARK", "SPAN", "again_kernel"]
 
-__all__ = ["attend_again"]
-
-
-@gluon.jit
-def fetch(desc, span, head, row, at, ring, pipe, C: gl.constexpr):
-    """Fetch 64 rows of K or V and wait for them."""
-    BYTES: gl.constexpr = 64 * C.D * 2
-    ready = ring.acquire(at, BYTES)
-    place = tile_at(span, head, row, 0, C.IS_VARLEN)
-    tma.async_copy_global_to_shared(desc, place, ready, pipe.out_smem[0].index(at.slot))
-    ring.wait(at)
+# The bits of a NaN that no arithmetic of the GPU makes: its own NaN is 0x7FFFFFFF.
+LOST_MARK = tl.constexpr(0x7FC10057)
+# Rows of lse that a program looks at: 16 of a thread, of 16384 tokens and 16 heads 128 programs.
+SPAN = tl.constexpr(2048)
+ROWS, KEYS = tl.constexpr(64), tl.constexpr(64)
+# Sequences that are compared at a time.
+COMPARED = tl.constexpr(64)
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+NEG_INF = tl.constexpr(float("-inf"))
 
 
-@gluon.jit
-def attend_again(
-    kv_desc, q_slot, last, count, row, q_span, kv_span, head, scale_log2, cap_scale, sizes, pipe,
-    WARPGROUP: gl.constexpr, CONFIG: gl.constexpr,
+@triton.jit
+def await_forward():
+    """Wait until the kernel before has ended and all that it wrote is there."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def exp2(x):
+    """2^x; subnormal results become 0."""
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def place_of(at, num_rows, cu_seqlens_q, cu_seqlens_k, batch, sizes, IS_VARLEN: tl.constexpr):
+    """(batch_idx, head, row, first query row and number, first key row and number) of a row of lse."""
+    item = (at // num_rows).to(tl.int32)
+    row = (at - at // num_rows * num_rows).to(tl.int32)
+    if IS_VARLEN:
+        sequence = row * 0
+        for first in range(0, batch, COMPARED):
+            others = first + tl.arange(0, COMPARED)
+            ends = tl.load(cu_seqlens_q + 1 + others, mask=others < batch, other=0x7FFFFFFF)
+            sequence += tl.sum((ends <= row).to(tl.int32), 0)
+        sequence = tl.minimum(sequence, batch - 1)
+        q_first, k_first = tl.load(cu_seqlens_q + sequence), tl.load(cu_seqlens_k + sequence)
+        queries = q_first, tl.load(cu_seqlens_q + sequence + 1) - q_first
+        keys = k_first, tl.load(cu_seqlens_k + sequence + 1) - k_first
+        return item * 0, item, row - q_first, queries, keys
+    else:
+        batch_idx = item // sizes.num_heads
+        return batch_idx, item - batch_idx * sizes.num_heads, row, (0, sizes.seqlen_q), (0, sizes.seqlen_k)
+
+
+@triton.jit
+def rows_at(ptr, strides, batch_idx, head, rows, inside, width, COLUMNS: tl.constexpr):
+    """Addresses of rows of a tensor with strides (batch, head, row), and which elements exist: `width` of a row."""
+    cols = tl.arange(0, COLUMNS)
+    first = ptr + tl.cast(batch_idx, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+    return first + rows.to(tl.int64)[:, None] * strides[2] + cols[None, :], inside[:, None] & (cols < width)[None, :]
+
+
+@triton.jit
+def seen(rows, keys, seqlen_q, seqlen_k, sizes, C: tl.constexpr):
+    """Which keys each row sees."""
+    shown = (keys < seqlen_k)[None, :] & (rows >= 0)[:, None]
+    own = rows + (seqlen_k - seqlen_q)
+    if C.HAS_RIGHT:
+        shown = shown & (keys[None, :] <= (own + sizes.window_right)[:, None])
+    if C.HAS_LEFT:
+        shown = shown & (keys[None, :] >= (own - sizes.window_left)[:, None])
+    return shown
+
+
+@triton.jit
+def attend(
+    q, k_ptr, v_ptr, k_strides, v_strides, batch_idx, kv_head, row, queries, keys, widths, scale_log2, sizes,
+    COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """(O, row_ref, row_sum) of the 64 rows from `row` on, after the key tiles last, last - 1, ... (count of them).
+    """(O, largest score, sum) of 64 rows from `row` on."""
+    seqlen_q, seqlen_k = queries[1], keys[1]
+    rows = row + tl.arange(0, ROWS)
+    begin, stop = 0, seqlen_k
+    if C.HAS_RIGHT:
+        stop = tl.minimum(stop, row + ROWS + (seqlen_k - seqlen_q) + sizes.window_right)
+    if C.HAS_LEFT:
+        begin = tl.maximum(row + (seqlen_k - seqlen_q) - sizes.window_left, 0) // KEYS * KEYS
+    acc = tl.zeros([ROWS, COLUMNS_V], tl.float32)
+    row_max = tl.zeros([ROWS], tl.float32) + NEG_INF
+    row_sum = tl.zeros([ROWS], tl.float32)
+    for first in range(begin, stop, KEYS):
+        cols = first + tl.arange(0, KEYS)
+        there = cols < seqlen_k
+        at, inside = rows_at(k_ptr, k_strides, batch_idx, kv_head, keys[0] + cols, there, widths[0], COLUMNS)
+        scores = tl.dot(q, tl.trans(tl.load(at, mask=inside, other=0.0))) * scale_log2
+        scores = tl.where(seen(rows, cols, seqlen_q, seqlen_k, sizes, C), scores, NEG_INF)
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        shift = tl.where(new_max == NEG_INF, 0.0, new_max)
+        p = exp2(scores - shift[:, None])
+        factor = exp2(row_max - shift)
+        row_sum = row_sum * factor + tl.sum(p, 1)
+        at, inside = rows_at(
+            v_ptr, v_strides, batch_idx, kv_head, keys[0] + cols, cols < seqlen_k, widths[1], COLUMNS_V
+        )
+        v = tl.load(at, mask=inside, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * factor[:, None])
+        row_max = new_max
+    return acc, row_max, row_sum
 
-    K_i and V_i take turns in their slot, so that the parities of its barriers are the same before and after.
+
+@triton.jit
+def finish(row_max, row_sum, sinks_ptr, head, HAS_SINKS: tl.constexpr):
+    """(factor that normalises O, lse); a row that saw nothing gets 0 and -inf."""
+    shift = row_max
+    weight = row_sum * 0.0 + 1.0
+    total = row_sum
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        top = tl.maximum(row_max, sink)
+        shift = tl.where(top == NEG_INF, 0.0, top)
+        weight = exp2(row_max - shift)
+        total = row_sum * weight + tl.where(sink == shift, 1.0, exp2(sink - shift))
+    empty = total == 0.0
+    return tl.where(empty, 0.0, weight / total), tl.where(empty, NEG_INF, (shift + tl.log2(total)) * LN2)
+
+
+@triton.jit(
+    do_not_specialize=["widths", "batch", "num_rows", "lse_rows", "scale_log2", "sizes"],
+    do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "cu_seqlens_k"],
+)
+def again_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, marks_ptr, sinks_ptr, cu_seqlens_q, cu_seqlens_k,
+    q_strides, k_strides, v_strides, out_strides, widths, batch, num_rows, lse_rows, scale_log2, sizes,
+    COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Compute the rows of out and lse again that are marked in lse, whose bits are at marks_ptr.
+
+    lse has lse_rows rows, num_rows of them for every head (dense: of a sequence). Strides are of (batch, head, row),
+    widths of rows of K and V, which COLUMNS and COLUMNS_V cover.
     """
-    C: gl.constexpr = CONFIG.in_tiles_of_64
-    DV: gl.constexpr = C.DV
-    PARTS: gl.constexpr = CONFIG.BLOCK_N // 64
-    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(CONFIG.BLOCK_N))
-    kv_head = head // sizes.group_size
-    acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
-    row_ref, row_sum = no_rows(C)
-    tma.store_wait(0)  # the last tile's O has left the slot
-    for i in range(count * PARTS):
-        n_block = (last + 1) * PARTS - 1 - i
-        at = start(1).lane(WARPGROUP, C.NUM_WARPGROUPS)
-        fetch(kv_desc[0], kv_span, kv_head, n_block * 64, at, pipe.again_ring, pipe, C)
-        scores = warpgroup_mma_wait(0, deps=[issue_scores(pipe.q_smem, q_slot, pipe.out_smem, at.slot, C)])
-        pipe.again_ring.release(at)
-        scores = mask_scores(capped(scores, cap_scale, C), row, n_block, q_span[2], kv_span[2], sizes, C)
-        p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, True, C)
-        acc, _ = rescale_output(acc, 0, factor, C)
-        p = gl.convert_layout(p.to(pipe.v_smem[0].dtype), left_operand_layout(accumulator_layout(DV)))
-        at = at.next()
-        fetch(kv_desc[1], kv_span, kv_head, n_block * 64, at, pipe.again_ring, pipe, C)
-        acc, _ = issue_output(p, pipe.out_smem, at.slot, acc, 0, C)
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-        pipe.again_ring.release(at)
-    row_ref, row_sum = whole_rows(row_ref, row_sum, C)
-    return acc, gl.convert_layout(row_ref, ROWS), gl.convert_layout(row_sum, ROWS)
+    await_forward()
+    begin = tl.program_id(0).to(tl.int64) * SPAN
+    end = tl.minimum(begin + SPAN, lse_rows)
+    places = tl.arange(0, SPAN)
+    bits = tl.load(marks_ptr + begin + places, mask=places < end - begin, other=0)
+    lost = tl.where(bits == LOST_MARK, places, SPAN)
+    first = tl.min(lost, 0)
+    while first < SPAN:
+        at = begin + first
+        batch_idx, head, row, queries, keys = place_of(
+            at, num_rows, cu_seqlens_q, cu_seqlens_k, batch, sizes, C.IS_VARLEN)  # fmt: skip
+        rows = row + tl.arange(0, ROWS)
+        lse_at = at + tl.arange(0, ROWS)
+        there = rows < queries[1]
+        marked = there & (lse_at < end)
+        marked = marked & (tl.load(marks_ptr + lse_at, mask=marked, other=0) == LOST_MARK)
+        where, inside = rows_at(
+            q_ptr, q_strides, batch_idx, head, queries[0] + rows, rows < queries[1], widths[0], COLUMNS
+        )
+        q = tl.load(where, mask=inside, other=0.0)
+        acc, row_max, row_sum = attend(
+            q, k_ptr, v_ptr, k_strides, v_strides, batch_idx, head // sizes.group_size, row, queries, keys, widths,
+            scale_log2, sizes, COLUMNS, COLUMNS_V, C)  # fmt: skip
+        factor, lse = finish(row_max, row_sum, sinks_ptr, head, C.HAS_SINKS)
+        where, inside = rows_at(out_ptr, out_strides, batch_idx, head, queries[0] + rows, marked, widths[1], COLUMNS_V)
+        tl.store(where, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+        tl.debug_barrier()  # all threads have read the marks that lse takes the place of
+        tl.store(lse_ptr + lse_at, lse, mask=marked)
+        # A row that no sequence has, which only memory that nobody wrote can have marked, is passed over.
+        lost = tl.where(places < first + tl.maximum(tl.minimum(queries[1] - row, ROWS), 1), SPAN, lost)
+        first = tl.min(lost, 0)

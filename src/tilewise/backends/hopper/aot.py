@@ -19,6 +19,7 @@ import triton
 from tilewise import device
 from tilewise.backends.gpu.compilation import compile_call
 from tilewise.backends.gpu.symbols import KernelCall
+from tilewise.backends.hopper.again import again_kernel
 from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.backward_pieces import backward_pieces_kernel
 from tilewise.backends.hopper.backward_wide import backward_wide_kernel
@@ -29,7 +30,15 @@ from tilewise.backends.hopper.offline import calls_of
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Resources", "compile_backward", "compile_forward", "compile_pieces", "compile_query_gradient", "resources"]
+__all__ = [
+    "Resources",
+    "compile_again",
+    "compile_backward",
+    "compile_forward",
+    "compile_pieces",
+    "compile_query_gradient",
+    "resources",
+]
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 HOPPER = device.named("h200")
@@ -51,6 +60,11 @@ class Resources:
 def compile_forward(problem: AttentionProblem) -> Any:
     """The forward kernel of a problem, as the launch path compiles it."""
     return _compiled(calls_of(problem, HOPPER), forward_kernel, forward_quad_kernel)
+
+
+def compile_again(problem: AttentionProblem) -> Any:
+    """The kernel that computes lost rows again, of a problem whose forward may lose some."""
+    return _compiled(calls_of(problem, HOPPER), again_kernel)
 
 
 def compile_backward(problem: AttentionProblem, config: BackwardConfig | None = None) -> Any:

@@ -33,7 +33,8 @@ class ForwardTile:
     NUM_WARPGROUPS of 64 query rows; BLOCK_N keys in a tile; NUM_STAGES slots in the K and V rings and Q_STAGES in Q's;
     MERGE_KV: K_i and V_{i-1} share a slot, one barrier less per tile; PIN_EXP: keep the exponentials ahead of the wait
     for P V; IS_LAZY: the reference of a row's softmax and O move only when scores outgrow it (see scores.py), VOTES:
-    which a thread sees by its own scores; AT_ONCE: which the sums tell afterwards; RESCALE_EARLY: rescale O between
+    which a thread sees by its own scores; AT_ONCE: which the sums tell afterwards, and rows that are lost by it get a
+    second kernel (again.py); RESCALE_EARLY: rescale O between
     Q K^T and P V; SPLIT_SUM: no shuffles in the row sums; OUT_IN_Q: O leaves through Q's buffer; CTAS_PER_SM: more than
     one run the kernel of forward_quad.py; PASSES_OVER: a warpgroup passes over key tiles that only others of its CTA
     see; TAKES_LATE: a CTA takes its next tile at the end of this one's keys, not at their start.
@@ -62,7 +63,8 @@ D64_QUAD = ForwardTile(BLOCK_N=64, NUM_STAGES=4, CTAS_PER_SM=2)
 # Voting: causal N = 256/4096 87/654 -> 82/633 us, packed mix 353 -> 338, a window of 1024 at 16384 403 -> 373 (with two
 # warpgroups 417). Not without a mask, where the first tile would get one for it: full N = 256/1024 91/304 -> 94/306.
 D64_QUAD_BANDED = replace(D64_QUAD, IS_LAZY=True, VOTES=True)
-# At once: packed mix 338 -> 308 us; causal see AT_ONCE_KEYS. A window of 1024 at 16384 371 -> 351, not taken yet.
+# At once: full N = 512/1024/2048 157/295/507 -> 148/267/487 us (2048: three warpgroups before), packed mix 566 -> 535;
+# causal 512/2048 107/271 -> 103/266, mix 305 -> 299; a window of 1024 at 16384 359 -> 325.
 D64_QUAD_AT_ONCE = replace(D64_QUAD, IS_LAZY=True, AT_ONCE=True)
 # Three warpgroups, 4 stages: 412/506/541 full, 428/520 causal at 4k/16k. Merged barriers pay with three consumers.
 D64_BANDED = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False, SPLIT_SUM=False)
@@ -78,8 +80,8 @@ D64_CAUSAL = replace(D64_BANDED_AT_ONCE, PASSES_OVER=True)
 D128_BANDED = ForwardTile()
 # Lazy and early: full at 4k/16k 724/666 -> 745/698, causal 643/667 -> 660/644.
 D128_FULL = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
-# At once: full at 1k/2k/4k/16k 655/693/656/670 -> 594/669/670/719, causal 498/591/599/629 -> 470/580/639/707, packed
-# mix 614 -> 601: the end of a block costs more.
+# At once: causal N = 1024/2048/4096/16384 142/251/437/1493 -> 140/236/421/1483 us, packed mix 245 -> 232; full
+# 1024/2048/4096 204/380/717 -> 206/374/706, packed mix 461 -> 435. (From 4096 on at once before, lost rows in place.)
 D128_AT_ONCE = ForwardTile(IS_LAZY=True, AT_ONCE=True)
 # As two column parts 128 + 64 instead of padding to 256. Voting: 4k 672 -> 757 full (cuDNN 670), 579 -> 648 causal.
 D192 = ForwardTile(
@@ -92,14 +94,20 @@ D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_
 D256_CAUSAL = replace(D256, PASSES_OVER=True, TAKES_LATE=True)
 
 # Keys up to which four warpgroups an SM beat three that overlap more (D=64), with a band and without: causal 611 us
-# instead of 619 at 4096, 2373 instead of 2123 at 16384; full 308 instead of 338 at 1024, 588 instead of 578 at 2048.
-QUAD_BANDED_SEQLEN_K, QUAD_SEQLEN_K = 4096, 1024
+# instead of 619 at 4096, 2373 instead of 2123 at 16384; full 308 instead of 338 at 1024, 588 instead of 578 at 2048, at
+# once 487 instead of 499 at 2048, 931 instead of 932 at 4096.
+QUAD_BANDED_SEQLEN_K, QUAD_SEQLEN_K, QUAD_AT_ONCE_SEQLEN_K = 4096, 1024, 2048
 # Query rows up to which too much of a tile of 192 is empty or masked: a third at 256 without a band. Of packed ones
-# the mean counts: 16 of 7 to 4096 tokens, causal, 338 us, with two warpgroups 368, with three 387.
-QUAD_BANDED_ROWS, QUAD_ROWS = 2048, 512
-# Keys, of packed sequences the mean, from which P at once is ahead of what it adds to the end of a query block.
-# Causal, D=64, N = 256/512/1024/2048/4096: 77/107/173/292/573 -> 82/107/165/270/513 us; see D128_AT_ONCE.
-AT_ONCE_KEYS = {64: 1024, 128: 4096}
+# the mean counts: 16 of 7 to 4096 tokens, causal, 338 us, with two warpgroups 368, with three 387; full, at once, with
+# four 535, with three 558.
+QUAD_BANDED_ROWS, QUAD_ROWS, QUAD_PACKED_ROWS = 2048, 512, 2048
+# Keys from which P at once is ahead of what it adds: the end of a query block, and 2 us for the kernel that looks for
+# lost rows. By width and whether there is a band. D=64 N = 256 full 89.3 -> 89.9 us, causal 75.8 -> 75.9; D=128 full
+# 1024 204 -> 206, causal 512 95.5 -> 95.7. D=256 1024/4096 full 195/684 -> 200/688, causal 128/370 -> 134/379.
+AT_ONCE_KEYS = {(64, False): 512, (64, True): 512, (128, False): 2048, (128, True): 1024}
+# Keys of packed sequences, in the mean, and of a window. D=128 causal 64 x 256, 32 x 512, 16 x 1024: 81/100/149 ->
+# 84/104/145 us, full 16 x 1024 228 -> 218.
+AT_ONCE_PACKED_KEYS = AT_ONCE_WINDOW = 1024
 # dK and dV of wider heads do not fit into the registers of one warpgroup. Resting at D=128 (N=1k/4k/16k, causal):
 # 343/511/577 -> 343/521/599; at D=64, where half a warpgroup's tile is hidden, it cost 6 to 10 %.
 MAX_NARROW_HEAD_DIM = 128
@@ -143,11 +151,6 @@ class ForwardConfig(ForwardTile):
     IS_PAGED: bool = False
     PAGE_SIZE: int = 0
     CHUNK: int = 0
-
-    @property
-    def in_tiles_of_64(self) -> ForwardConfig:
-        """The same with key tiles of 64, as rows are computed again (again.py)."""
-        return replace(self, BLOCK_N=64)
 
 
 @dataclass(frozen=True)
@@ -355,14 +358,22 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
 
 
 def _at_once(problem: AttentionProblem, keys: int, width: int) -> bool:
-    """Whether P may be as large as fp32 goes, what is lost nevertheless can be fetched again, and it was timed.
+    """Whether P may be as large as fp32 goes, what is lost nevertheless can be computed again, and it was timed.
 
-    What is fetched again comes through the shared memory of O, and not from pages.
+    Not from pages. Left edges at D=64 alone: D=128 with a window of 1024 at 16384 249 -> 250 us.
     """
-    windowed = has_left(problem) or (has_right(problem) and problem.band[1] != 0)
+    left, right = problem.band
+    if has_left(problem):
+        assert left is not None
+        keys = min(keys, left + 1 + (right or 0))
+    windowed = (has_left(problem) and width != 64) or (has_right(problem) and right != 0)
     plain = problem.page_size is None and problem.softcap is None and not windowed
     fits = problem.dtype == torch.bfloat16 and problem.head_dim == problem.head_dim_v == width
-    return plain and fits and keys >= AT_ONCE_KEYS.get(width, math.inf)
+    banded, packed = has_right(problem) or has_left(problem), problem.kind != "dense"
+    least = AT_ONCE_KEYS.get((width, banded), math.inf)
+    if packed and least < math.inf:
+        least = AT_ONCE_PACKED_KEYS
+    return plain and fits and keys >= (max(least, AT_ONCE_WINDOW) if has_left(problem) else least)
 
 
 def _forward_tile(problem: AttentionProblem) -> ForwardTile:
@@ -373,18 +384,19 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
     rows = problem.total_q // problem.batch if packed else problem.seqlen_q
     at_once = _at_once(problem, problem.total_k // problem.batch if packed else problem.seqlen_k, width)
     if width == 64:
-        few_keys = not packed and problem.seqlen_k <= (QUAD_BANDED_SEQLEN_K if banded else QUAD_SEQLEN_K)
+        most_keys, most_rows = QUAD_BANDED_SEQLEN_K, QUAD_BANDED_ROWS
+        if not banded:
+            most_keys = QUAD_AT_ONCE_SEQLEN_K if at_once else QUAD_SEQLEN_K
+            most_rows = QUAD_PACKED_ROWS if at_once and packed else QUAD_ROWS
         # Softcap and left edges do not fit into the 160 registers of three warpgroups (64 spills in the hot loops).
         crowded = problem.softcap is not None or has_left(problem)
-        if crowded or few_keys or rows <= (QUAD_BANDED_ROWS if banded else QUAD_ROWS):
-            if not banded:
-                return D64_QUAD
-            return D64_QUAD_AT_ONCE if at_once else D64_QUAD_BANDED
+        if crowded or rows <= most_rows or (not packed and problem.seqlen_k <= most_keys):
+            return D64_QUAD_AT_ONCE if at_once else D64_QUAD_BANDED if banded else D64_QUAD
         if banded:
             return (D64_CAUSAL if plain_causal else D64_BANDED_AT_ONCE) if at_once else D64_BANDED
         return D64_AT_ONCE if at_once else D64_FULL
     if width == 128:
-        if at_once and not packed:
+        if at_once:
             return D128_AT_ONCE
         return D128_BANDED if banded else D128_FULL
     if width == 192:

@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from tilewise.backends.hopper.again import attend_again
+from tilewise.backends.hopper.again import LOST_MARK
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import pin
@@ -50,6 +50,7 @@ from tilewise.backends.hopper.schedule import (
     whole_tiles,
 )
 from tilewise.backends.hopper.scores import capped, finish_rows, lost_rows, mask_scores, no_rows, soften, whole_rows
+from tilewise.backends.hopper.signals import let_next_start
 
 __all__ = ["forward_kernel"]
 
@@ -65,11 +66,10 @@ class Pipeline:
     q_ring: Ring
     k_ring: Ring
     v_ring: Ring
-    again_ring: Ring
     tiles: Mailbox
 
     @gluon.constexpr_function
-    def __init__(self, q_smem, k_smem, v_smem, out_smem, q_ring, k_ring, v_ring, again_ring, tiles):
+    def __init__(self, q_smem, k_smem, v_smem, out_smem, q_ring, k_ring, v_ring, tiles):
         self.q_smem = q_smem
         self.k_smem = k_smem
         self.v_smem = v_smem
@@ -77,7 +77,6 @@ class Pipeline:
         self.q_ring = q_ring
         self.k_ring = k_ring
         self.v_ring = v_ring
-        self.again_ring = again_ring
         self.tiles = tiles
 
 
@@ -204,6 +203,8 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
         kv_at = kv_at.next()
         if C.IS_VARLEN:
             tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
+    if C.AT_ONCE:
+        let_next_start()
 
 
 # ---- consumer
@@ -288,6 +289,13 @@ def attend(
 
 
 @gluon.jit
+def marked(lse, lost):
+    """The lse of rows, of lost ones what again.py looks for."""
+    bits = gl.cast(lse, gl.int32, bitcast=True)
+    return gl.cast(gl.where(lost, LOST_MARK, bits), gl.float32, bitcast=True)
+
+
+@gluon.jit
 def store_lse(lse, lse_ptr, item, row, q_first, seqlen_q, sizes, C: gl.constexpr):
     """Write one warpgroup's lse: rows of (batch, head) or, packed, of (head, total_q)."""
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
@@ -316,7 +324,7 @@ def store_output(acc, acc_rest, out_desc, slot, span, head, row, pipe, C: gl.con
 
 @gluon.jit
 def consumer(
-    kv_desc, out_desc, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, WARPGROUP: gl.constexpr,
+    out_desc, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, WARPGROUP: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
@@ -366,7 +374,7 @@ def consumer(
         if not DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
-        if not (C.OUT_IN_Q or C.AT_ONCE):
+        if not C.OUT_IN_Q:
             pipe.q_ring.release(q_lane)
         q_at = q_at.next()
         p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), left_operand_layout(accumulator_layout(C.DV)))
@@ -379,10 +387,10 @@ def consumer(
             acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
         acc, acc_rest = issue_output(p_operand, pipe.v_smem, at.slot, acc, acc_rest, C)
         row_ref, row_sum = whole_rows(row_ref, row_sum, C)
+        factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
+        if DIVIDES_LATE:
+            head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         if not C.AT_ONCE:
-            factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
-            if DIVIDES_LATE:
-                head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
             store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
         if C.MERGE_KV:
@@ -391,13 +399,8 @@ def consumer(
             pipe.v_ring.release(at)
         at = at.next()
         if C.AT_ONCE:
-            if lost_rows(acc, row_sum):
-                acc, row_ref, row_sum = attend_again(
-                    kv_desc, q_lane.slot, last, count, row, q_span, kv_span, head, scale_log2, cap_scale, sizes, pipe,
-                    WARPGROUP, C)  # fmt: skip
-            pipe.q_ring.release(q_lane)
-            factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
-            store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
+            lost = lost_rows(acc, acc_rest, row_ref, row_sum, sinks_ptr, item, sizes, C)
+            store_lse(marked(lse, lost), lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         acc, acc_rest = scale_output(acc, acc_rest, factor, C)
         store_output(acc, acc_rest, out_desc, WARPGROUP, q_span, head, row, pipe, C)
         if C.OUT_IN_Q:
@@ -437,9 +440,8 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
     q_ring = make_ring(NUM_Q, 1)
     k_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
     v_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
-    again_ring = make_ring(C.NUM_WARPGROUPS, 1) if C.AT_ONCE else q_ring
     fence_async_shared()  # the barriers are initialised before TMA reports to them
-    return Pipeline(q_smem, k_smem, v_smem, out_smem, q_ring, k_ring, v_ring, again_ring, tiles)
+    return Pipeline(q_smem, k_smem, v_smem, out_smem, q_ring, k_ring, v_ring, tiles)
 
 
 @gluon.jit(
@@ -453,24 +455,22 @@ def forward_kernel(
     """Descriptors come twice, for the two column parts; a second one is None where there is no second part.
 
     Packed queries: work_ptr is the list of their blocks (work_list.py). Paged keys: block_table holds the pages of the
-    sequences; a page begins every k_page_rows (v_page_rows) rows of K (V). All are None otherwise. AT_ONCE: k_rest and
-    v_rest are for tiles of 64 rows.
+    sequences; a page begins every k_page_rows (v_page_rows) rows of K (V). All are None otherwise.
     """
     queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
-    whole = (k_rest, v_rest) if C.AT_ONCE else (None, None)
     paging = (block_table, table_stride, k_page_rows, v_page_rows)
     pipe = make_pipeline(queries, keys, values, outputs, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     if C.NUM_WARPGROUPS == 2:
         gl.warp_specialize([
-            (consumer, (whole, outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
-            (consumer, (whole, outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
             (producer, (queries, keys, values, counter_ptr, work_ptr, paging, sizes, pipe, C)),
         ], [4, 1], [C.CONSUMER_REGS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (whole, outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
-            (consumer, (whole, outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
-            (consumer, (whole, outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 2, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 2, C)),
             (producer, (queries, keys, values, counter_ptr, work_ptr, paging, sizes, pipe, C)),
         ], [4, 4, 1], [C.CONSUMER_REGS, C.CONSUMER_REGS, 24])  # fmt: skip

@@ -19,13 +19,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
-from tilewise.backends.hopper.again import attend_again
 from tilewise.backends.hopper.channels import make_mailbox, make_ring, start
 from tilewise.backends.hopper.forward import (
     Pipeline,
     load_keys,
     load_values,
     make_parts,
+    marked,
     store_lse,
     store_output,
 )
@@ -43,6 +43,7 @@ from tilewise.backends.hopper.schedule import (
     take_tile,
 )
 from tilewise.backends.hopper.scores import capped, finish_rows, lost_rows, mask_scores, no_rows, soften, whole_rows
+from tilewise.backends.hopper.signals import let_next_start
 
 __all__ = ["forward_quad_kernel"]
 
@@ -94,6 +95,8 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
             pipe.tiles.leave(turn, tile)
         load_pair(k_desc, v_desc, pipe, at, paging, kv_span, kv_head, (last + 1 - count) * BLOCK_N, C)
         at = at.next()
+    if C.AT_ONCE:
+        let_next_start()
 
 
 @gluon.jit
@@ -119,7 +122,7 @@ def attend(
 
 @gluon.jit
 def consumer(
-    kv_desc, out_desc, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, WARPGROUP: gl.constexpr,
+    out_desc, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, WARPGROUP: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
@@ -168,14 +171,11 @@ def consumer(
         turn = turn.next()
         tile = pipe.tiles.word(turn, 0, 4)
         row_ref, row_sum = whole_rows(row_ref, row_sum, C)
-        if C.AT_ONCE:  # noqa: SIM102  (with `and` the rest would be compiled in any case)
-            if lost_rows(acc, row_sum):
-                acc, row_ref, row_sum = attend_again(
-                    kv_desc, q_lane.slot, last, count, row, q_span, kv_span, head, scale_log2, cap_scale, sizes, pipe,
-                    WARPGROUP, C)  # fmt: skip
         pipe.q_ring.release(q_lane)
         q_at = q_at.next()
         factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
+        if C.AT_ONCE:
+            lse = marked(lse, lost_rows(acc, 0, row_ref, row_sum, sinks_ptr, item, sizes, C))
         store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         acc, _ = scale_output(acc, 0, factor, C)
         store_output(acc, 0, out_desc, WARPGROUP, q_span, head, row, pipe, C)
@@ -194,9 +194,8 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
     tiles = make_mailbox(C.NUM_WARPGROUPS, LIST_SLOTS, NUM_WORDS)
     q_ring = make_ring(NUM_Q, 1)
     ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
-    again_ring = make_ring(C.NUM_WARPGROUPS, 1) if C.AT_ONCE else q_ring
     fence_async_shared()  # the barriers are initialised before TMA reports to them
-    return Pipeline(q_smem, k_smem, v_smem, out_smem, q_ring, ring, ring, again_ring, tiles)
+    return Pipeline(q_smem, k_smem, v_smem, out_smem, q_ring, ring, ring, tiles)
 
 
 @gluon.jit(
@@ -209,12 +208,11 @@ def forward_quad_kernel(
 ):  # fmt: skip
     """Arguments as forward_kernel's; there are no second column parts."""
     queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
-    whole = (k_rest, v_rest) if C.AT_ONCE else (None, None)
     paging = (block_table, table_stride, k_page_rows, v_page_rows)
     pipe = make_pipeline(queries, keys, values, outputs, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     gl.warp_specialize([
-        (consumer, (whole, outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
-        (consumer, (whole, outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
+        (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
+        (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
         (producer, (queries, keys, values, counter_ptr, work_ptr, paging, sizes, pipe, C)),
     ], [4, 1], [C.CONSUMER_REGS, 24])  # fmt: skip

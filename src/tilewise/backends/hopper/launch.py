@@ -5,6 +5,7 @@ strides.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, View
 from tilewise.backends.gpu.listing import heads_per_wave, list_allocation, list_call, most_blocks, rows_together
-from tilewise.backends.gpu.symbols import Address, KernelCall
+from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.backends.gpu.tails import clear_tail_kernel
+from tilewise.backends.hopper.again import SPAN, again_kernel
 from tilewise.backends.hopper.configs import PANEL, ForwardConfig, forward_config, registers
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.forward_quad import forward_quad_kernel
@@ -136,9 +138,43 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
         arguments,
         max_registers=None if ctas == 1 else registers(config.NUM_WARPGROUPS, ctas)[0],
     )
-    if work is None:
-        return [call]
-    return [listing_call(problem, config, sizes, problem.dtype.itemsize), call]
+    listing = [] if work is None else [listing_call(problem, config, sizes, problem.dtype.itemsize)]
+    return [*listing, call, *([_again_call(problem, config, sizes, views)] if config.AT_ONCE else [])]
+
+
+def _again_call(problem: AttentionProblem, config: ForwardConfig, sizes: Sizes, views: dict[str, View]) -> KernelCall:
+    """Compute the rows again that the forward has marked in lse."""
+    names = ("q", "k", "v", "out")
+    lse_rows = math.prod(problem.lse_shape)
+    widths = (problem.head_dim, problem.head_dim_v)
+    columns = [1 << (width - 1).bit_length() for width in widths]
+    arguments = {
+        **{f"{name}_ptr": Address(name, views[name].dtype) for name in names},
+        "lse_ptr": Address("lse", torch.float32),
+        "marks_ptr": Address("lse", torch.int32),
+        "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
+        "cu_seqlens_q": index_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": index_address(views, "cu_seqlens_k"),
+        **{f"{name}_strides": _row_strides(problem, views[name]) for name in names},
+        "widths": tuple(Multiple(width, 8) for width in widths),
+        "batch": problem.batch,
+        "num_rows": problem.lse_shape[-1],
+        "lse_rows": lse_rows,
+        "scale_log2": problem.scale * LOG2E,
+        "sizes": sizes,
+        "COLUMNS": columns[0],
+        "COLUMNS_V": columns[1],
+        "C": config,
+    }
+    return KernelCall(again_kernel, (-(-lse_rows // int(SPAN)), 1, 1), arguments, num_stages=2, overlaps=True)
+
+
+def _row_strides(problem: AttentionProblem, view: View) -> tuple[Multiple, ...]:
+    """(batch, head, row) strides; TMA addresses the same rows, so that all are multiples of 16 bytes."""
+    batch, head, row = view.strides[:3] if problem.kind == "dense" else (0, view.strides[1], view.strides[0])
+    step = ALIGNMENT // view.dtype.itemsize
+    # Those of a dimension of size 1 may be anything, and are multiplied by 0.
+    return tuple(Multiple(stride // step * step, step, wide=True) for stride in (batch, head, row))
 
 
 def listing_call(
@@ -232,8 +268,6 @@ def _descriptors(problem: AttentionProblem, config: ForwardConfig, views: dict[s
         view = packed_rows(problem, name, views[name])
         found[f"{name}_desc"] = describe(name, view, shapes[name], rows, columns)
         found[f"{name}_rest"] = describe(name, view, shapes[name], rows, rest) if rest else None
-        if config.AT_ONCE and name in ("k", "v"):
-            found[f"{name}_rest"] = describe(name, view, shapes[name], 64, columns)
     return found
 
 

@@ -10,8 +10,8 @@ any other: the error of O has 1.06 times the RMS for N(0, 1) inputs, up to 1.16 
 With AT_ONCE no maximum is looked for. The sums of the tiles before say how far scores have outgrown the reference: over
 2^20 their exponent moves into it, before the next tile; P meanwhile is as large as it is. fp32 and bf16 reach to 2^127,
 and scores that are further above the reference in one tile are lost: O or the row's sum is not finite then. Rows whose
-sums end over 2^100 are computed again (again.py): nearer to 2^126 the last factors, of a sink or the reciprocal of a
-sum, would be subnormal, which the GPU takes for 0.
+sums end over 2^100 are given up, too: nearer to 2^126 the last factors, of a sink or the reciprocal of a sum, would be
+subnormal, which the GPU takes for 0. A lost row is marked in its lse, and computed again by the next kernel (again.py).
 row_ref and row_sum are [64, 4]: a row has four threads, each with a quarter of its keys.
 """
 
@@ -49,8 +49,9 @@ __all__ = [
     "whole_rows",
 ]
 
-# Sums from here on are not trusted AT_ONCE: see lost_rows.
-LOST = gl.constexpr(2.0**100)
+# Sums from here on are not trusted AT_ONCE, nor those over FEW where a sink is FAR (log2) above the reference: what
+# they weigh against it, 2^(20 - 100) or more, may be a subnormal times a large sum.
+LOST, FEW, FAR = gl.constexpr(2.0**100), gl.constexpr(2.0**20), gl.constexpr(100.0)
 
 
 @gluon.jit
@@ -171,11 +172,22 @@ def rescale(acc, factor, COLUMNS: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def lost_rows(acc, row_sum):
+def lost_rows(acc, acc_rest, row_ref, row_sum, sinks_ptr, item, sizes, C: gl.constexpr):
     """Whether a row's O or sum is LOST or not finite: AT_ONCE, its last scores were so far over its reference."""
-    total = gl.sum(acc, axis=1)
-    total = gl.maximum(total, -total) + gl.convert_layout(row_sum, total.type.layout)
-    return gl.max(gl.where(total < LOST, 0, 1), axis=0) > 0
+    total = gl.convert_layout(gl.sum(acc, axis=1), row_sum.type.layout)
+    if C.DV_REST:
+        total += gl.convert_layout(gl.sum(acc_rest, axis=1), row_sum.type.layout)
+    lost = gl.where(gl.maximum(total, -total) + row_sum < LOST, 0, 1)
+    if C.HAS_SINKS:
+        above = load_sink(sinks_ptr, item, sizes) - row_ref
+        lost = gl.where((above > FAR) & (row_sum > FEW), 1, lost)
+    return lost > 0
+
+
+@gluon.jit
+def load_sink(sinks_ptr, item, sizes):
+    """The sink of a tile's head, as log2."""
+    return gl.load(sinks_ptr + item % sizes.num_heads).to(gl.float32) * LOG2E
 
 
 @gluon.jit
@@ -196,7 +208,7 @@ def sink_weight(sink, shift):
 def finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C: gl.constexpr):
     """(factor that normalises O, lse) of finished rows; a row that saw nothing gets 0 and -inf."""
     if C.HAS_SINKS:
-        sink = gl.load(sinks_ptr + item % sizes.num_heads).to(gl.float32) * LOG2E
+        sink = load_sink(sinks_ptr, item, sizes)
         top = gl.maximum(row_ref, sink)
         shift = gl.where(top == NEG_INF, 0.0, top)
         weight = exp2(row_ref - shift)

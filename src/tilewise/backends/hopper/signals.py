@@ -7,7 +7,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["await_writes", "load_acquire", "order_copies", "publish"]
+__all__ = ["await_writes", "let_next_start", "load_acquire", "order_copies", "publish"]
 
 
 @gluon.jit
@@ -49,4 +49,17 @@ def order_copies():
     """Order what was heard of before what this role's TMA reads next."""
     gl.inline_asm_elementwise(
         "fence.proxy.async; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def let_next_start():
+    """The kernel after this one may start, if it waits for the end of this one itself, once all CTAs have said so."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, $1;",
+        "=r,r",
+        [gl.to_tensor(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
