@@ -17,6 +17,8 @@ def computed(text: str, args: list[Any]) -> Any:
         return growth(args[0]) if f"{EIGHT:#x}" in text else exponents(args[0])
     if found := re.search(r"DONE; (mul|sub)\.f32", text):
         return applied(found.group(1), *args)
+    if found := re.match(r"shr\.u32 \$0, \$1, (\d+);", text):
+        return args[0] >> int(found.group(1))
     known = {"ex2": torch.exp2, "lg2": torch.log2, "rcp": torch.reciprocal}
     if text[:3] not in known:
         return args[0]

@@ -235,11 +235,3 @@ def test_lost_rows_get_a_kernel_that_overlaps_the_forward(features: dict[str, An
     assert kernel.metadata.launch_pdl
     assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
     assert "griddepcontrol.launch_dependents" in aot.compile_forward(problem(**features)).asm["ptx"]
-
-
-def test_spills_are_counted_in_hot_loops_only() -> None:
-    """A loop is hot if it multiplies; straight code and other loops may spill."""
-    lines = ["STL [R1], R2", ".L_x_1:", "HGMMA.64x64x16 R4", "LDL R3, [R1]", "@P0 BRA `(.L_x_1)"]
-    lines += [".L_x_2:", "LDL R3, [R1]", "@P0 BRA `(.L_x_2)"]
-    sass = "\n".join(line if line.startswith(".L") else f"        /*0000*/ {line} ;" for line in lines)
-    assert aot._spills_in_hot_loops(sass) == 1

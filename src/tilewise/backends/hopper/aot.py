@@ -26,6 +26,7 @@ from tilewise.backends.hopper.backward_wide import backward_wide_kernel
 from tilewise.backends.hopper.configs import BackwardConfig
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.forward_quad import forward_quad_kernel
+from tilewise.backends.hopper.machine_code import LocalAccesses, counted
 from tilewise.backends.hopper.offline import calls_of
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.problem import AttentionProblem
@@ -54,7 +55,12 @@ class Resources:
     hgmma: int
     serialised: bool
     instructions: int
-    spills_in_hot_loops: int
+    local: LocalAccesses
+
+    @property
+    def spills_in_hot_loops(self) -> int:
+        """Local loads and stores in the innermost loops that multiply, edges and ways aside included."""
+        return self.local.hot + self.local.aside + self.local.edges
 
 
 def compile_forward(problem: AttentionProblem) -> Any:
@@ -99,7 +105,7 @@ def resources(compiled: Any) -> Resources:
         hgmma=len(re.findall(r"\b[HQ]GMMA", sass)),
         serialised="serializ" in log,
         instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/", sass, re.MULTILINE)),
-        spills_in_hot_loops=_spills_in_hot_loops(sass),
+        local=counted(sass),
     )
 
 
@@ -123,17 +129,3 @@ def _disassemble(cubin: bytes) -> str:
         binary.write_bytes(cubin)
         command = [str(TOOLS / "nvdisasm"), "-c", str(binary)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _spills_in_hot_loops(sass: str) -> int:
-    """Local loads and stores inside innermost loops that multiply matrices."""
-    lines = sass.splitlines()
-    labels = {m.group(1): i for i, line in enumerate(lines) if (m := re.match(r"^(\.L_x_\d+):", line))}
-    loops = []
-    for i, line in enumerate(lines):
-        jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
-        if jump and labels.get(jump.group(1), i) < i:
-            loops.append((labels[jump.group(1)], i))
-    innermost = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
-    bodies = ["\n".join(lines[begin:end]) for begin, end in innermost]
-    return sum(len(re.findall(r"\b(?:LDL|STL)", body)) for body in bodies if "GMMA" in body)

@@ -28,7 +28,7 @@ from tilewise.backends.hopper.dq_tiles import add_block, in_units
 from tilewise.backends.hopper.finishing import count_done, ring_tile
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.preparing import await_listed, await_prepared, preparer
-from tilewise.backends.hopper.primitives import barrier_sync, exp2, uniform
+from tilewise.backends.hopper.primitives import anew, barrier_sync, exp2, uniform
 from tilewise.backends.hopper.row_statistics import make_row_tiles
 from tilewise.backends.hopper.schedule import (
     announce,
@@ -213,12 +213,12 @@ def issue_query_gradient(at, pipe, WARPGROUP: gl.constexpr, BLIND: gl.constexpr,
     tma.store_wait(0)
     barrier_sync(8, 256)
     ds0 = pipe.ds_smem.index(at.slot * 2).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
-    k0 = pipe.k_smem.index(0).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
+    k0 = pipe.k_smem.index(anew(0, at.slot, C.ANEW_DQ)).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
     zeros = gl.zeros([64, 64], gl.float32, accumulator_layout(64))
     dq = warpgroup_mma(ds0, k0, zeros, use_acc=False, is_async=True)
     if not BLIND:
         ds1 = pipe.ds_smem.index(at.slot * 2 + 1).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
-        k1 = pipe.k_smem.index(1).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
+        k1 = pipe.k_smem.index(anew(1, at.slot, C.ANEW_DQ)).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
         dq = warpgroup_mma(ds1, k1, dq, is_async=True)
     return dq
 
@@ -245,8 +245,9 @@ def backward_step(
     zeros = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
     q = pipe.q_smem.index(at.slot).reshape([BLOCK_M, D])
     dout = pipe.dout_smem.index(at.slot).reshape([BLOCK_M, D])
-    k = pipe.k_smem.index(WARPGROUP).reshape([64, D])
-    v = pipe.v_smem.index(WARPGROUP).reshape([64, D])
+    own = anew(WARPGROUP, at.slot, C.ANEW_KV)
+    k = pipe.k_smem.index(own).reshape([64, D])
+    v = pipe.v_smem.index(own).reshape([64, D])
     pipe.query_ring.wait(at)
     s = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)

@@ -159,7 +159,8 @@ class BackwardConfig:
 
     WIDE: the kernels for more than 128 columns: dK and dV (backward_wide.py), then dQ (query_gradient.py), all summed
     in a fixed order. Else one kernel (backward.py) that adds to dQ as well, in any order; FIXED_POINT: in integers, so
-    that the order does not matter (dq_tiles.py). SKIP_HIDDEN: its second warpgroup rests where it sees nothing. AHEAD:
+    that the order does not matter (dq_tiles.py). SKIP_HIDDEN: its second warpgroup rests where it sees nothing.
+    ANEW_KV, ANEW_DQ: its loops make the descriptors of K and V anew (primitives.py), for S^T and dP^T, for dQ. AHEAD:
     it clears dQ for later tiles and, with STATS_AHEAD, computes their row statistics (preparing.py). FINISHES: and
     makes dQ of heads that are done, whose sums then lie in a ring (finishing.py). ENDING: how many of the last waves of
     heads are one (schedule.place_of).
@@ -177,6 +178,8 @@ class BackwardConfig:
     NUM_STAGES: int = 2
     V_STAGES: int = 2
     SKIP_HIDDEN: bool = False
+    ANEW_KV: bool = False
+    ANEW_DQ: bool = False
     AHEAD: bool = False
     STATS_AHEAD: bool = False
     FINISHES: bool = False
@@ -231,6 +234,8 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         V_STAGES=_value_stages(d + d_rest, dv + dv_rest),
         FIXED_POINT=problem.deterministic and not wide,
         SKIP_HIDDEN=not wide and d == 128 and has_right(problem),
+        ANEW_KV=not wide and d == 128 and has_right(problem),
+        ANEW_DQ=not wide and d == 128 and has_right(problem),
         AHEAD=prepares_ahead(problem) or finishes_inside(problem) or prepares_listed(problem),
         STATS_AHEAD=finishes_inside(problem)
         or prepares_listed(problem)

@@ -82,7 +82,7 @@ class DecodeConfig(DecodeTile):
     ITEMSIZE: int
     FEW: int = 0
     PRODUCER_REGS: int = 64
-    CONSUMER_REGS: int = 168
+    CONSUMER_REGS: int = 184
 
 
 def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: DecodeTile | None = None) -> DecodeConfig:

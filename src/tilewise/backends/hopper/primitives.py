@@ -11,6 +11,7 @@ __all__ = [
     "LN2",
     "LOG2E",
     "NEG_INF",
+    "anew",
     "barrier_arrive",
     "barrier_at",
     "barrier_sync",
@@ -78,6 +79,18 @@ def uniform(x):
     return gl.inline_asm_elementwise(
         "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def anew(index, slot, WANTED: gl.constexpr):
+    """index, WANTED so that it seems to depend on a ring's slot, of which there are fewer than 2^16.
+
+    The descriptors of a tile that stays (up to 16 of 64 bits) are then not computed before the loop and kept, which
+    takes registers from the accumulators, but in the loop, by the uniform datapath.
+    """
+    if WANTED:
+        index += gl.inline_asm_elementwise("shr.u32 $0, $1, 16;", "=r,r", [slot], dtype=gl.int32, is_pure=True, pack=1)
+    return index
 
 
 @gluon.jit
