@@ -27,7 +27,9 @@ __all__ = [
 ]
 
 # The running maximum of a row that saw no key; keeps -inf - max from being NaN.
-NO_KEY = -3e38
+NO_KEY = -3.4e38
+# Scores of numbers, such as torch.finfo(torch.float32).min, are not below this in log2 units: -inf has no key.
+LOWEST = -3.3e38
 # From here on (log2 units) the product of a score and its factor has more than 16 beyond the digits of fp32: with a
 # maximum of 1e10, which is rounded, the largest P would be anything from 0 to inf.
 COARSE_SCORE = float(2**28)
@@ -232,9 +234,14 @@ def emit_softmax(
     b = e.b
     factor = e.splat(to_log2)
 
+    def log2_of(score: Value) -> Value:
+        product = b.fmul(score, factor)
+        return b.select(b.fcmp_ordered(">", score, e.f32s(-math.inf)), e.maximum(product, e.f32s(LOWEST)), product)
+
     def column(at: Value) -> None:
         old = e.load(b.add(state.row_max, at))
-        top = e.maximum(old, b.fmul(e.load(b.add(state.tile_max, at)), factor))
+        tile = e.load(b.add(state.tile_max, at))
+        top = e.maximum(old, log2_of(tile))
         safe = e.maximum(top, e.f32s(NO_KEY))
         shift = b.fneg(safe)
 
@@ -249,7 +256,7 @@ def emit_softmax(
             return step(n, sums, lambda score: e.fma(score, factor, shift))
 
         def rounded(n: Value, *sums: Value) -> list[Value]:
-            return step(n, sums, lambda score: b.fadd(b.fmul(score, factor), shift))
+            return step(n, sums, lambda score: b.fadd(log2_of(score), shift))
 
         large = b.fcmp_ordered(">", e.call("fabs", top), e.f32s(COARSE_SCORE))
         coarse = e.any(b.and_(large, b.fcmp_ordered(">", top, e.f32s(NO_KEY))))
