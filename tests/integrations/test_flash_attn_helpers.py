@@ -37,6 +37,13 @@ def test_unpad_and_pad_are_inverse_and_differentiable() -> None:
     assert torch.equal(bert_padding.unpad_input(x, mask.bool())[0], packed)
 
 
+@pytest.mark.parametrize("mask", [[0.0, 0.0, -torch.inf], [1, 1, 2], [0.5, 1.0, 0.0]], ids=str)
+def test_unpad_refuses_masks_that_say_something_else(mask: list[float]) -> None:
+    """It packed the rows that were not to be seen, with lengths that fit nothing."""
+    with pytest.raises(tw.InvalidProblem, match="attention_mask: expected True or 1"):
+        bert_padding.unpad_input(torch.zeros(1, 3, 4), torch.tensor([mask]))
+
+
 def test_unpad_leaves_room_for_unused_tokens() -> None:
     x = randn(2, 4, 3)
     mask, unused = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), torch.tensor([[0, 0, 1, 0], [0, 1, 1, 0]])

@@ -26,7 +26,10 @@ def unpad_input(
     allotted = attention_mask if unused_mask is None else attention_mask + unused_mask
     seqlens = allotted.sum(-1, dtype=torch.int32)
     indices = allotted.flatten().nonzero().flatten()
-    max_seqlen = int(seqlens.max()) if seqlens.numel() else 0
+    max_seqlen, total = torch.stack((seqlens.max(), seqlens.sum())).tolist() if seqlens.numel() else (0, 0)
+    if total != indices.numel():
+        fix = "Of a mask to be added (0 and -inf) pass mask == 0, of numbers of sequences mask > 0."
+        raise InvalidProblem("attention_mask", "True or 1 for tokens that count, else 0", "other numbers", fix)
     cu_seqlens = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
     packed = index_first_axis(hidden_states.flatten(0, 1), indices)
     return packed, indices, cu_seqlens, max_seqlen, attention_mask.sum(-1, dtype=torch.int32)
