@@ -210,6 +210,8 @@ FINISHED_SEQLEN_K = 16384
 # all their heads come last. N=1024, 1/2/3/4: 486.1/483.7/488.9/486.4 us, SMs busy 95.8/98.2/97.6/98.8 % by count; a
 # larger wave also has a longer front. At D=64 two take 531.7 us instead of 521.6.
 ENDING_WAVES = 2
+# The longest dense sequences whose backward at D=64, under a causal mask, is faster with descriptors made anew.
+ANEW_SEQLEN_K = 1024
 # Tiles of 64 rows and 64 columns of 16 bits (8 KiB) in the shared memory of a CTA that computes dQ alone.
 QUERY_GRADIENT_TILES = 28
 
@@ -234,8 +236,8 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         V_STAGES=_value_stages(d + d_rest, dv + dv_rest),
         FIXED_POINT=problem.deterministic and not wide,
         SKIP_HIDDEN=not wide and d == 128 and has_right(problem),
-        ANEW_KV=not wide and d == 128 and has_right(problem),
-        ANEW_DQ=not wide and d == 128 and has_right(problem),
+        ANEW_KV=not wide and descriptors_anew(problem)[0],
+        ANEW_DQ=not wide and descriptors_anew(problem)[1],
         AHEAD=prepares_ahead(problem) or finishes_inside(problem) or prepares_listed(problem),
         STATS_AHEAD=finishes_inside(problem)
         or prepares_listed(problem)
@@ -249,6 +251,26 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_SOFTCAP=problem.softcap is not None,
         IS_VARLEN=packed,
     )
+
+
+def descriptors_anew(problem: AttentionProblem) -> tuple[bool, bool]:
+    """(ANEW_KV, ANEW_DQ): whether a loop without these descriptors in registers is faster, by its head dim and mask.
+
+    TFLOP/s with neither, KV, DQ, both. D=128 causal, N = 1024/4096: 339/505, 356/515, 346/496, 362/520; 16384: 566,
+    579, 562, 567; packed 422, 444, 426, 443; softcap 411, 470, 469, 455; no mask, N = 4096/16384: 556/591, 550/582,
+    548/580, 546/578. D=64, N = 1024/4096/16384: 416/508/526, 412/485/502, 428/508/535, 429/496/517; causal 322/472/510,
+    313/444/515, 319/446/503, 326/454/514; packed 386, 392, 388, 389; softcap 329, 333, 331, 336.
+    """
+    wide = max(problem.head_dim, problem.head_dim_v) > 64
+    if problem.softcap is not None:
+        return True, not wide
+    if wide:
+        return has_right(problem), has_right(problem) and not finishes_inside(problem)
+    if not has_right(problem):
+        return False, True
+    # Longer dense ones spill nothing in the loop without a mask or, with heads prepared beside it, cost less than this.
+    short = problem.kind == "varlen" or problem.seqlen_k <= ANEW_SEQLEN_K or problem.deterministic
+    return (short and not has_left(problem),) * 2
 
 
 def prepares_ahead(problem: AttentionProblem) -> bool:

@@ -82,7 +82,10 @@ class DecodeConfig(DecodeTile):
     ITEMSIZE: int
     FEW: int = 0
     PRODUCER_REGS: int = 64
-    CONSUMER_REGS: int = 184
+    # Of the second lane; the first one has what is left, 224. e4m3 pages with 168/184/200/216, TB/s: D=128, 16 x 32768
+    # keys 4.24/4.28/4.19/4.28, pages of 16 3.70/3.71/3.76/3.76, 4 tokens 3.36/3.43/3.37/3.46; D=64 3.38/3.37/3.38/3.38,
+    # 4 tokens 2.28/2.48/2.63/2.47, groups of 8 and 4 tokens in pages of 8 0.86/0.89/1.00/1.04.
+    CONSUMER_REGS: int = 216
 
 
 def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: DecodeTile | None = None) -> DecodeConfig:
