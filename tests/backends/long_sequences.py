@@ -110,6 +110,7 @@ CASES = {
     "d128 at once, packed": Long(
         dataclasses.replace(_lost(0, 0, (4, 2)), **PACKED), "lost", AT_ONCE | {"IS_VARLEN": True}
     ),
+    "d192 at once, sinks": Long(_lost(1100, 2100, (4, 2), 192, sinks=True), "lost", AT_ONCE | {"D_REST": 64}),
     "d64 at once, window": Long(
         _lost(4000, 4096, (4, 2), 64, causal=True, window=(1500, None)), "lost", AT_ONCE | {"HAS_LEFT": True}
     ),

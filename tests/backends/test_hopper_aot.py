@@ -159,6 +159,8 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(FORWARD, {"d": 64, "dv": 128, **HALF, **PAGED, "page_size": 128, **CAPPED, **SHORT}, 168, 48),
     Recorded(FORWARD, {"d": 64, **HALF, **PACKED, **CAPPED, **SHORT}, 80, 32),
     Recorded(FORWARD, {"d": 64, **HALF, **SHORT}, 80, 32),
+    Recorded(FORWARD, {"d": 192, **PACKED, "has_sinks": True}, 168, 80),
+    Recorded(FORWARD, {"d": 192, **HALF}, 168, 80),
     Recorded(FORWARD, {"d": 128, **HALF}, 168, 64),
     Recorded(FORWARD, {"d": 128, **HALF, **PACKED}, 168, 64),
     Recorded(FORWARD, {"d": 64, **CAUSAL, "window_left": 2000}, 80, 48),

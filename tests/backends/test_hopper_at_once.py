@@ -26,6 +26,8 @@ CASES = {
     "d128": Case(128, seqlens=(200, 400), tile="D128_AT_ONCE"),
     "d128 causal": Case(128, seqlens=(300, 300), causal=True, tile="D128_AT_ONCE"),
     "d96": Case(96, seqlens=(70, 300), tile="D128_AT_ONCE"),
+    "d192": Case(192, seqlens=(130, 300), sinks=True, tile="D192_AT_ONCE"),
+    "d192 packed": Case(192, lengths=PACKED, padding=2, tile="D192_AT_ONCE"),
     "d128 packed causal": Case(128, lengths=PACKED, padding=2, causal=True, tile="D128_AT_ONCE"),
     "packed": Case(64, lengths=PACKED, padding=2, tile="D64_AT_ONCE"),
     "packed causal": Case(64, lengths=PACKED, padding=2, causal=True, tile="D64_QUAD_AT_ONCE"),

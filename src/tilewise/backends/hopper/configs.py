@@ -87,6 +87,8 @@ D128_AT_ONCE = ForwardTile(IS_LAZY=True, AT_ONCE=True)
 D192 = ForwardTile(
     BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True, IS_LAZY=True, VOTES=True
 )
+# At once: full at 1k/2k/4k/16k 159/290/546/2336 -> 157/280/527/2219 us, packed mix 321 -> 310; with a mask not timed.
+D192_AT_ONCE = replace(D192, VOTES=False, AT_ONCE=True)
 # O takes 128 registers of a thread, so the key tile is halved. Lazy: 4k/16k 748/708 -> 778/746 full, 1k/16k 473/662 ->
 # 485/668 causal.
 D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True, IS_LAZY=True)
@@ -104,10 +106,12 @@ QUAD_BANDED_ROWS, QUAD_ROWS, QUAD_PACKED_ROWS = 2048, 512, 2048
 # Keys from which P at once is ahead of what it adds: the end of a query block, and 2 us for the kernel that looks for
 # lost rows. By width and whether there is a band. D=64 N = 256 full 89.3 -> 89.9 us, causal 75.8 -> 75.9; D=128 full
 # 1024 204 -> 206, causal 512 95.5 -> 95.7. D=256 1024/4096 full 195/684 -> 200/688, causal 128/370 -> 134/379.
-AT_ONCE_KEYS = {(64, False): 512, (64, True): 512, (128, False): 2048, (128, True): 1024}
-# Keys of packed sequences, in the mean, and of a window. D=128 causal 64 x 256, 32 x 512, 16 x 1024: 81/100/149 ->
-# 84/104/145 us, full 16 x 1024 228 -> 218.
-AT_ONCE_PACKED_KEYS = AT_ONCE_WINDOW = 1024
+AT_ONCE_KEYS = {(64, False): 512, (64, True): 512, (128, False): 2048, (128, True): 1024, (192, False): 1024}
+# Keys of packed sequences, in the mean. D=64 32 x 512 full 164 -> 154 us, causal 111 -> 109; D=128 causal 64 x 256,
+# 32 x 512, 16 x 1024 81/100/149 -> 84/104/145, full 16 x 1024 228 -> 218.
+AT_ONCE_PACKED_KEYS = {64: 512, 128: 1024, 192: 1024}
+# Keys of a window, D=64. 128/256/512/1024/4096 at 16384: 132/152/213/349/1052 -> 135/151/201/316/907 us.
+AT_ONCE_WINDOW = 512
 # dK and dV of wider heads do not fit into the registers of one warpgroup. Resting at D=128 (N=1k/4k/16k, causal):
 # 343/511/577 -> 343/521/599; at D=64, where half a warpgroup's tile is hidden, it cost 6 to 10 %.
 MAX_NARROW_HEAD_DIM = 128
@@ -399,7 +403,7 @@ def _at_once(problem: AttentionProblem, keys: int, width: int) -> bool:
     banded, packed = has_right(problem) or has_left(problem), problem.kind != "dense"
     least = AT_ONCE_KEYS.get((width, banded), math.inf)
     if packed and least < math.inf:
-        least = AT_ONCE_PACKED_KEYS
+        least = AT_ONCE_PACKED_KEYS[width]
     return plain and fits and keys >= (max(least, AT_ONCE_WINDOW) if has_left(problem) else least)
 
 
@@ -427,5 +431,5 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
             return D128_AT_ONCE
         return D128_BANDED if banded else D128_FULL
     if width == 192:
-        return D192
+        return D192_AT_ONCE if at_once else D192
     return D256_CAUSAL if plain_causal else D256
