@@ -252,15 +252,19 @@ def emit_softmax(
             keep(at, n, powers)
             return [b.fadd(total, power) for total, power in zip(sums, powers, strict=True)]
 
+        large = b.fcmp_ordered(">", e.call("fabs", top), e.f32s(COARSE_SCORE))
+        coarse = b.and_(large, b.fcmp_ordered(">", top, e.f32s(NO_KEY)))
+
         def fused(n: Value, *sums: Value) -> list[Value]:
             return step(n, sums, lambda score: e.fma(score, factor, shift))
 
         def rounded(n: Value, *sums: Value) -> list[Value]:
-            return step(n, sums, lambda score: b.fadd(log2_of(score), shift))
+            # Row by row: what is beside a row changes no bit of it.
+            return step(
+                n, sums, lambda score: b.select(coarse, b.fadd(log2_of(score), shift), e.fma(score, factor, shift))
+            )
 
-        large = b.fcmp_ordered(">", e.call("fabs", top), e.f32s(COARSE_SCORE))
-        coarse = e.any(b.and_(large, b.fcmp_ordered(">", top, e.f32s(NO_KEY))))
-        fine_keys = b.select(coarse, e.i64(0), num_keys)
+        fine_keys = b.select(e.any(coarse), e.i64(0), num_keys)
         parts = e.positive(fine_keys, SOFTMAX_UNROLL, fused, [e.f32s(0.0)] * SOFTMAX_UNROLL)
         parts = e.positive(b.sub(num_keys, fine_keys), SOFTMAX_UNROLL, rounded, parts)
         total = b.fadd(b.fadd(parts[0], parts[1]), b.fadd(parts[2], parts[3]))
