@@ -29,9 +29,9 @@ def forward_rule(op: Op, names: Sequence[str], examples: int, in_dims: Sequence[
     dims = dict(zip(names, in_dims, strict=False))
     if not _folds(names, flags, dims):
         return _one_by_one(op, examples, in_dims, args)
-    folded = [_folded(n, getattr(operands, n), dims[n], examples, _batch(operands, dims)) for n in names]
-    results = op(*folded, *flags)
-    return tuple(_unfolded(r, examples) for r in results), (0,) * len(results)
+    batch = _batch(operands, dims)
+    results = op(*(_folded(n, getattr(operands, n), dims[n], examples, batch) for n in names), *flags)
+    return tuple(_unfolded(r, examples, batch) for r in results), (0,) * len(results)
 
 
 def backward_rule(op: Op, names: Sequence[str], examples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Batched:
@@ -49,7 +49,7 @@ def backward_rule(op: Op, names: Sequence[str], examples: int, in_dims: Sequence
         # One gradient an example: a bias the examples share must not share its gradient.
         folded["bias"] = _spread(operands.bias, dims["bias"], examples, batch)
     gradients = op(*results, list(wanted), *folded.values(), *flags)
-    found = [_unfolded(g, examples) if want else g for g, want in zip(gradients, wanted, strict=True)]
+    found = [_unfolded(g, examples, batch) if want else g for g, want in zip(gradients, wanted, strict=True)]
     if wanted.dbias and operands.bias is not None:
         found[BIAS] = _reduced(found[BIAS], operands.bias, dims["bias"])
     return tuple(found), tuple([0 if want else None for want in wanted])
@@ -101,8 +101,8 @@ def _reduced(gradient: Tensor, bias: Tensor, dim: int | None) -> Tensor:
     return gradient.reshape(gradient.shape[0], *shape)
 
 
-def _unfolded(result: Tensor, examples: int) -> Tensor:
-    return result.reshape(examples, result.shape[0] // max(examples, 1), *result.shape[1:])
+def _unfolded(result: Tensor, examples: int, batch: int) -> Tensor:
+    return result.reshape(examples, batch, *result.shape[1:])
 
 
 def _one_by_one(op: Op, examples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Batched:
@@ -110,6 +110,13 @@ def _one_by_one(op: Op, examples: int, in_dims: Sequence[Any], args: Sequence[An
         pairs = zip(args, in_dims, strict=True)
         return [a.select(d, index) if isinstance(a, Tensor) and d is not None else a for a, d in pairs]
 
-    results = [op(*example(index)) for index in range(examples)]
-    stacked = tuple(torch.stack(column) for column in zip(*results, strict=True))
+    def any_example() -> list[Any]:
+        """Where there is none, one of zeros that tells the shapes of results."""
+        pairs = zip(args, in_dims, strict=True)
+        return [
+            a.new_zeros(a.movedim(d, 0).shape[1:]) if isinstance(a, Tensor) and d is not None else a for a, d in pairs
+        ]
+
+    results = [op(*example(index)) for index in range(examples)] or [op(*any_example())]
+    stacked = tuple(torch.stack(column)[:examples] for column in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)

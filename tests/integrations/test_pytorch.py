@@ -151,6 +151,16 @@ def test_vmap_equals_a_loop_also_for_gradients(name: str) -> None:
         assert torch.equal(mine, torch.stack(loop))
 
 
+@pytest.mark.parametrize("name", VMAPPED)
+def test_vmap_over_no_examples(name: str) -> None:
+    function, batches = VMAPPED[name]
+    none = [b[:0] for b in batches]
+    one = function(*(b[0] for b in batches))
+    assert torch.vmap(function)(*none).shape == (0, *one.shape)
+    gradient = torch.func.grad(lambda *a: function(*a).square().sum())
+    assert torch.vmap(gradient)(*none).shape == none[0].shape
+
+
 def test_vmap_over_another_dimension_and_shared_bias_gradient() -> None:
     q = randn(2, 4, 3, 5, 8)
     mine = torch.vmap(lambda q: tw.attention(q, q, q), in_dims=2, out_dims=1)(q)
