@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
-from tilewise.backends.hopper.dq_tiles import add_block, in_units
+from tilewise.backends.hopper.dq_tiles import add_block, in_units, mark_rows
 from tilewise.backends.hopper.finishing import count_done, ring_tile
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.preparing import await_listed, await_prepared, preparer
@@ -224,15 +224,17 @@ def issue_query_gradient(at, pipe, WARPGROUP: gl.constexpr, BLIND: gl.constexpr,
 
 
 @gluon.jit
-def add_query_gradient(dq, at, dq_desc, dq_row, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr):
+def add_query_gradient(dq, at, dq_desc, units_ptr, dq_row, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr):
     """Start adding this warpgroup's block of dQ to the accumulator."""
+    if units_ptr is not None:
+        mark_rows(dq, units_ptr, dq_row, WARPGROUP, C)
     stored = in_units(dq, pipe.units_smem, at.slot, WARPGROUP, C)
     add_block(stored, dq_desc, dq_row * 2 + WARPGROUP, pipe.dq_smem.index(WARPGROUP))
 
 
 @gluon.jit
 def backward_step(
-    m_block, dq_row, first, dk, dv, at, dq_desc, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
+    m_block, dq_row, first, dk, dv, at, dq_desc, units_ptr, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
     WARPGROUP: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One query tile against 64 keys."""
@@ -270,21 +272,21 @@ def backward_step(
     dv, pa = warpgroup_mma_wait(2, deps=[dv_issued, pa])  # retires P^T: its registers are needed
     dk_issued = warpgroup_mma(dsa, q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[dq])
-    add_query_gradient(dq, at, dq_desc, dq_row, pipe, WARPGROUP, C)
+    add_query_gradient(dq, at, dq_desc, units_ptr, dq_row, pipe, WARPGROUP, C)
     dk, dsa = warpgroup_mma_wait(0, deps=[dk_issued, dsa])
     pipe.query_ring.release(at)
     return dk, dv, at.next()
 
 
 @gluon.jit
-def blind_step(dq_row, at, dq_desc, pipe, C: gl.constexpr):
+def blind_step(dq_row, at, dq_desc, units_ptr, pipe, C: gl.constexpr):
     """The second warpgroup's part of a query tile that sees none of its keys: dS = 0, and its columns of dQ."""
     BLOCK_M: gl.constexpr = C.BLOCK_M
     pipe.query_ring.wait(at)
     nothing = gl.zeros([64, BLOCK_M], gl.float32, accumulator_layout(BLOCK_M))
     pipe.ds_smem.index(at.slot * 2 + 1).store(nothing.to(pipe.q_smem.dtype))
     dq = warpgroup_mma_wait(0, deps=[issue_query_gradient(at, pipe, 1, True, C)])
-    add_query_gradient(dq, at, dq_desc, dq_row, pipe, 1, C)
+    add_query_gradient(dq, at, dq_desc, units_ptr, dq_row, pipe, 1, C)
     pipe.query_ring.release(at)
     return at.next()
 
@@ -316,7 +318,7 @@ def store_key_gradients(
 
 @gluon.jit
 def consumer(
-    dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, counts_ptr, ahead, sizes, pipe,
+    dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, counts_ptr, ahead, sizes, pipe,
     WARPGROUP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Sum dK and dV of 64 of the tile's keys, over all query tiles of all query heads of the group."""
@@ -349,21 +351,21 @@ def consumer(
             if C.SKIP_HIDDEN and WARPGROUP == 1:
                 seeing = first_seeing_tile(first + 64, lo, hi, seqlen_q, seqlen_k, sizes, C)
                 for m_block in range(lo, seeing):
-                    at = blind_step(row + m_block, at, dq_desc, pipe, C)
+                    at = blind_step(row + m_block, at, dq_desc, units_ptr, pipe, C)
             if C.HAS_RIGHT or not C.EVEN_K:
                 for m_block in range(seeing, begin):
                     dk, dv, at = backward_step(
-                        m_block, row + m_block, first, dk, dv, at, dq_desc, scale_log2, cap_scale, seqlen_q, seqlen_k,
-                        sizes, pipe, WARPGROUP, True, C)  # fmt: skip
+                        m_block, row + m_block, first, dk, dv, at, dq_desc, units_ptr, scale_log2, cap_scale, seqlen_q,
+                        seqlen_k, sizes, pipe, WARPGROUP, True, C)  # fmt: skip
             for m_block in range(begin, end):
                 dk, dv, at = backward_step(
-                    m_block, row + m_block, first, dk, dv, at, dq_desc, scale_log2, cap_scale, seqlen_q, seqlen_k,
-                    sizes, pipe, WARPGROUP, False, C)  # fmt: skip
+                    m_block, row + m_block, first, dk, dv, at, dq_desc, units_ptr, scale_log2, cap_scale, seqlen_q,
+                    seqlen_k, sizes, pipe, WARPGROUP, False, C)  # fmt: skip
             if C.HAS_LEFT:
                 for m_block in range(end, hi):
                     dk, dv, at = backward_step(
-                        m_block, row + m_block, first, dk, dv, at, dq_desc, scale_log2, cap_scale, seqlen_q, seqlen_k,
-                        sizes, pipe, WARPGROUP, True, C)  # fmt: skip
+                        m_block, row + m_block, first, dk, dv, at, dq_desc, units_ptr, scale_log2, cap_scale, seqlen_q,
+                        seqlen_k, sizes, pipe, WARPGROUP, True, C)  # fmt: skip
         kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         store_key_gradients(
             dk, dv, dk_desc, dv_desc, kv_span, kv_head, first + WARPGROUP * 64, scale, key_turn, pipe, WARPGROUP, C
@@ -413,8 +415,8 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
 )
 def backward_kernel(
     q_desc, out_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, dk_desc, dv_desc, lse_ptr, dlse_ptr,
-    dq_ptr, stats_ptr, sums_ptr, counts_ptr, counter_ptr, work_ptr, ahead, scale_log2, cap_scale, scale, sizes,
-    C: gl.constexpr,
+    dq_ptr, stats_ptr, sums_ptr, units_ptr, counts_ptr, counter_ptr, work_ptr, ahead, scale_log2, cap_scale, scale,
+    sizes, C: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys."""
     pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C)
@@ -425,9 +427,11 @@ def backward_kernel(
             fence_async_shared()  # its barriers, too
         gl.warp_specialize([
             (consumer, (
-                dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, counts_ptr, ahead, sizes, pipe, 0, C)),
+                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, counts_ptr, ahead, sizes, pipe, 0,
+                C)),
             (consumer, (
-                dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, counts_ptr, ahead, sizes, pipe, 1, C)),
+                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, counts_ptr, ahead, sizes, pipe, 1,
+                C)),
             (producer, (
                 q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counts_ptr, counter_ptr, work_ptr, ahead,
                 sizes, pipe, C)),
@@ -437,8 +441,10 @@ def backward_kernel(
         ], [4, 1, 2], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, None, None, sizes, pipe, 0, C)),
-            (consumer, (dq_desc, dk_desc, dv_desc, scale_log2, cap_scale, scale, None, None, sizes, pipe, 1, C)),
+            (consumer, (
+                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, None, None, sizes, pipe, 0, C)),
+            (consumer, (
+                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, None, None, sizes, pipe, 1, C)),
             (producer, (
                 q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, None, counter_ptr, work_ptr, None, sizes,
                 pipe, C)),

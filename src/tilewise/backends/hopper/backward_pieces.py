@@ -94,7 +94,9 @@ def store_part(x, at, WARPGROUP: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def consumer(dq_desc, parts_ptr, scale_log2, cap_scale, line, sizes, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr):
+def consumer(
+    dq_desc, parts_ptr, units_ptr, scale_log2, cap_scale, line, sizes, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr
+):
     """Sum dK and dV of 64 of a piece's keys."""
     D: gl.constexpr = C.D
     at = start(C.NUM_STAGES)
@@ -110,8 +112,8 @@ def consumer(dq_desc, parts_ptr, scale_log2, cap_scale, line, sizes, pipe, WARPG
         pipe.key_ring.wait(key_turn)
         for m_block in range(lo, hi):
             dk, dv, at = backward_step(
-                m_block, row + m_block, block * 128, dk, dv, at, dq_desc, scale_log2, cap_scale, sizes.seqlen_q,
-                sizes.seqlen_k, sizes, pipe, WARPGROUP, False, C)  # fmt: skip
+                m_block, row + m_block, block * 128, dk, dv, at, dq_desc, units_ptr, scale_log2, cap_scale,
+                sizes.seqlen_q, sizes.seqlen_k, sizes, pipe, WARPGROUP, False, C)  # fmt: skip
         pipe.key_ring.release(key_turn)
         key_turn = key_turn.next()
         part = gl.program_id(0) + (tile - line.first_tile)
@@ -124,14 +126,14 @@ def consumer(dq_desc, parts_ptr, scale_log2, cap_scale, line, sizes, pipe, WARPG
 
 @gluon.jit(do_not_specialize=["line", "scale_log2", "cap_scale", "sizes"])
 def backward_pieces_kernel(
-    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, parts_ptr, line, scale_log2, cap_scale, sizes,
-    C: gl.constexpr,
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, parts_ptr, units_ptr, line, scale_log2,
+    cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Parts of dK and dV, and what they add to dQ; every program has a length of the line."""
     pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C)
     gl.warp_specialize([
-        (consumer, (dq_desc, parts_ptr, scale_log2, cap_scale, line, sizes, pipe, 0, C)),
-        (consumer, (dq_desc, parts_ptr, scale_log2, cap_scale, line, sizes, pipe, 1, C)),
+        (consumer, (dq_desc, parts_ptr, units_ptr, scale_log2, cap_scale, line, sizes, pipe, 0, C)),
+        (consumer, (dq_desc, parts_ptr, units_ptr, scale_log2, cap_scale, line, sizes, pipe, 1, C)),
         (producer, (q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, line, sizes, pipe, C)),
     ], [4, 1], [240, 24])  # fmt: skip
 

@@ -3,7 +3,12 @@
 The accumulator holds, for every query tile of BLOCK_M rows, 64 x 64 blocks (row by row where there are several) in the
 order in which the wgmma registers of a warpgroup leave (dq_tiles.py). Summed in fixed point, a row counts units of its
 own: 2^30 of them are a bound of what the row's sum can be, |dQ_id| <= sum_j P_ij |dP_ij - delta_i| |K_jd|
-<= (|dO_i| max_j |V_j| + |delta_i|) max |K|, because P sums to 1.
+<= (|dO_i| max_j |V_j| + |delta_i|) max |K|, because P sums to 1 (softcap and sinks make it less, dlse is in delta).
+
+What the bound does not cover is below 1.005, and a part may be 1.17 of it (round_scaled), the sum 2: dS is rounded by
+2^-8 of itself in bf16, 2^-11 in fp16; dP, exp2 and the logarithms here by less than 2^-12 together; every part by half
+a unit, 2^13 of them for 2^20 keys. Only P grows with its scores: lse has been rounded three times, and two constants
+once, so P sums to 2^(5 * 2^-24 |lse|) at most. That is 1.17 at 5e5 nats; SLACK makes room for it at any size.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -20,14 +25,24 @@ __all__ = ["bound_keys_kernel", "finish_queries_kernel", "prepare_rows_kernel"]
 LOG2E = tl.constexpr(1.4426950408889634)
 # Strides come in units of 16 bytes, so that the compiler knows rows to be aligned without specialising on them.
 UNIT = tl.constexpr(8)
-# Programs that share the keys of a head when these are searched for their bounds.
+# Programs that share the keys of a head when these are searched for their bounds, and what each finds.
 BOUND_PARTS = tl.constexpr(32)
-# Units in a row's bound: half of what 32 bits hold.
-BOUND_UNITS = tl.constexpr(2.0**30)
+NUM_BOUNDS = tl.constexpr(3)
+# The bits of infinity; NaN has more.
+INFINITE = tl.constexpr(0x7F800000)
+NEVER = tl.constexpr(2147483647)
+# Units in a row's bound, half of what 32 bits hold; log2 of these and of the most, whose inverse is a normal number.
+BOUND_UNITS, BOUND_BITS, MOST_BITS = tl.constexpr(2.0**30), tl.constexpr(30.0), tl.constexpr(126.0)
+# Bits by which P may outgrow 1, of |lse| in log2 units; 5 * 2^-24 are what its roundings come to. Below USUAL_LSE nats
+# these are 0.01, for which there is room anyway.
+SLACK, MOST_SLACK = tl.constexpr(2.0**-21), tl.constexpr(100.0)
+USUAL_LSE = tl.constexpr(2.0**13)
+# Rows between these are bounded without logarithms: squares of lengths, sizes of dS and bounds.
+LEAST_SQUARE, MOST_SIZE = tl.constexpr(2.0**-80), tl.constexpr(2.0**100)
+LEAST_BOUND, MOST_BOUND = tl.constexpr(2.0**-90), tl.constexpr(2.0**90)
+TINY = tl.constexpr(2.0**-126)
 # Sequences that are searched for a tile at a time.
 SEARCHED = tl.constexpr(64)
-# A row with a smaller bound gets the smallest unit whose inverse is a finite normal number.
-SMALLEST_BOUND, MOST_UNITS = tl.constexpr(2.0**-96), tl.constexpr(2.0**126)
 
 
 @triton.jit
@@ -86,6 +101,15 @@ def load_rows(ptr, strides, batch_idx, head, rows, inside, HEAD_DIM: tl.constexp
         return tl.load(at, mask=inside[:, None] & (cols < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
 
 
+@triton.jit
+def lengths_of(x):
+    """A 16th of the lengths of rows, at any size: divided by a power of two, no square leaves the range of fp32."""
+    top = tl.max(tl.cast(tl.abs(x), tl.int32, bitcast=True), 1)
+    exponent = tl.minimum(tl.maximum(top >> 23, 1), 253)
+    x = x * tl.cast((254 - exponent) << 23, tl.float32, bitcast=True)[:, None]
+    return tl.sqrt(tl.sum(x * x, 1)) * 0.0625 * tl.cast(exponent << 23, tl.float32, bitcast=True)
+
+
 @triton.jit(
     do_not_specialize=["k_strides", "v_strides", "num_heads", "seqlen_k"],
     do_not_specialize_on_alignment=["cu_seqlens"],
@@ -95,9 +119,10 @@ def bound_keys_kernel(
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Max |K_jd| and max |V_j|^2 of every BOUND_PARTS-th block of BLOCK_N keys; items are (batch, kv head) pairs.
+    """Max |K_jd|, max |V_j| / 16 and the first lost key of every BOUND_PARTS-th block of BLOCK_N keys.
 
-    Non-negative floats are compared as integers: NaN, above infinity, stays.
+    Items are (batch, kv head) pairs. A key is lost if it or its value is not finite; it counts for no bound.
+    Non-negative floats are compared as integers: NaN is above infinity.
     """
     item = tl.program_id(0)
     batch_idx = (item // num_heads).to(tl.int64)
@@ -106,29 +131,72 @@ def bound_keys_kernel(
     memory_batch = batch_idx * 0 if PACKED else batch_idx
     largest = tl.zeros([BLOCK_N], tl.int32)
     longest = tl.zeros([BLOCK_N], tl.int32)
+    lost = tl.zeros([BLOCK_N], tl.int32) + NEVER
     part = tl.program_id(1)
     for row in range(part * BLOCK_N, length, BOUND_PARTS * BLOCK_N):
         rows = row + tl.arange(0, BLOCK_N)
         memory_rows = (first + rows).to(tl.int64)
         k = load_rows(k_ptr, k_strides, memory_batch, head, memory_rows, rows < length, HEAD_DIM, BLOCK_D)
-        largest = tl.maximum(largest, tl.max(tl.cast(tl.abs(k), tl.int32, bitcast=True), 1))
+        size = tl.max(tl.cast(tl.abs(k), tl.int32, bitcast=True), 1)
         v = load_rows(v_ptr, v_strides, memory_batch, head, memory_rows, rows < length, HEAD_DIM_V, BLOCK_DV)
-        longest = tl.maximum(longest, tl.cast(tl.sum(v * v, 1), tl.int32, bitcast=True))
-    at = bounds_ptr + item * (2 * BOUND_PARTS) + part
+        reach = tl.cast(lengths_of(v), tl.int32, bitcast=True) & NEVER  # NaN may have a sign
+        finite = tl.maximum(size, reach) < INFINITE
+        largest = tl.maximum(largest, tl.where(finite, size, 0))
+        longest = tl.maximum(longest, tl.where(finite, reach, 0))
+        lost = tl.minimum(lost, tl.where(finite, NEVER, rows.to(tl.int32)))
+    at = bounds_ptr + item * (NUM_BOUNDS * BOUND_PARTS) + part
     tl.store(at, tl.max(largest, 0))
     tl.store(at + BOUND_PARTS, tl.max(longest, 0))
+    tl.store(at + 2 * BOUND_PARTS, tl.min(lost, 0))
 
 
 @triton.jit
-def units_of(dout, delta, lse, bounds_ptr, item, group_size):
-    """How many units make 1, for rows of dQ: BOUND_UNITS make a bound of what the row's sum can be."""
-    at = bounds_ptr + item // group_size * (2 * BOUND_PARTS) + tl.arange(0, BOUND_PARTS)
+def log2_of(x):
+    """Log2 of x >= 0; 2^-126 for anything smaller, NaN for NaN."""
+    return tl.log2(tl.where(x < TINY, TINY, x))
+
+
+@triton.jit
+def bounds_of(bounds_ptr, item, num_keys):
+    """Max |K_jd| and max |V_j| / 16 of a head, and whether a key is lost for a query tile.
+
+    It is if any is in a block of 128 keys that begins with one of the first `num_keys`: the tile is multiplied with it.
+    """
+    at = bounds_ptr + item * (NUM_BOUNDS * BOUND_PARTS) + tl.arange(0, BOUND_PARTS)
     largest = tl.cast(tl.max(tl.load(at), 0), tl.float32, bitcast=True)
     longest = tl.cast(tl.max(tl.load(at + BOUND_PARTS), 0), tl.float32, bitcast=True)
-    bound = (tl.sqrt(tl.sum(dout * dout, 1)) * tl.sqrt(longest) + tl.abs(delta)) * largest
-    # The integers of a row that is not finite would hide it, its unit, NaN, does not.
-    bound = tl.where((lse == lse) & (bound < float("inf")), bound, float("nan"))
-    return tl.where(bound < SMALLEST_BOUND, MOST_UNITS, BOUND_UNITS / bound)
+    lost = tl.min(tl.load(at + 2 * BOUND_PARTS), 0)
+    return largest, longest, lost // 128 * 128 < num_keys
+
+
+@triton.jit
+def usual_units(dout, delta, lse, bounds):
+    """(How many units make 1, whether that is right) for rows of dQ: BOUND_UNITS make a bound of what they can be."""
+    largest, longest, lost = bounds
+    squares = tl.sum(dout * dout, 1)
+    size = tl.sqrt(squares) * (longest * 16.0) + tl.abs(delta)
+    bound = size * largest
+    usual = (squares > LEAST_SQUARE) & (size < MOST_SIZE) & (bound > LEAST_BOUND) & (bound < MOST_BOUND)
+    usual &= (tl.abs(lse) < USUAL_LSE) | (lse == float("inf"))
+    return BOUND_UNITS / bound, usual & (not lost)
+
+
+@triton.jit
+def units_at_the_ends(dout, delta, lse, bounds):
+    """The units of rows of any size, in logarithms: no factor of a bound has to be a number of fp32 for dQ to be one.
+
+    NaN for rows that are not finite, or might not be in the main kernel, whose integers would hide it: where dS or the
+    bound may pass 2^127, or P infinity. (FP16 ends earlier: there it is watched for, BackwardPlan.watches_rows.)
+    """
+    largest, longest, lost = bounds
+    products = log2_of(lengths_of(dout)) + (log2_of(longest) + 8.0)
+    deltas = log2_of(tl.abs(delta))
+    top = tl.maximum(products, deltas)
+    slack = tl.where(tl.abs(lse) < float("inf"), tl.abs(lse) * (SLACK * LOG2E), 0.0)
+    size = top + tl.log2(tl.exp2(products - top) + tl.exp2(deltas - top)) + slack
+    bound = size + log2_of(largest)
+    fits = (lse == lse) & (slack < MOST_SLACK) & (size < 127.0) & (bound < 127.0) & (not lost)
+    return tl.where(fits, tl.exp2(tl.minimum(BOUND_BITS - bound, MOST_BITS)), float("nan"))
 
 
 @triton.jit
@@ -149,6 +217,8 @@ def in_register_order(units, BLOCK_M: tl.constexpr):
         "num_heads",
         "group_size",
         "seqlen_q",
+        "seqlen_k",
+        "window_right",
         "total_q",
         "batch",
         "num_items",
@@ -157,20 +227,21 @@ def in_register_order(units, BLOCK_M: tl.constexpr):
         "num_counts",
         "wave_items",
     ],
-    do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_seqlens"],
+    do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_seqlens", "cu_seqlens_k"],
 )
 def prepare_rows_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, register_units_ptr, dq_acc_ptr, counts_ptr, bounds_ptr,
-    cu_seqlens, out_strides, dout_strides, num_heads, group_size, seqlen_q, total_q, batch, num_items, cleared_items,
-    stats_items, num_counts, wave_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, main_units_ptr, dq_acc_ptr, counts_ptr, bounds_ptr,
+    cu_seqlens, cu_seqlens_k, out_strides, dout_strides, num_heads, group_size, seqlen_q, seqlen_k, window_right,
+    total_q, batch, num_items, cleared_items, stats_items, num_counts, wave_items, BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """[lse * log2(e) | delta - dlse] of one query tile, packed for one TMA load; its tile of the accumulator zeroed.
 
-    dlse enters here: dS = P (dP - delta + dlse). With units_ptr also the rows' units of a sum in fixed point. Programs:
-    row tiles x items; packed, an item is a head. Only the first `cleared_items` are zeroed, and the
-    first `stats_items` have statistics, if others are prepared beside the main kernel (preparing.py), which counts in
-    counts_ptr, from 0 on. Packed, that says of every sequence whether it is prepared there (work_list.mark_beside),
+    dlse enters here: dS = P (dP - delta + dlse). With units_ptr also the rows' units of a sum in fixed point, and a
+    copy of them for the main kernel, which may write NaN into the others (dq_tiles.py). Programs: row tiles x items;
+    packed, an item is a head. Only the first `cleared_items` are zeroed, and the first `stats_items` have statistics,
+    if others are prepared beside the main kernel (preparing.py), which counts in counts_ptr, from 0 on. Packed, that
+    says of every sequence whether it is prepared there (work_list.mark_beside),
     with wave_items heads a wave.
     """
     item = tl.program_id(0) % num_items
@@ -200,11 +271,20 @@ def prepare_rows_kernel(
     tl.store(stats, lse * LOG2E)
     tl.store(stats + BLOCK_M, delta)
     if units_ptr is not None:
-        units = units_of(dout, delta, lse, bounds_ptr, sequence * num_heads + head, group_size)
+        _, length_k = row_span(cu_seqlens_k, sequence, seqlen_k, PACKED)
+        num_keys = (m_block + 1) * BLOCK_M + (length_k - length) + window_right
+        bounds = bounds_of(bounds_ptr, (sequence * num_heads + head) // group_size, num_keys)
+        units, usual = usual_units(dout, delta, lse, bounds)
+        if (tl.min((usual | ~inside).to(tl.int32), 0) == 0) | bounds[2]:
+            # dO is read again, so that it need not be kept: 126 registers instead of 144.
+            dout = load_rows(dout_ptr, dout_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
+            units = tl.where(usual, units, units_at_the_ends(dout, delta, lse, bounds))
         tl.store(units_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M), units)
-    if register_units_ptr is not None:
-        at = register_units_ptr + tile * (8 * BLOCK_M) + tl.arange(0, 8 * BLOCK_M)
-        tl.store(at, in_register_order(units, BLOCK_M))
+        if BLOCK_M == 128:
+            at = main_units_ptr + tile * (8 * BLOCK_M) + tl.arange(0, 8 * BLOCK_M)
+            tl.store(at, in_register_order(units, BLOCK_M))
+        else:
+            tl.store(main_units_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M), units)
     if counts_ptr is not None:
         for count in range(tl.program_id(0), num_counts, tl.num_programs(0)):
             tl.store(counts_ptr + count, 0)

@@ -8,6 +8,10 @@ in integers, in units of which 2^30 are a bound of the row (backward_rows.py). T
 that bound, far below what rounding dS to 16 bits costs. At D=64 units come in the order of the registers, too, 16
 bytes a thread: read by rows they need an address of their own, and more registers spill (14 instead of 6; D=64 causal,
 N=1024: the main kernel 478 -> 463 us). At D=128 it is the other way round (causal 362 -> 378 us).
+
+Integers would hide a dS that is not finite (fp16 ends at 65504). It makes its row's part of dQ not finite in every
+column, so that one of them tells: the row's units, by which its sum is divided in the end, become NaN (mark_rows).
+Where units_ptr is None no dS of a row with units can be infinite (backward_rows.units_at_the_ends).
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -19,10 +23,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.backends.hopper.layouts import accumulator_layout
-from tilewise.backends.hopper.primitives import round_scaled
+from tilewise.backends.hopper.primitives import mark_lost, round_scaled
 from tilewise.backends.hopper.reduction import reduce_add
 
-__all__ = ["add_block", "from_register_order", "in_register_order", "in_units"]
+__all__ = ["add_block", "from_register_order", "in_register_order", "in_units", "mark_rows"]
 
 
 @gluon.jit
@@ -51,6 +55,17 @@ def in_units(block, units_smem, slot, WARPGROUP: gl.constexpr, C: gl.constexpr):
         units = units_smem.index(slot).load(gl.SliceLayout(1, accumulator_layout(64)))
         stored = in_register_order(round_scaled(block, units[:, None]))
     return stored
+
+
+@gluon.jit
+def mark_rows(block, units_ptr, dq_row, WARPGROUP: gl.constexpr, C: gl.constexpr):
+    """Make the units of rows NaN whose part of dQ is not finite; of 16 columns a thread looks at one."""
+    x = gl.permute(gl.reshape(block, [64, 2, 2, 2, 4, 2]), (0, 4, 1, 2, 3, 5))
+    for _ in gl.static_range(4):
+        x, _ = gl.split(x)
+    first = dq_row * C.BLOCK_M + (WARPGROUP * 64 if C.D == 64 else 0)
+    rows = first + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
+    mark_lost(x, rows[:, None], units_ptr)
 
 
 @gluon.jit

@@ -68,8 +68,11 @@ __all__ = [
 
 # The kernels of backward_rows take strides in units of 16 bytes, 8 elements.
 STRIDE_UNIT = 8
-# Keys that a program of bound_keys_kernel reads at a time, by columns. D=64, N=1024, 64/32: 41.2/36.9 us.
-BOUND_BLOCK_N = {64: 32, 128: 64}
+# Keys that a program of bound_keys_kernel reads at a time. N=1024, 64/32/16: D=64 51.6/48.8/43.8 us, D=128
+# 57.5/49.3/47.3; N=16384: 47.2/47.6/45.3 and 60.4/63.1/67.1 of 5 ms.
+BOUND_BLOCK_N = 16
+# A right edge that no row has: more than any number of keys.
+NO_EDGE = 1 << 30
 # In which order tensors are handed to the launches.
 GIVEN = (*Operands._fields, "out", "lse", "dout", "dlse")
 TENSORS = (*GIVEN, "workspace", "dq", "dk", "dv", "counter")
@@ -215,7 +218,7 @@ def _bound_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "v_strides": _stride_units(views["v"]),
         "num_heads": problem.num_kv_heads,
         "seqlen_k": problem.seqlen_k,
-        "BLOCK_N": BOUND_BLOCK_N[plan.config.D],
+        "BLOCK_N": BOUND_BLOCK_N,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": _power_of_two(problem.head_dim),
@@ -244,16 +247,19 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "dlse_ptr": Address("dlse", torch.float32, aligned=False) if "dlse" in views else None,
         "stats_ptr": plan.stats,
         "units_ptr": plan.units,
-        "register_units_ptr": plan.register_units,
+        "main_units_ptr": plan.main_units,
         "dq_acc_ptr": plan.accumulator,
         "counts_ptr": plan.progress,
         "bounds_ptr": plan.bounds,
         "cu_seqlens": index_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": index_address(views, "cu_seqlens_k") if config.FIXED_POINT else None,
         "out_strides": _stride_units(views["out"]),
         "dout_strides": _stride_units(views["dout"]),
         "num_heads": problem.num_heads,
         "group_size": problem.group_size,
         "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "window_right": plan.key_sizes.window_right if config.HAS_RIGHT else NO_EDGE,
         "total_q": problem.total_q,
         "batch": problem.batch,
         "num_items": items,
@@ -342,14 +348,17 @@ def _join_call(plan: BackwardPlan, line: Line, views: dict[str, View]) -> Kernel
 
 def _sums(plan: BackwardPlan) -> dict[str, Any]:
     """Where dQ is added up."""
-    accumulator, units, ordered = plan.accumulator, plan.units, plan.register_units
+    accumulator, units = plan.accumulator, plan.main_units
     assert accumulator is not None
-    units_desc = None if units is None else describe_flat(units, (plan.num_rows,), [plan.config.BLOCK_M])
-    if ordered is not None:
-        units_desc = describe_flat(ordered, (plan.num_rows // 4, 32), [16, 32])
+    units_desc = None
+    if units is not None and plan.config.D == 64:
+        units_desc = describe_flat(units, (plan.num_rows // 4, 32), [16, 32])
+    elif units is not None:
+        units_desc = describe_flat(units, (plan.num_rows,), [plan.config.BLOCK_M])
     return {
         "dq_desc": describe_flat(accumulator, (plan.sums_rows * plan.sums_width // 32, 32), [128, 32]),
         "units_desc": units_desc,
+        "units_ptr": plan.units if plan.watches_rows else None,
     }
 
 

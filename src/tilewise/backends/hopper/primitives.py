@@ -18,6 +18,7 @@ __all__ = [
     "exp2",
     "growth_of",
     "log2",
+    "mark_lost",
     "pin",
     "renormalised",
     "round_scaled",
@@ -104,6 +105,26 @@ def round_scaled(x, factor):
     coarse = gl.fma(x, factor, COUNTS_512)
     fine = gl.fma(x, factor, COUNTS_BOTH - coarse)
     return (gl.cast(coarse, gl.int32, bitcast=True) << 9) + gl.cast(fine, gl.int32, bitcast=True)
+
+
+@gluon.jit
+def mark_lost(x, rows, ptr):
+    """Store NaN at ptr + first + r for every row r of x [64, 4] that is not finite; the four are threads of a row.
+
+    A thread has two rows, 8 apart, of the 16 of its warp. Addresses are computed only where something is stored: what
+    every tile pays are two comparisons and a branch.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p, q, r; .reg .b64 a; .reg .f32 x, y; mov.b32 $0, 0; mov.b32 $1, 0; "
+        "abs.f32 x, $2; abs.f32 y, $3; setp.geu.f32 p, x, 0f7F800000; setp.geu.f32 q, y, 0f7F800000; or.pred r, p, q; "
+        "vote.sync.any.pred r, r, 0xffffffff; @!r bra.uni DONE; mad.wide.s32 a, $4, 4, $6; "
+        "@p st.global.b32 [a], 0x7FFFFFFF; @q st.global.b32 [a+32], 0x7FFFFFFF; DONE: }",
+        "=r,=r,f,f,r,r,l,l",
+        [x, rows, gl.cast(ptr, gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
+    )
 
 
 @gluon.constexpr_function

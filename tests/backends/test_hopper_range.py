@@ -1,0 +1,116 @@
+"""The deterministic dQ, summed in integers, against the ordinary one: the same range, and nothing lost unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from extreme_inputs import (
+    KINDS,
+    Inputs,
+    Shape,
+    check,
+    half_overflow,
+    large_key,
+    large_scores,
+    lost_key,
+    lost_query,
+    lost_value,
+    made,
+    overflow,
+    small_scores,
+)
+from gluon_emulator import MODE
+from test_hopper_protocol import Case, emulated, in_double, reference  # noqa: F401  (a fixture)
+from tilewise.operands import Operands, Wanted
+
+pytestmark = pytest.mark.slow
+
+CASES = {
+    "d64": Case(heads=(2, 2), seqlens=(200, 260), causal=True),
+    "d128": Case(128, heads=(2, 1), seqlens=(130, 260)),
+    "d96 capped": Case(96, heads=(1, 1), seqlens=(70, 200), softcap=20.0),
+}
+
+
+def inputs(case: Case, kind: Callable[[Inputs], None], dtype: torch.dtype = torch.bfloat16) -> Inputs:
+    x = made(Shape(case.heads, case.seqlens, case.head_dim), dtype)
+    kind(x)
+    return x
+
+
+def both_ways(
+    case: Case,
+    x: Inputs,
+    emulated: Callable[[str], Any],  # noqa: F811
+    *,
+    by_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """DQ in any order, and in integers; with out and lse of the specification or, `by_kernel`, of our own forward.
+
+    The specification multiplies hidden values by 0, where infinity becomes NaN.
+    """
+    MODE.late_loads = False
+    problem = replace(case.problem, dtype=x.q.dtype)
+    operands = Operands(x.q, x.k, x.v)
+    if by_kernel:
+        out, lse = emulated("launch").run_forward(problem, operands)
+    else:
+        out, lse = reference().forward(replace(problem, dtype=torch.float64), in_double(operands))
+    run = emulated("launch_backward").run_backward
+    given = (operands, out.to(x.q.dtype), lse.float(), x.dout, x.dlse, Wanted())
+    found = [run(replace(problem, deterministic=deterministic), *given).dq for deterministic in (False, True)]
+    return found[0], found[1]
+
+
+# Under a softcap those in which scores matter.
+JUDGED = [(name, kind) for name in ("d64", "d128") for kind in KINDS]
+JUDGED += [("d96 capped", kind) for kind in (large_scores, lost_query, overflow)]
+
+
+@pytest.mark.parametrize(("name", "kind"), [pytest.param(n, f, id=f"{n}, {f.__name__}") for n, f in JUDGED])
+def test_integers_have_the_range_of_floats(
+    name: str,
+    kind: Callable[[Inputs], None],
+    emulated: Callable[[str], Any],  # noqa: F811
+) -> None:
+    case = CASES[name]
+    x = inputs(case, kind)
+    check(*both_ways(case, x, emulated), x, case.problem.scale)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_infinities_of_fp16_are_seen(case: Case, emulated: Callable[[str], Any]) -> None:  # noqa: F811
+    x = inputs(case, half_overflow, torch.float16)
+    ordinary, integers = both_ways(case, x, emulated)
+    assert not bool(ordinary.isfinite().all())
+    assert bool(ordinary.isfinite().any())
+    check(ordinary, integers, x, case.problem.scale)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_large_key_costs_bits_and_nothing_else(case: Case, emulated: Callable[[str], Any]) -> None:  # noqa: F811
+    x = inputs(case, large_key)
+    scale = case.problem.scale
+    check(*both_ways(case, x, emulated), x, scale, small_scores(x, scale))
+
+
+@pytest.mark.parametrize("kind", [lost_key, lost_value], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lost_keys_are_lost_for_the_rows_that_meet_them(
+    head_dim: int,
+    kind: Callable[[Inputs], None],
+    emulated: Callable[[str], Any],  # noqa: F811
+) -> None:
+    """Under a causal mask the first query tiles do not meet the second block of keys, nor does the other head."""
+    case = Case(head_dim, heads=(2, 2), seqlens=(400, 400), causal=True)
+    x = inputs(case, kind)
+    ordinary, integers = both_ways(case, x, emulated, by_kernel=True)
+    assert bool(ordinary[:, 0, :128].isfinite().all())
+    assert not bool(ordinary[:, 0, 210:].isfinite().all(-1).any())
+    check(ordinary, integers, x, case.problem.scale)
