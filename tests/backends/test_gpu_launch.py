@@ -286,6 +286,23 @@ def test_the_driver_gets_the_arguments_of_triton_kernels(h200: FakeCuda) -> None
     assert h200.seen().grid == (forward.launches.calls[0].grid)
 
 
+def test_packed_rows_reach_the_driver_in_boxes(h200: FakeCuda) -> None:
+    """Of five dimensions; the grid is (head, place in the list, wave of heads)."""
+    bounds = torch.tensor([0, 100, 600], dtype=torch.int32)
+    q, k, v = (torch.zeros(600, 2, 128, dtype=BF16) for _ in range(3))
+    operands = Operands(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+    problem, spec = validation.problem_of("varlen", operands, Flags(causal=True)), devices.named("h200")
+    ready = canonical(problem, operands)
+    forward = triton_launch.forward_pass(problem, spec, -1, launching.raw_views(ready))
+    alone = launching.Launches(forward.launches.calls[1:], triton_launch.FORWARD_TENSORS, spec, -1)
+    out, lse, workspace = (made.new(q) for made in (forward.out, forward.lse, forward.workspace))
+    got = launched_parameters(h200, alone, lambda: alone.run((*ready, out, lse, workspace)))
+    shape, strides = (2**30 + 1, 601, 2, 2**30, 128), (2**34 - 256, 256, 128, 256, 1)
+    tensors = {"q": q, "k": k, "v": v, "out": out}
+    assert {n: got[f"{n}_desc"] for n in tensors} == {n: (t.data_ptr(), *shape, *strides) for n, t in tensors.items()}
+    assert h200.seen().grid == (2, 600 // 64 + 2, 1)
+
+
 def test_the_driver_gets_the_descriptors_of_hopper_kernels(h200: FakeCuda) -> None:
     problem, ready = problem_of(operands_of(300, heads=4, batch=2), causal=True)
     forward = hopper_launch.forward_pass(problem, devices.named("h200"), -1, launching.raw_views(ready))

@@ -134,11 +134,15 @@ def calls_of(
     return calls_with("dense", operands, device, **flags)
 
 
-def packed_calls(device: str, head_dim: int, **flags: Any) -> list[KernelCall]:
+def packed_calls(
+    device: str, head_dim: int, total: int = 300, head_dim_v: int | None = None, **flags: Any
+) -> list[KernelCall]:
     """The same of two packed sequences."""
-    q, k = (torch.zeros(300, heads, head_dim, dtype=BF16) for heads in (4, 2))
-    bounds = torch.tensor([0, 293, 300], dtype=torch.int32)
-    operands = Operands(q, k, k, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+    q, k, v = (
+        torch.zeros(total, heads, dim or head_dim, dtype=BF16) for heads, dim in ((4, 0), (2, 0), (2, head_dim_v))
+    )
+    bounds = torch.tensor([0, total - 7, total], dtype=torch.int32)
+    operands = Operands(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
     return calls_with("varlen", operands, device, **flags)
 
 
@@ -200,11 +204,16 @@ def test_packed_kernels() -> None:
     ids=["few_keys", "few_keys_causal", "many_keys", "window"],
 )
 @pytest.mark.parametrize(("head_dim", "programs"), [(64, 4), (128, 3)])
-def test_forward_on_hopper(head_dim: int, programs: int, seqlen_k: int, flags: dict[str, Any]) -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_forward_on_hopper(packed: bool, head_dim: int, programs: int, seqlen_k: int, flags: dict[str, Any]) -> None:
     """Nothing spills or waits, queries stay where they are held, and of the tiles for few keys three or four programs
     fit a multiprocessor.
     """
-    call = calls_of("h200", head_dim, BF16, seqlen_k=seqlen_k, **flags)[0]
+    if packed:
+        call = packed_calls("h200", head_dim, seqlen_k, **flags)[1]
+        assert call.arguments["k_desc"] is not None
+    else:
+        call = calls_of("h200", head_dim, BF16, seqlen_k=seqlen_k, **flags)[0]
     built, spec = build(call, "h200"), devices.named("h200")
     assert (built.name, built.spilled, built.serialised) == ("forward_kernel", 0, False)
     assert lost_queries(built.sass) == []
@@ -230,9 +239,11 @@ def test_short_backward(causal: bool) -> None:
 def test_forward_of_values_of_another_width(head_dim: int, head_dim_v: int, flags: dict[str, Any]) -> None:
     """The tiles that were measured with equal widths would lose the queries of 128 columns beside 64."""
     q, k, v = (torch.zeros(1, 4, 4096, dim, dtype=BF16) for dim in (head_dim, head_dim, head_dim_v))
-    built = build(calls_with("dense", Operands(q, k, v), "h200", **flags)[0], "h200")
-    assert (built.name, built.spilled, built.serialised) == ("forward_kernel", 0, False)
-    assert lost_queries(built.sass) == []
+    dense = calls_with("dense", Operands(q, k, v), "h200", **flags)[0]
+    for call in (dense, packed_calls("h200", head_dim, 4096, head_dim_v, **flags)[1]):
+        built = build(call, "h200")
+        assert (built.name, built.spilled, built.serialised) == ("forward_kernel", 0, False)
+        assert lost_queries(built.sass) == []
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

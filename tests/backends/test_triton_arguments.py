@@ -12,13 +12,15 @@ from tilewise.problem import AttentionProblem
 
 pytest.importorskip("triton", minversion="3.6")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
-key_rows = pytest.importorskip("tilewise.backends.triton.arguments").key_rows
+arguments = pytest.importorskip("tilewise.backends.triton.arguments")
+boxes = pytest.importorskip("tilewise.backends.triton.boxes")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
 planning = pytest.importorskip("tilewise.backends.triton.planning")
 View = pytest.importorskip("tilewise.backends.gpu.launching").View
 Multiple = pytest.importorskip("tilewise.backends.gpu.symbols").Multiple
 
 BF16 = torch.bfloat16
+key_rows = arguments.key_rows
 
 
 def problem_with(**changes: Any) -> AttentionProblem:
@@ -49,3 +51,32 @@ def test_an_experiment_leaves_no_splits_behind() -> None:
         tried = planning.plan_for(problem, h200, packed_q=False).num_splits
     kept = planning.plan_for(problem, h200, packed_q=False).num_splits
     assert (tried, kept) == (8, 16)
+
+
+@pytest.mark.parametrize("strides", [(512, 128, 1), (128, 128 * 4000, 1), (3 * 512, 128, 1)])
+def test_boxes_of_packed_rows_end_with_a_sequence(strides: tuple[int, int, int]) -> None:
+    """Coordinates of a sequence's rows lead to their addresses, modulo 2^64 as hardware counts, and past its end there
+    is nothing.
+    """
+    problem, total, apart = problem_with(kind="varlen", num_kv_heads=4), 4000, int(boxes.ROWS_APART)
+    rows = key_rows(problem, "k", View(strides, BF16, aligned=True))
+    box = arguments.packed_box_of(rows, 4, total, 64, 128)
+    assert box is not None
+    assert box.block == (1, 1, 1, 64, 128)
+    # What the driver asks of a tensor map: sizes of 32 bits, strides below 2^40 bytes and multiples of 16.
+    assert max(box.shape) < 2**32
+    assert all(0 < 2 * stride < 2**40 and 2 * stride % 16 == 0 for stride in box.strides[:-1])
+    for start, length, head, row in ((0, 4000, 0, 0), (0, 1, 3, 0), (3999, 1, 1, 0), (17, 333, 2, 300), (5, 0, 0, 0)):
+        place = (apart, start + length, head, apart - length + row, 0)
+        inside = [0 <= at < size for at, size in zip(place, box.shape, strict=True)]
+        assert inside == [True, True, True, row < length, True]
+        offset = sum(2 * at * stride for at, stride in zip(place, box.strides, strict=True))
+        assert offset % 2**64 == 2 * ((start + row) * strides[0] + head * strides[1])
+
+
+def test_packed_rows_that_boxes_cannot_count() -> None:
+    problem = problem_with(kind="varlen")
+    rows = key_rows(problem, "k", View((512, 128, 1), BF16, aligned=True))
+    assert arguments.packed_box_of(rows, 4, int(boxes.ROWS_APART), 64, 128) is None
+    apart = key_rows(problem, "k", View((512, 128, 1), BF16, aligned=False))
+    assert arguments.packed_box_of(apart, 4, 100, 64, 128) is None

@@ -197,11 +197,17 @@ def test_joined_loops(flags: dict[str, Any], descriptors: bool, monkeypatch: pyt
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
-@pytest.mark.parametrize("causal", [False, True])
-def test_boxes(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles by descriptors: ragged ends, both layouts, and packed sequences whose neighbour holds NaN."""
+@pytest.mark.parametrize(
+    ("causal", "joined", "most_programs"),
+    [(False, False, 65535), (True, False, 0), (False, True, 0), (True, True, 65535)],
+)
+def test_boxes(causal: bool, joined: bool, most_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles by descriptors, in two loops and in one: ragged ends, both layouts, and packed sequences whose neighbours
+    hold NaN, by a grid of (head, place, wave) and where that is too long by one row of programs.
+    """
     torch.manual_seed(0)
     passes = importlib.import_module("tilewise.backends.triton.passes")
+    monkeypatch.setattr(passes, "MAX_GRID_SIDE", most_programs)
     plain: Any = passes.box_descriptors
     made: list[dict[str, Any]] = []
 
@@ -213,12 +219,15 @@ def test_boxes(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(2, 4, 37, 16), torch.randn(2, 2, 53, 16), torch.randn(2, 2, 53, 16)
     starts = torch.tensor([0, 5, 5, 38, 55], dtype=torch.int32)
     row_q, row_k, row_v = (torch.randn(58, 4, 16) for _ in range(3))
-    bad_k, bad_v = (torch.where(torch.arange(58)[:, None, None] >= 38, torch.nan, x) for x in (row_k, row_v))
-    with configs.overridden({"forward": configs.Config(16, 16, 4, 1, boxes=True, hold_queries=True)}):
+    bad_q, bad_k, bad_v = (
+        torch.where(torch.arange(58)[:, None, None] >= 38, torch.nan, x) for x in (row_q, row_k, row_v)
+    )
+    tile = configs.Config(16, 16, 4, 1, boxes=True, hold_queries=True, joined=joined, heads_per_wave=3)
+    with configs.overridden({"forward": tile}):
         out = tilewise.attention(q, k, v, causal=causal, backend="triton")
         q2, k2, v2 = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         other = tilewise.attention(q2, k2, v2, causal=causal, layout="bshd", backend="triton")
-        packed = tilewise.attention_varlen(row_q, bad_k, bad_v, starts, starts, causal=causal, backend="triton")
+        packed = tilewise.attention_varlen(bad_q, bad_k, bad_v, starts, starts, causal=causal, backend="triton")
     want = tilewise.attention(q.double(), k.double(), v.double(), causal=causal, backend="reference")
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-6)
     assert torch.equal(other.transpose(1, 2), out)

@@ -187,16 +187,23 @@ def list_blocks_kernel(
 
 
 @triton.jit
-def listed_item(work, num_blocks, num_heads, heads_per_wave):
+def listed_item(work, num_blocks, num_heads, heads_per_wave, DIRECT: tl.constexpr = False):
     """(block, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k) of this program: there is one for each head and
     each of the `num_blocks` that the list has room for. Past its end there are no rows.
+
+    DIRECT: program ids are (head of its wave, place in the list, wave), without a division.
     """
-    pid = tl.program_id(0)
-    wave_programs = heads_per_wave * num_blocks
-    first_head = pid // wave_programs * heads_per_wave
-    wave_heads = tl.minimum(heads_per_wave, num_heads - first_head)
-    rank = pid % wave_programs
-    place = rank // wave_heads
+    if DIRECT:
+        head = tl.program_id(2) * heads_per_wave + tl.program_id(0)
+        place = tl.program_id(1)
+    else:
+        pid = tl.program_id(0)
+        wave_programs = heads_per_wave * num_blocks
+        first_head = pid // wave_programs * heads_per_wave
+        wave_heads = tl.minimum(heads_per_wave, num_heads - first_head)
+        rank = pid % wave_programs
+        place = rank // wave_heads
+        head = first_head + rank % wave_heads
     entry = work + (1 + place) * ENTRY_WORDS
     # All loads at once: what was not written is read, but not used.
     count = tl.load(work)
@@ -207,10 +214,12 @@ def listed_item(work, num_blocks, num_heads, heads_per_wave):
     k_start = tl.load(entry + 6)
     seqlen_k = tl.load(entry + 7)
     exists = place < count
+    if DIRECT:  # waves may have room for more heads than there are
+        exists = exists & (head < num_heads)
     block = tl.where(exists, block, 0)
     batch_idx = tl.where(exists, batch_idx, 0)
     q_start = tl.where(exists, q_start, 0)
     seqlen_q = tl.where(exists, seqlen_q, 0)
     k_start = tl.where(exists, k_start, 0)
     seqlen_k = tl.where(exists, seqlen_k, 0)
-    return block, first_head + rank % wave_heads, batch_idx, q_start, seqlen_q, k_start, seqlen_k
+    return block, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k

@@ -13,6 +13,7 @@ import torch
 
 from tilewise.backends.gpu.launching import Allocation, View
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, Fixed, Multiple, Tile
+from tilewise.backends.triton.boxes import ROWS_APART
 from tilewise.backends.triton.configs import Config
 from tilewise.backends.triton.planning import Plan
 from tilewise.backends.triton.traits import Box, Grid4, Lengths, Rows
@@ -155,23 +156,25 @@ def key_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> di
 
 
 def box_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Descriptors of q, K and V as (batch, heads, rows, columns), or None for all: then every tile comes by TMA, what
-    is past the end of a tensor's rows as zeros. Out is stored so where no other sequence follows.
+    """Descriptors of q, K, V and out as boxes.py says, or None for all: then every tile comes and goes by TMA, what
+    is past the end of a sequence as zeros.
     """
     problem, packed = plan.problem, plan.traits.PACKED_Q
     if not config.boxes or problem.kind == "paged" or problem.fp8 or not plan.is_unpadded:
         return dict.fromkeys(("q_desc", "k_desc", "v_desc", "out_desc"))
-    batch = 1 if packed else problem.batch
-    rows_q, rows_k = (problem.total_q, problem.total_k) if packed else (problem.seqlen_q, problem.seqlen_k)
-    found = {
-        "q_desc": box_of(arguments["q"], batch, problem.num_heads, rows_q, config.block_m, problem.head_dim),
-        "k_desc": box_of(arguments["k"], batch, problem.num_kv_heads, rows_k, config.block_n, problem.head_dim),
-        "v_desc": box_of(arguments["v"], batch, problem.num_kv_heads, rows_k, config.block_n, problem.head_dim_v),
-        "out_desc": box_of(arguments["out"], batch, problem.num_heads, rows_q, config.block_m, problem.head_dim_v),
-    }
-    if None in found.values():
-        return dict.fromkeys(found)
-    return found | {"out_desc": None} if packed else found
+    queries, keys = (problem.num_heads, config.block_m), (problem.num_kv_heads, config.block_n)
+    dims = {"q": problem.head_dim, "k": problem.head_dim, "v": problem.head_dim_v, "out": problem.head_dim_v}
+    found: dict[str, Tile | None] = {}
+    for name, dim in dims.items():
+        of_keys = name in ("k", "v")
+        heads, block = keys if of_keys else queries
+        if packed:
+            total = problem.total_k if of_keys else problem.total_q
+            found[f"{name}_desc"] = packed_box_of(arguments[name], heads, total, block, dim)
+        else:
+            length = problem.seqlen_k if of_keys else problem.seqlen_q
+            found[f"{name}_desc"] = box_of(arguments[name], problem.batch, heads, length, block, dim)
+    return dict.fromkeys(found) if None in found.values() else found
 
 
 def box_of(rows: Rows, batch: int, heads: int, num_rows: int, block: int, dim: int) -> Tile | None:
@@ -184,6 +187,17 @@ def box_of(rows: Rows, batch: int, heads: int, num_rows: int, block: int, dim: i
     if any(stride <= 0 for stride in strides):
         return None
     return Tile(rows.ptr, (batch, heads, num_rows, dim), (*strides, 1), (1, 1, block, dim))
+
+
+def packed_box_of(rows: Rows, heads: int, num_rows: int, block: int, dim: int) -> Tile | None:
+    """Packed rows as (ROWS_APART, ends, heads, rows, columns), see boxes.py, if TMA can address them so."""
+    apart = int(ROWS_APART)
+    box = box_of(rows, 1, heads, num_rows, block, dim)
+    if box is None or num_rows >= apart:
+        return None
+    head, row = box.strides[1:3]
+    strides = (2**64 // apart - row, row, head, row, 1)
+    return Tile(rows.ptr, (apart + 1, num_rows + 1, heads, apart, dim), strides, (1, *box.block))
 
 
 def query_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:

@@ -55,11 +55,10 @@ def _kinds(problem: AttentionProblem) -> tuple[Kind, ...]:
     one_tile = min(problem.seqlen_q, problem.seqlen_k) > least and problem.seqlen_k <= most and not problem.has_sinks
     asked: tuple[tuple[Kind, bool], ...] = (
         ("one tile", dense and one_tile),
-        ("few banded", dense and few and right is not None),
-        ("few dense", dense and few),
+        ("few banded", few and right is not None),
         ("few", few),
-        ("window", dense and not few and left is not None),
-        ("dense", dense and not few),
+        ("window", not few and left is not None),
+        ("many", not few),
     )
     return tuple(kind for kind, on in asked if on)
 

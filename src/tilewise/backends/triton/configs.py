@@ -103,13 +103,14 @@ _HOPPER: dict[Pass, Table] = {
     },
 }
 
-# Kinds of problems with plain scores and no padding that have forward tiles of their own, in us of 16384 tokens. Few
-# keys: at N = 128 / 256 / 512, full and causal; there starting a program and waiting for memory take as long as the
-# products, and three or four programs a multiprocessor hide it.
+# Kinds of problems with plain scores and no padding that have forward tiles of their own, in us of 16384 tokens, dense.
+# Few keys: at N = 128 / 256 / 512, full and causal; there starting a program and waiting for memory take as long as the
+# products, and three or four programs a multiprocessor hide it. Packed, in another run: sequences of 128 / 512, and a
+# mix of 16 sequences of 7 to 4096 tokens.
 SHORT_KEYS = 512
 # More than the first and at most the second number of keys are one tile, and a program walks over heads (one_tile.py).
 ONE_TILE_KEYS = (64, 128)
-Kind = Literal["one tile", "few banded", "few dense", "few", "window", "dense"]
+Kind = Literal["one tile", "few banded", "few", "window", "many"]
 _HOPPER_PLAIN: dict[Kind, Table] = {
     "one tile": {
         # N = 128: 73, 77 (forward_kernel: 82, 89; three stages, one program 92, 82)
@@ -118,30 +119,31 @@ _HOPPER_PLAIN: dict[Kind, Table] = {
     # One loop under a mask waits for memory once.
     "few banded": {
         # 78 93 138 (a barrier each for K and V at 256 and 512 97 144, 64x64 in two loops 89 103 136)
+        # packed: 95 146 (64x64 in two loops 103 150)
         64: Config(64, 32, 4, 4, boxes=True, joined=True, paired=True, heads_per_wave=1),
-    },
-    "few dense": {
-        # 84 113 178, 75 89 120 (two loops 84 114 179, 78 94 125; and 64 heads side by side 86 113 180, 80 94 128)
-        128: Config(64, 32, 4, 3, boxes=True, hold_queries=True, joined=True, max_registers=168, heads_per_wave=1),
     },
     "few": {
         # 83 109 176, 89 103 136 (64 heads side by side: 88 116 191, 93 108 149; without `boxes` and `hold_queries`
         # 102 133 201, 108 123 163)
         64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128, heads_per_wave=1),
-        # 86 113 180, 80 94 128 (64x64: 92 120 179, 93 114 139; as it was: 93 124 195, 95 123 152)
-        128: Config(64, 32, 4, 3, boxes=True, hold_queries=True, max_registers=168),
+        # 84 113 178, 75 89 120 (two loops 84 114 179, 78 94 125; and 64 heads side by side 86 113 180, 80 94 128)
+        # packed, causal: 87 129 (two loops 95 142, 4 stages 89 128, 64x64 at 512 138), full at 512 170 (172)
+        128: Config(64, 32, 4, 3, boxes=True, hold_queries=True, joined=True, max_registers=168, heads_per_wave=1),
     },
     # 1024 keys of N = 16384
     "window": {
         # 376 (4 heads at a time 384; by descriptors 4 heads 422, as many as fit L2 420)
         64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128, heads_per_wave=8),
         # 335 (8 heads 338; K and V with one barrier 341; two loops, as many heads as fit L2 375)
+        # packed, all heads: 330 (two loops 381, 4 heads 329)
         128: Config(64, 64, 4, 3, boxes=True, hold_queries=True, joined=True, heads_per_wave=4),
     },
-    "dense": {
+    "many": {
         # N = 4096 full, causal, N = 16384 causal: 1329, 640, 2497 (by descriptors 1414, 692, 2622)
+        # mix, causal and full: 401, 747 (by descriptors 451, 809; 4 stages 448, one loop 437, 64x32 in one loop 468)
         64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128),
         # the same: 1025, 529, 2082 (two loops 1058, 551, 2202; K and V with one barrier 2293)
+        # mix: 357, 663 (two loops 389, 673; K and V with one barrier 377, 64x32 384, 712)
         128: Config(64, 64, 4, 3, boxes=True, hold_queries=True, joined=True),
     },
 }

@@ -57,7 +57,7 @@ from tilewise.backends.triton.quantised import (
 
 @triton.jit
 def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """q.k of a tile of keys; a source whose column is None is a descriptor of four dimensions and a place in it."""
+    """q.k of a tile of keys; a source whose column is None is a descriptor of boxes and a place in it."""
     if T.FP8:
         return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     elif k_source[5] is None:
@@ -79,9 +79,6 @@ def add_values(
         acc = acc * alpha[:, None]
         if v_source[5] is None:
             v_tile = load_box(v_source[3], v_source[4], first, BLOCK_N, T.HEAD_DIM_V)
-            # Rows past the end of a packed sequence are the next one's, and 0 times what they hold may be NaN.
-            if EDGE and T.PACKED_K:
-                v_tile = tl.where((first + tl.arange(0, BLOCK_N))[:, None] < seqlen_k, v_tile, 0.0)
         else:
             v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
         return dot_add(p.to(v_tile.dtype), v_tile, acc, T)
@@ -148,7 +145,7 @@ def attend_joined(
     end,
     BLOCK_N: tl.constexpr, PAIRED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """`attend` over all keys begin..end in one loop, for plain scores of dense rows that come in boxes: a branch masks
+    """`attend` over all keys begin..end in one loop, for plain scores of rows that come in boxes: a branch masks
     the tiles that are not between full_begin and full_end. PAIRED: K and V of a tile share a barrier.
 
     A second loop would wait for memory once more.
@@ -245,7 +242,7 @@ def forward_kernel(
     if work is not None:
         num_blocks = sizes.total_q // BLOCK_M + sizes.batch
         block, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k = listed_item(
-            work, num_blocks, sizes.num_heads, sizes.heads_per_wave
+            work, num_blocks, sizes.num_heads, sizes.heads_per_wave, DIRECT
         )
     else:
         num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
@@ -286,9 +283,9 @@ def forward_kernel(
     else:
         k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    query_place = box_place(batch_idx, head, q_start, T.PACKED_Q)
+    query_place = box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q)
     if q_desc is not None:
-        key_place = box_place(batch_idx, kv_head, k_start, T.PACKED_K)
+        key_place = box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
         k_source = (k, k_base, table, k_desc, key_place, None, 0)
         v_source = (v, v_base, table, v_desc, key_place, None, 0)
     else:

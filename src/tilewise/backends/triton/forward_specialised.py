@@ -85,7 +85,7 @@ def specialised_forward_kernel(
         if T.HAS_RIGHT:
             m_first = (num_blocks - 1) * BLOCK_M - m_first  # the longest first
         head, batch_idx = item // num_blocks % sizes.num_heads, item // num_blocks // sizes.num_heads
-        key_place = box_place(batch_idx, head // T.GROUP_SIZE, 0, False)
+        key_place = box_place(batch_idx, head // T.GROUP_SIZE, 0, seqlen_k, False)
         m_idx = m_first + tl.arange(0, BLOCK_M)
         row, col = box_origin(q_desc, q_box, batch_idx, head, 0, False)
         q_tile = q_desc.load([row + m_first + zero, col])
