@@ -69,6 +69,7 @@ def backward_choices(problem: AttentionProblem) -> Choices:
         "tile": f"{config.BLOCK_M} queries, {config.D}+{config.D_REST}, {config.DV}+{config.DV_REST}",
         "beside": " ".join(name for name in beside if getattr(config, name)) or "nothing",
         "descriptors": " ".join(name for name in anew if getattr(config, name)) or "kept",
+        "last waves": f"{config.ENDING} as one",
         "order": "fixed" if config.FIXED_POINT else "any",
         "key tiles": "whole" if config.EVEN_K else "cut",
         "rows": problem.kind,

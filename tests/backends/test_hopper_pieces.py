@@ -33,6 +33,7 @@ def cut(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iter
     """Whatever is to be gained, and pieces of any length."""
     prepared = emulated("launch_backward").backward_pass
     monkeypatch.setattr(emulated("configs"), "prepares_ahead", lambda _: False)
+    monkeypatch.setattr(emulated("backward_plan"), "cuts_last_round", lambda _: True)
     monkeypatch.setattr(emulated("backward_plan"), "PIECES_GAIN", 1)
     monkeypatch.setattr(emulated("backward_plan"), "PIECE_TILES", 1)
     prepared.cache_clear()

@@ -310,28 +310,32 @@ def prepare_rows_kernel(
 def finish_queries_kernel(
     dq_acc_ptr, units_ptr, dq_ptr, cu_seqlens, scale, dq_strides, num_heads, seqlen_q, batch, num_items,
     first_item, ring_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One 64 x 64 block of dQ: scaled, rounded, in rows again. Programs: blocks of the row tiles x items.
+    """A query tile of dQ: scaled, rounded, in rows again. Programs: row tiles x items, in the order of memory.
 
+    That order and whole tiles, instead of the heads' blocks by turns: D=64, N=1024 56.2 -> 52.6 us, cold and alone;
+    D=128, N=16384 54.1 -> 52.8.
     The items begin with first_item; their sums lie in a ring of ring_items (finishing.py), or of all.
     """
-    item = first_item + tl.program_id(0) % num_items
-    block = tl.program_id(0) // num_items
-    part = block % DQ_BLOCKS
+    row_tiles = tl.num_programs(0) // num_items
+    item = first_item + tl.program_id(0) // row_tiles
+    row_tile = tl.program_id(0) % row_tiles
     _, batch_idx, first, length, m_block = tile_of(
-        item, block // DQ_BLOCKS, cu_seqlens, num_heads, seqlen_q, batch, BLOCK_M, PACKED
+        item, row_tile, cu_seqlens, num_heads, seqlen_q, batch, BLOCK_M, PACKED
     )
     head = (item % num_heads).to(tl.int64)
-    place = (item % ring_items).to(tl.int64) * (tl.num_programs(0) // num_items) + block
-    at = place * 4096
-    x = tl.load(dq_acc_ptr + at + tl.arange(0, 4096)) * scale
-    x = tl.reshape(tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5)), [64, 64])
-    row_in_tile = part * 64 // BLOCK_D * 64 + tl.arange(0, 64)
+    place = (item % ring_items).to(tl.int64) * row_tiles + row_tile
+    x = tl.load(dq_acc_ptr + place * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)) * scale
+    x = tl.reshape(x, [BLOCK_M * BLOCK_D // 4096, 8, 4, 8, 4, 2, 2])
+    # The two blocks are rows of one another at 64 columns, else columns.
+    x = tl.permute(x, (0, 2, 5, 3, 1, 4, 6) if BLOCK_D == 64 else (2, 5, 3, 0, 1, 4, 6))
+    x = tl.reshape(x, [BLOCK_M, BLOCK_D])
+    row_in_tile = tl.arange(0, BLOCK_M)
     if units_ptr is not None:
-        x = x / tl.load(units_ptr + place // DQ_BLOCKS * BLOCK_M + row_in_tile)[:, None]
+        x = x / tl.load(units_ptr + place * BLOCK_M + row_in_tile)[:, None]
     rows = m_block * BLOCK_M + row_in_tile
-    cols = part * 64 % BLOCK_D + tl.arange(0, 64)
+    cols = tl.arange(0, BLOCK_D)
     base = dq_ptr + (batch_idx * dq_strides[0] + head * dq_strides[1]) * UNIT
     memory_rows = (first + rows).to(tl.int64)
     target = base + memory_rows[:, None] * (dq_strides[2] * UNIT) + cols[None, :]

@@ -211,9 +211,11 @@ LISTED_KEYS = 1024
 # ones were not timed.
 FINISHED_SEQLEN_K = 16384
 # At D=128, under a causal mask, with heads prepared beside: how many of the last waves are one, so that light tiles of
-# all their heads come last. N=1024, 1/2/3/4: 486.1/483.7/488.9/486.4 us, SMs busy 95.8/98.2/97.6/98.8 % by count; a
-# larger wave also has a longer front. At D=64 two take 531.7 us instead of 521.6.
+# all their heads come last. N=1024, 1/2/3/4: 486.1/483.7/488.9/486.4 us, SMs busy 95.8/98.2/97.6/98.8 % by count; but a
+# larger wave has a longer front, and with 2, N = 512/2048/4096 take 1.008/1.007/1.006 of the time, D=64 at 1024 1.021.
+# So only for so many keys, and tiles in all: there SMs are 2 % more busy by count.
 ENDING_WAVES = 2
+ENDING_SEQLEN_K, ENDING_TILES = (1024, 1280), 2560
 # The longest dense sequences whose backward at D=64, under a causal mask, is faster with descriptors made anew.
 ANEW_SEQLEN_K = 1024
 # Tiles of 64 rows and 64 columns of 16 bits (8 KiB) in the shared memory of a CTA that computes dQ alone.
@@ -247,7 +249,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         or prepares_listed(problem)
         or (prepares_ahead(problem) and not problem.deterministic),
         FINISHES=finishes_inside(problem),
-        ENDING=ENDING_WAVES if d == 128 and has_right(problem) and prepares_ahead(problem) else 1,
+        ENDING=ENDING_WAVES if d == 128 and ends_together(problem) else 1,
         EVEN_K=not packed and problem.seqlen_k % block_n == 0,
         HAS_RIGHT=has_right(problem),
         IS_CAUSAL=has_right(problem) and problem.band[1] == 0,
@@ -311,12 +313,22 @@ def finishes_inside(problem: AttentionProblem) -> bool:
     return _is_plain(problem) and has_right(problem) and long and not narrow and not problem.deterministic
 
 
+def ends_together(problem: AttentionProblem) -> bool:
+    """Whether the last waves of heads are one, where heads are prepared beside the main kernel: see ENDING_WAVES."""
+    first, last = ENDING_SEQLEN_K
+    few = problem.batch * problem.num_kv_heads * problem.seqlen_k // 128 <= ENDING_TILES
+    square = problem.seqlen_q == problem.seqlen_k and first <= problem.seqlen_k <= last
+    return square and few and has_right(problem) and prepares_ahead(problem)
+
+
 def cuts_last_round(problem: AttentionProblem) -> bool:
     """Whether the last round of tiles may be cut in pieces (backward_pieces.py), if the plan finds that it pays.
 
-    TFLOP/s without a mask, N = 4096/16384: D=128 566/598 -> 574/611; D=64 at 16384 544 -> 558.
+    TFLOP/s without a mask, N = 4096/16384: D=128 566/598 -> 574/611, again 553/592 -> 560/610; D=64 at 16384
+    544 -> 558. Sums in fixed point were judged right, too, but not timed.
     """
-    return _is_plain(problem) and not has_right(problem) and not prepares_ahead(problem)
+    plain = _is_plain(problem) and not has_right(problem) and not problem.deterministic
+    return plain and not prepares_ahead(problem)
 
 
 def _is_plain(problem: AttentionProblem) -> bool:

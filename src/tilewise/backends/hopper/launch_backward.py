@@ -425,11 +425,9 @@ def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "BLOCK_M": config.BLOCK_M,
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": plan.sums_width,
-        "DQ_BLOCKS": dq_blocks(config),
         "PACKED": config.IS_VARLEN,
     }
-    blocks = plan.key_sizes.row_tiles * dq_blocks(config)
-    return KernelCall(finish_queries_kernel, (items * blocks, 1, 1), arguments)
+    return KernelCall(finish_queries_kernel, (items * plan.key_sizes.row_tiles, 1, 1), arguments)
 
 
 def _query_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
