@@ -1,0 +1,76 @@
+"""The benchmark times fairly: rounds, turns, and who drops out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from tilewise.bench.timing import Clock, CudaClock, Entrant, race, summarise, turns
+
+
+class FakeClock(Clock):
+    """A batch returns the seconds it would take."""
+
+    sample_seconds = 1.0
+
+    def __call__(self, batch: Callable[[], object], lead_in: Callable[[], object]) -> float:  # noqa: ARG002
+        seconds = batch()
+        assert isinstance(seconds, float)
+        return seconds
+
+
+def test_rounds_are_interleaved_and_slow_entrants_sampled_less() -> None:
+    order: list[str] = []
+
+    def entrant(name: str, seconds: float) -> Entrant:
+        def repeat(calls: int) -> Callable[[], float]:
+            def batch() -> float:
+                order.append(name)
+                return seconds * calls
+
+            return batch
+
+        return Entrant(name, repeat)
+
+    fast, other, slow = entrant("fast", 0.25), entrant("other", 0.5), entrant("slow", 30.0)
+    race([fast, other, slow], FakeClock(), seconds=60.0)
+    assert (fast.calls, other.calls, slow.calls) == (4, 2, 1)
+    assert len(fast.samples) == len(other.samples) == 5
+    assert len(slow.samples) == 2
+    assert summarise(fast).median == 0.25
+    timed = order[order.index("slow") + 2 :]
+    # Every round has another order; the slow one sits out every round but the first and the fourth.
+    rounds = [["fast", "other", "slow"], ["other", "fast"], ["fast", "other"], ["slow", "other", "fast"]]
+    assert timed == [name for names in rounds for name in names] + ["fast", "other"]
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_nobody_follows_the_same_one_every_time(count: int) -> None:
+    """FA2's slow kernel, for one, leaves a cool chip to whoever comes after it."""
+    rounds = count if count % 2 == 0 else 2 * count
+    orders = [turns(count, index) for index in range(rounds)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert {sum(order[0] == who for order in orders) for who in range(count)} == {rounds // count}
+    pairs = [pair for order in orders for pair in itertools.pairwise(order)]
+    found = {pairs.count((before, after)) for before in range(count) for after in range(count) if before != after}
+    assert found == ({rounds // count} if count > 1 else set())
+
+
+def test_long_cases_have_rounds_enough_on_a_gpu() -> None:
+    assert CudaClock.least_rounds >= 10
+    assert CudaClock.least_rounds % 2 == 0
+
+
+def test_an_entrant_that_fails_drops_out() -> None:
+    def broken(calls: int) -> Callable[[], float]:
+        if calls > 1:
+            raise ValueError("no batches")
+        return lambda: 0.1
+
+    bad, good = Entrant("bad", broken), Entrant("good", lambda calls: lambda: 0.1 * calls)
+    race([bad, good], FakeClock(), seconds=100.0)
+    assert bad.failure == "ValueError: no batches"
+    assert good.failure is None
+    assert len(good.samples) >= 5
