@@ -109,8 +109,10 @@ def test_twenty_lengths_compile_each_triton_kernel_once(h200: FakeCuda, compiled
     short = [length for length in LENGTHS if length <= SHORT_KEYS]
     for length in short:
         train(TRITON, operands_of(length), causal=True)
+    # The backward of up to 64 rows, and of more, up to 512.
     assert sorted(compiled.names) == [
         "forward_kernel", "key_gradient_kernel", "one_tile_kernel", "query_gradient_kernel", "row_stats_kernel",
+        "short_key_gradient_kernel", "short_query_gradient_kernel",
     ]  # fmt: skip
     before = len(compiled.names)
     for length in (513, 528, 1000, 1024):  # few keys have a tile of their own in the forward
@@ -154,11 +156,16 @@ def test_hopper_decoding_compiles_once_for_all_lengths_and_batches(h200: FakeCud
     assert compiled.names == ["decode_kernel"]
 
 
-@pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])
+# Forward; statistics, dK and dV, dQ; the first of the backward and the last in one where sequences are short.
+@pytest.mark.parametrize(
+    ("gpu", "length", "launches"),
+    [(TRITON, 300, 3), (TRITON, 1000, 4), (HOPPER, 300, 4)],
+    ids=["triton_short", "triton", "hopper"],
+)
 def test_the_second_call_only_launches(
-    gpu: Any, h200: FakeCuda, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+    gpu: Any, length: int, launches: int, h200: FakeCuda, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(gpu, operands_of(300), causal=True)
+    train(gpu, operands_of(length), causal=True)
     before = len(compiled.names)
 
     def never(*_: Any) -> None:
@@ -167,9 +174,9 @@ def test_the_second_call_only_launches(
     monkeypatch.setattr(launching.Launches, "__init__", never)
     monkeypatch.setattr(compilation, "types_of", never)
     h200.expect()
-    train(gpu, operands_of(300), causal=True)
+    train(gpu, operands_of(length), causal=True)
     assert len(compiled.names) == before
-    assert h200.seen().launches == 4  # forward; statistics, dK and dV, dQ
+    assert h200.seen().launches == launches
 
 
 def shifted(tensor: Tensor, elements: int) -> Tensor:

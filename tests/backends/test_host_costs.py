@@ -109,7 +109,7 @@ def test_a_forward_call(gpu: str, layout: str, gpus: FakeCuda) -> None:
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_a_training_call(gpu: str, gpus: FakeCuda) -> None:
-    """out, lse; a workspace, dq, dk, dv; four kernels."""
+    """out, lse; a workspace, dq, dk, dv; four kernels, three of Triton's for short sequences."""
     q, k, v = rows(1, 4, 256, 64, grad=True)
     dout = torch.zeros(1, 4, 256, 64, dtype=BF16)
 
@@ -117,7 +117,7 @@ def test_a_training_call(gpu: str, gpus: FakeCuda) -> None:
         return torch.autograd.grad(tilewise.attention(q, k, v, causal=True, backend=gpu), (q, k, v), dout)
 
     cost = cost_of(run, gpus)
-    assert cost[:3] == ({}, 6, 4)
+    assert cost[:3] == ({}, 6, 3 if gpu == "triton" else 4)
     assert cost.frames <= TRAINING_FRAMES[gpu]
 
 
@@ -265,6 +265,8 @@ def test_gradients_that_lie_otherwise(gpus: FakeCuda) -> None:
             results, given = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
             found = torch.autograd.grad(results, (q, k, v), given, retain_graph=True)
             assert [g.shape for g in found] == [q.shape] * 3
-            assert gpus.seen().launches == 3
+            # Statistics, dK and dV, dQ; the first and the last in one where TMA can address short sequences.
+            joined = gpu == "triton" and dlse is None and dout.stride(1) > 0
+            assert gpus.seen().launches == (2 if joined else 3)
         (dk,) = torch.autograd.grad(out, k, dout)
         assert dk.shape == k.shape

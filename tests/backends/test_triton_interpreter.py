@@ -314,13 +314,21 @@ def test_few_keys_in_boxes(tile: Any, keys: int, flags: dict[str, Any], monkeypa
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning:triton")  # of its own
 @pytest.mark.parametrize(
-    ("flags", "lengths"),
-    [({}, (37, 29)), ({"causal": True}, (29, 48)), ({"causal": True}, (53, 20)), ({"window": (7, 3)}, (40, 40))],
-    ids=["full", "causal", "rows_without_keys", "window"],
+    ("flags", "lengths", "own"),
+    [
+        ({}, (37, 29), True),
+        ({"causal": True}, (29, 48), False),
+        ({"causal": True}, (53, 20), True),
+        ({"window": (7, 3)}, (40, 40), True),
+        ({}, (29, 37), False),
+    ],
+    ids=["full", "causal", "rows_without_keys", "window", "more_keys"],
 )
-def test_short_backward(flags: dict[str, Any], lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """dQ writes the statistics that dK and dV read, of ragged ends, shared heads and sinks, in both layouts; other
-    kernels run where it is not wanted or lse has a gradient.
+def test_short_backward(
+    flags: dict[str, Any], lengths: tuple[int, int], own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dQ writes the statistics that dK and dV read, of ragged ends, shared heads and sinks, in both layouts, what
+    programs own in boxes or by pointers; other kernels run where it is not wanted or lse has a gradient.
     """
     torch.manual_seed(0)
     calling = importlib.import_module("tilewise.backends.triton.launch")
@@ -339,8 +347,9 @@ def test_short_backward(flags: dict[str, Any], lengths: tuple[int, int], monkeyp
     wide = tuple(x.detach().double().requires_grad_() for x in (*leaves, sinks))
     reference = tilewise.attention(*wide[:3], sinks=wide[3], backend="reference", **flags)
     want = torch.autograd.grad(reference, wide, dout.double())
-    tile = configs.Config(16, 16, 4, 1, boxes=True, descriptors=True)
-    with configs.overridden({"dq": tile, "dkdv": tile}):
+    queries = configs.Config(32, 16, 4, 1, boxes=True, own_boxes=own, hold_queries=own)
+    keys = configs.Config(16, 32, 4, 1, boxes=True, own_boxes=own, hold_keys=own, descriptors=True)
+    with configs.overridden({"dq": queries, "dkdv": keys}):
         out = tilewise.attention(q, k, v, sinks=sinks, backend="triton", **flags)
         got = torch.autograd.grad(out, (*leaves, sinks), dout)
         out = tilewise.attention(q.detach(), k, v, sinks=sinks, backend="triton", **flags)

@@ -104,7 +104,7 @@ def test_every_row_of_the_tables_is_compiled(monkeypatch: pytest.MonkeyPatch) ->
         kernels |= {call.kernel.__name__ for call in calls_of(*place)}
     # Kernels of their own take these.
     apart = {id(row.config) for row in configs.SPECIALISED.values()}
-    apart |= {id(row) for rows in configs.SHORT_BACKWARD.values() for row in rows}
+    apart |= {id(row) for table in configs.SHORT_BACKWARD.values() for rows in table.values() for row in rows}
     unused = [where for where, row in rows_of_tables() if id(row) not in taken and id(row) not in apart]
     assert unused == []
     assert {"specialised_forward_kernel", "short_query_gradient_kernel", "short_key_gradient_kernel"} <= kernels
@@ -119,9 +119,9 @@ def test_rows_are_named() -> None:
     assert names["_HOPPER dkdv 128"] is configs._HOPPER["dkdv"][128]
     assert names["_EVERYWHERE decode 1 64"] is configs._EVERYWHERE["decode"][1][64]
     assert names["SPECIALISED 64"].specialised
-    assert names["SHORT_BACKWARD 128 keys"] is configs.SHORT_BACKWARD[128].keys
+    assert names["SHORT_BACKWARD full 128 keys"] is configs.SHORT_BACKWARD["full"][128].keys
     # Five tables of three passes, the kinds, the specialised ones, short backwards, e4m3, decode and dbias.
-    assert len(names) == 12 * 5 + 8 + 2 + 2 + 8 + 20
+    assert len(names) == 12 * 5 + 8 + 2 + 8 + 8 + 20
 
 
 @pytest.mark.parametrize("device", ["a100", pytest.param("h200", marks=pytest.mark.exhaustive)])

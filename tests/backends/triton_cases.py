@@ -62,7 +62,7 @@ CASES: dict[str, Case] = {
     "full": Case({}, H200),
     "many": Case(MANY, H200),
     "many causal": Case({**MANY, **CAUSAL, **GRADIENTS}, H200, (64, 128)),
-    "short": Case(GRADIENTS, H200, (128,)),
+    "short": Case(GRADIENTS, H200, (64, 128)),
     "window": Case({**MANY, **CAUSAL, **GRADIENTS, "window_left": 100}, H200, (64, 128), (128,)),
     "packed": Case({"kind": "varlen", **CAUSAL, **GRADIENTS}, H200, (64, 128, 256), (128,)),
     "packed many": Case({"kind": "varlen", **MANY, **CAUSAL}, H200, (64, 128)),

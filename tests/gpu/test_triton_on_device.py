@@ -179,6 +179,7 @@ def test_new_lengths_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     call(300)
     call(100)  # on Hopper keys that fit into one tile have a kernel of their own
+    call(1000)  # there short sequences have
     compiled: list[Any] = []
     plain = triton.compile
 

@@ -101,8 +101,9 @@ def short_backward_of(problem: AttentionProblem, device: DeviceSpec) -> ShortBac
         return ShortBackward(*asked) if len(asked) == len(tiles) else None
     lengths = sorted((problem.seqlen_q, problem.seqlen_k))
     short = lengths[0] > configs.SHORT_BACKWARD_ABOVE and lengths[1] <= configs.SHORT_KEYS
-    taken = short and device.has_wgmma and problem.dtype != torch.float32
-    return configs.SHORT_BACKWARD.get(problem.head_dim) if taken else None
+    if not (short and device.has_wgmma) or problem.dtype == torch.float32:
+        return None
+    return configs.SHORT_BACKWARD["full" if problem.band == (None, None) else "banded"].get(problem.head_dim)
 
 
 def _fills(problem: AttentionProblem, device: DeviceSpec, block_m: int) -> bool:

@@ -26,7 +26,8 @@ class Config:
     """How one kernel is tiled and compiled.
 
     `descriptors`: whole tiles of what is streamed are loaded by TMA where the tensors allow. `boxes`: in the forward
-    all tiles are; a backward has the kernels of short_backward.py. `hold_queries`: in registers, for 16 bits and sm_90.
+    all tiles are; a backward has the kernels of short_backward.py, `own_boxes` there: what a program owns, too.
+    `hold_queries`, `hold_keys` (of dK/dV there): in registers, for 16 bits and sm_90.
     `heads_per_wave`: None means as many as keep their rows in L2. `max_registers` a thread, so that as many programs
     fit a multiprocessor as shared memory allows. `joined`: tiles that a band masks share the pipelined loop of those
     that need no mask; in the forward with boxes, dense rows and plain scores. `paired`: there K and V of a tile share a
@@ -44,7 +45,9 @@ class Config:
     max_registers: int | None = None
     joined: bool = False
     boxes: bool = False
+    own_boxes: bool = False
     hold_queries: bool = False
+    hold_keys: bool = False
     one_tile: bool = False
     paired: bool = False
     specialised: bool = False
@@ -176,13 +179,27 @@ class ShortBackward(NamedTuple):
     keys: Config
 
 
-# More than the first and at most SHORT_KEYS queries and keys; other lengths were not measured.
-SHORT_BACKWARD_ABOVE = 128
-# In us of 16384 tokens at N = 256 / 512, full; causal, as CUDA graphs of the whole backward.
-SHORT_BACKWARD: dict[int, ShortBackward] = {
-    # 369 558, 308 399 (statistics, dK/dV and dQ apart: 392 584, 350 429; cuDNN 372 506, 339 400). In another chain dQ
-    # 128x64 on 8 warps 552 at 512 full.
-    128: ShortBackward(Config(64, 64, 4, 2, boxes=True), Config(64, 64, 4, 2, boxes=True, descriptors=True)),
+# More than the first and at most SHORT_KEYS queries and keys; other lengths were not judged.
+SHORT_BACKWARD_ABOVE = 64
+# 64x64 tiles of 2 stages, q and dout by pointers and in shared memory: 157 193 283 us where this takes 113 147 217
+# (N = 256 causal, full, 512 full).
+_SHORT_QUERIES = Config(64, 32, 4, 3, boxes=True, own_boxes=True, hold_queries=True)
+_SHORT_NARROW = ShortBackward(Config(64, 64, 4, 3, boxes=True), Config(64, 64, 4, 3, boxes=True, descriptors=True))
+# In us of 16384 tokens at N = 128 / 256 / 512, as CUDA graphs of the whole backward.
+SHORT_BACKWARD: dict[Literal["full", "banded"], dict[int, ShortBackward]] = {
+    "full": {
+        # 256 345 544 (statistics, dK/dV and dQ apart: 316 410 615; cuDNN 362 438 627)
+        64: _SHORT_NARROW,
+        # 234 325 515 (apart at 128: 304; cuDNN 328 384 533). dK/dV alone at 256 / 512 187 298, 64x64 199 308
+        128: ShortBackward(_SHORT_QUERIES, Config(32, 64, 4, 4, boxes=True, own_boxes=True, hold_keys=True)),
+    },
+    # Causal.
+    "banded": {
+        # 246 284 382 (apart: 315 359 467; cuDNN 378 411 512)
+        64: _SHORT_NARROW,
+        # 213 247 332 (apart at 128: 301; cuDNN 333 340 419). dK/dV alone at 256 / 512 142 190, 32x64 155 211
+        128: ShortBackward(_SHORT_QUERIES, Config(64, 64, 4, 2, boxes=True, own_boxes=True, descriptors=True)),
+    },
 }
 
 # This table and the next three were not measured on such devices or problems, nor were the rows of 512 anywhere: they
