@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -241,20 +240,6 @@ def test_what_is_compiled_offline_is_what_runs(gpu: Any, h200: FakeCuda, compile
         compilation.compile_call(call, devices.named("h200"), -1)
     assert compiled.names == before
     assert [call.kernel.__name__ for call in calls] == before
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(("length", "batch"), [(100, 1), (128, 40), (300, 1), (300, 40), (4096, 1), (4096, 5)])
-@pytest.mark.parametrize("device", ["h200", "a100"])
-def test_explain_names_the_tile_that_runs(dim: int, length: int, batch: int, device: str) -> None:
-    spec = devices.named(device)
-    offline = importlib.import_module("tilewise.backends.triton.offline")
-    for flags in ({}, {"causal": True}, {"window_left": 50}, {"softcap": 20.0}):
-        problem = replace(problem_of(operands_of(16, dim=dim), **flags)[0], batch=batch, num_heads=32, num_kv_heads=32)
-        problem = replace(problem, seqlen_q=length, seqlen_k=length, total_q=batch * length, total_k=batch * length)
-        (call,) = offline.calls_of(problem, spec)
-        shape = TRITON.tile_shape(problem, spec)
-        assert (shape.block_m, shape.block_n) == (call.arguments["BLOCK_M"], call.arguments["BLOCK_N"]), flags
 
 
 def launched_parameters(h200: FakeCuda, launches: Any, run: Callable[[], Any]) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tilewise import device as devices
+from tilewise.backends.triton import BACKEND
 from tilewise.problem import AttentionProblem
 
 pytest.importorskip("triton", minversion="3.6")
@@ -15,6 +17,8 @@ compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 arguments = pytest.importorskip("tilewise.backends.triton.arguments")
 boxes = pytest.importorskip("tilewise.backends.triton.boxes")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
+launch = pytest.importorskip("tilewise.backends.triton.launch")
+offline = pytest.importorskip("tilewise.backends.triton.offline")
 planning = pytest.importorskip("tilewise.backends.triton.planning")
 View = pytest.importorskip("tilewise.backends.gpu.launching").View
 Multiple = pytest.importorskip("tilewise.backends.gpu.symbols").Multiple
@@ -80,3 +84,29 @@ def test_packed_rows_that_boxes_cannot_count() -> None:
     assert arguments.packed_box_of(rows, 4, int(boxes.ROWS_APART), 64, 128) is None
     apart = key_rows(problem, "k", View((512, 128, 1), BF16, aligned=False))
     assert arguments.packed_box_of(apart, 4, 100, 64, 128) is None
+
+
+def test_strides_past_31_bits_are_64_bit_numbers() -> None:
+    numbers = (5, 2**31, Multiple(2**40, 16), 1.0)
+    assert [compilation.type_name(number) for number in numbers] == ["i32", "i64", "i64", "fp32"]
+
+
+@pytest.mark.parametrize("shape", [(), (5,)])
+def test_a_seed_from_the_host_is_filled_in(shape: tuple[int, ...]) -> None:
+    """All of its numbers, 64 bits each, without a copy that a graph could not capture."""
+    seed = torch.arange(5)[: 5 if shape else 1].reshape(shape) + 2**40
+    assert torch.equal(launch._filled(seed, torch.device("cpu")), seed)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("length", "batch"), [(100, 1), (128, 40), (300, 1), (300, 40), (4096, 1), (4096, 5)])
+@pytest.mark.parametrize("device", ["h200", "a100"])
+def test_explain_names_the_tile_that_runs(dim: int, length: int, batch: int, device: str) -> None:
+    spec, tokens = devices.named(device), batch * length
+    sizes = {"seqlen_q": length, "seqlen_k": length, "total_q": tokens, "total_k": tokens, "batch": batch}
+    problem = problem_with(kind="dense", head_dim=dim, head_dim_v=dim, num_heads=32, num_kv_heads=32, **sizes)
+    for flags in ({}, {"causal": True}, {"window_left": 50}, {"softcap": 20.0}):
+        asked = replace(problem, **flags)
+        (call,) = offline.calls_of(asked, spec)
+        shape = BACKEND.tile_shape(asked, spec)
+        assert (shape.block_m, shape.block_n) == (call.arguments["BLOCK_M"], call.arguments["BLOCK_N"]), flags
