@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from hopper_spills import hold
 from tilewise.problem import AttentionProblem
 
 pytestmark = pytest.mark.slow
@@ -25,14 +26,14 @@ FORWARD, BACKWARD, PIECES, QUERIES = "forward", "backward", "pieces", "query gra
 class Recorded(NamedTuple):
     """One configuration: its kernel, what makes the problem special, and what its machine code holds.
 
-    `hot_spills` counts local loads and stores in the innermost loops that multiply.
+    Spills in hot loops are in hopper_spills.py; `edge_spills` are those in the loops over tiles that are not whole.
     """
 
     kernel: str
     features: dict[str, Any]
     registers: int
     hgmma: int
-    hot_spills: int = 0
+    edge_spills: int = 0
     fast: bool = False
 
 
@@ -54,15 +55,12 @@ PAGED: dict[str, Any] = {"kind": "paged", "page_size": 64}
 CAPPED: dict[str, Any] = {"softcap": 30.0}
 FIXED: dict[str, Any] = {"deterministic": True}
 HALF: dict[str, Any] = {"dtype": torch.float16}
-# The forward's loops keep everything in registers but one address at D=256 with a mask (for a softmax that took causal
-# 1k/16k from 473/662 to 485/668 TFLOP/s). So do those of the wide backward's dK and dV. Up to 128 columns dK, dV, S^T
-# and dP^T take 192 of 240, and those of dQ at D=256 with S and dP as many; what spills are addresses.
+# Up to 128 columns dK, dV, S^T and dP^T of the backward take 192 of 240 registers, and those of dQ at D=256 with S and
+# dP as many. What spills are addresses.
 # Where heads are prepared beside the main kernel, its loops spill a few addresses more, and D=64 causal, N=1024, is 8 %
 # faster: 303 -> 328 TFLOP/s (with 7 spills instead of 13 and the statistics' 130 elsewhere it was 294 -> 314). With dQ
 # finished there as well, D=128 causal, N=8192, is 4 % faster: 501 -> 521.
-# Sums in fixed point are rounded by additions: D=128 causal spills 14 instead of 10, and N = 1024/4096/16384 went from
-# 315/483/540 to 314/484/552 TFLOP/s, D=64 causal from 273/436/455 to 279/430/500. In fp16 and under a softcap rows
-# that are not finite are marked on top of that (14 -> 26 and 6 -> 13), which costs 5 to 11 % and is right.
+# In fp16 and under a softcap sums in fixed point mark rows that are not finite, which costs 5 to 11 % and is right.
 ALONE: dict[str, Any] = {"num_kv_heads": 4, "seqlen_k": 1024}
 FINISHED: dict[str, Any] = {"num_kv_heads": 4, "seqlen_k": 8192}
 SHORT: dict[str, Any] = {"seqlen_q": 1024, "seqlen_k": 1024}
@@ -84,8 +82,8 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(FORWARD, {"d": 192}, 168, 80),
     Recorded(FORWARD, {"d": 192, **CAUSAL}, 168, 120),
     Recorded(FORWARD, {"d": 256}, 168, 80),
-    Recorded(FORWARD, {"d": 256, **CAUSAL}, 168, 120, hot_spills=2, fast=True),
-    Recorded(FORWARD, {"d": 256, **CAUSAL, **HALF}, 168, 120, hot_spills=2),
+    Recorded(FORWARD, {"d": 256, **CAUSAL}, 168, 120, edge_spills=1, fast=True),
+    Recorded(FORWARD, {"d": 256, **CAUSAL, **HALF}, 168, 120, edge_spills=1),
     Recorded(FORWARD, {"d": 256, "dv": 64, **CAUSAL}, 168, 120),
     Recorded(FORWARD, {"d": 256, **CAPPED}, 168, 80),
     Recorded(FORWARD, {"d": 64, "batch": 8, **CAUSAL, **PACKED}, 80, 32),
@@ -98,8 +96,8 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(FORWARD, {"d": 128, **WINDOW}, 168, 128),
     Recorded(FORWARD, {"d": 128, **CAUSAL, **CAPPED}, 168, 96),
     Recorded(FORWARD, {"d": 128, **CAUSAL, **PACKED}, 168, 96),
-    Recorded(FORWARD, {"d": 256, **WINDOW}, 168, 160, hot_spills=3),
-    Recorded(FORWARD, {"d": 256, **CAUSAL, **CAPPED}, 168, 120, hot_spills=2),
+    Recorded(FORWARD, {"d": 256, **WINDOW}, 168, 160, edge_spills=2),
+    Recorded(FORWARD, {"d": 256, **CAUSAL, **CAPPED}, 168, 120, edge_spills=1),
     Recorded(FORWARD, {"d": 256, **CAUSAL, **PACKED}, 168, 120),
     Recorded(FORWARD, {"d": 128, **CAUSAL, **CAPPED, **PACKED, "window_left": 100, "has_sinks": True}, 168, 128),
     Recorded(FORWARD, {"d": 128, **PACKED}, 168, 64, fast=True),
@@ -108,43 +106,44 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(FORWARD, {"d": 128, **PAGED, "page_size": 128, **CAUSAL}, 168, 96),
     Recorded(FORWARD, {"d": 192, **PAGED, **CAUSAL}, 168, 120),
     Recorded(FORWARD, {"d": 256, **PAGED, "page_size": 256, **CAUSAL}, 168, 120),
-    Recorded(BACKWARD, {"d": 64}, 168, 64, hot_spills=9),
-    Recorded(BACKWARD, {"d": 64, **CAUSAL}, 168, 128, hot_spills=4, fast=True),
-    Recorded(BACKWARD, {"d": 64, "seqlen_k": 4000, **CAUSAL}, 168, 128, hot_spills=1),
-    Recorded(BACKWARD, {"d": 64, **WINDOW}, 168, 192, hot_spills=152),
-    Recorded(BACKWARD, {"d": 64, **CAUSAL, **PACKED}, 168, 128, hot_spills=5),
-    Recorded(BACKWARD, {"d": 64, **CAUSAL, **PACKED, **ALONE}, 168, 128, hot_spills=4),
-    Recorded(BACKWARD, {"d": 64, **CAUSAL, **CAPPED}, 168, 128, hot_spills=97),
-    Recorded(BACKWARD, {"d": 64, **FIXED, **CAUSAL}, 168, 128, hot_spills=6),
-    Recorded(BACKWARD, {"d": 64, **ALONE}, 168, 64, hot_spills=6),
-    Recorded(BACKWARD, {"d": 64, **CAUSAL, **ALONE}, 168, 128, hot_spills=13, fast=True),
-    Recorded(BACKWARD, {"d": 64, **FIXED, **CAUSAL, **ALONE}, 168, 128, hot_spills=6),
-    Recorded(BACKWARD, {"d": 128, **ALONE}, 168, 64, hot_spills=2),
-    Recorded(BACKWARD, {"d": 128, **CAUSAL, **ALONE}, 168, 132, hot_spills=17),
-    Recorded(BACKWARD, {"d": 128, **CAUSAL, **ALONE, **SHORT}, 168, 132, hot_spills=17),
-    Recorded(BACKWARD, {"d": 128, **CAUSAL, **FINISHED}, 168, 132, hot_spills=29),
-    Recorded(BACKWARD, {"d": 128}, 168, 64, hot_spills=2, fast=True),
-    Recorded(BACKWARD, {"d": 128, **CAUSAL}, 168, 132, hot_spills=14),
-    Recorded(BACKWARD, {"d": 128, "seqlen_k": 4000, **CAUSAL}, 168, 132, hot_spills=24),
-    Recorded(BACKWARD, {"d": 128, **WINDOW}, 168, 196, hot_spills=64),
-    Recorded(BACKWARD, {"d": 128, **CAUSAL, **PACKED}, 168, 132, hot_spills=14),
-    Recorded(BACKWARD, {"d": 128, **CAUSAL, **PACKED, **ALONE}, 168, 132, hot_spills=11),
-    Recorded(BACKWARD, {"d": 128, **CAPPED}, 168, 64, hot_spills=16, fast=True),
-    Recorded(BACKWARD, {"d": 128, **CAUSAL, **CAPPED}, 168, 132, hot_spills=48),
-    Recorded(BACKWARD, {"d": 128, **FIXED}, 168, 64, hot_spills=3, fast=True),
-    Recorded(BACKWARD, {"d": 128, **FIXED, **CAUSAL}, 168, 132, hot_spills=14),
-    Recorded(BACKWARD, {"d": 128, **FIXED, **CAUSAL, **PACKED}, 168, 132, hot_spills=16),
-    Recorded(PIECES, {"d": 64, **CUT}, 168, 64, hot_spills=2),
+    Recorded(BACKWARD, {"d": 64}, 168, 64),
+    Recorded(BACKWARD, {"d": 64, **CAUSAL}, 168, 128, edge_spills=4, fast=True),
+    Recorded(BACKWARD, {"d": 64, "seqlen_k": 4000, **CAUSAL}, 168, 128, edge_spills=1),
+    Recorded(BACKWARD, {"d": 64, **WINDOW}, 168, 192, edge_spills=152),
+    Recorded(BACKWARD, {"d": 64, **CAUSAL, **PACKED}, 168, 128),
+    Recorded(BACKWARD, {"d": 64, **CAUSAL, **PACKED, **ALONE}, 168, 128, edge_spills=2),
+    Recorded(BACKWARD, {"d": 64, **CAUSAL, **CAPPED}, 168, 128, edge_spills=56),
+    Recorded(BACKWARD, {"d": 64, **FIXED, **CAUSAL}, 168, 128),
+    Recorded(BACKWARD, {"d": 64, **ALONE}, 168, 64),
+    Recorded(BACKWARD, {"d": 64, **CAUSAL, **ALONE}, 168, 128, edge_spills=2, fast=True),
+    Recorded(BACKWARD, {"d": 64, **CAUSAL, "num_kv_heads": 4}, 168, 128, edge_spills=3),
+    Recorded(BACKWARD, {"d": 64, **FIXED, **CAUSAL, **ALONE}, 168, 128),
+    Recorded(BACKWARD, {"d": 128, **ALONE}, 168, 64),
+    Recorded(BACKWARD, {"d": 128, **CAUSAL, **ALONE}, 168, 132),
+    Recorded(BACKWARD, {"d": 128, **CAUSAL, **ALONE, **SHORT}, 168, 132),
+    Recorded(BACKWARD, {"d": 128, **CAUSAL, **FINISHED}, 168, 132, edge_spills=3),
+    Recorded(BACKWARD, {"d": 128}, 168, 64, fast=True),
+    Recorded(BACKWARD, {"d": 128, **CAUSAL}, 168, 132),
+    Recorded(BACKWARD, {"d": 128, "seqlen_k": 4000, **CAUSAL}, 168, 132),
+    Recorded(BACKWARD, {"d": 128, **WINDOW}, 168, 196),
+    Recorded(BACKWARD, {"d": 128, **CAUSAL, **PACKED}, 168, 132),
+    Recorded(BACKWARD, {"d": 128, **CAUSAL, **PACKED, **ALONE}, 168, 132),
+    Recorded(BACKWARD, {"d": 128, **CAPPED}, 168, 64, fast=True),
+    Recorded(BACKWARD, {"d": 128, **CAUSAL, **CAPPED}, 168, 132),
+    Recorded(BACKWARD, {"d": 128, **FIXED}, 168, 64, fast=True),
+    Recorded(BACKWARD, {"d": 128, **FIXED, **CAUSAL}, 168, 132),
+    Recorded(BACKWARD, {"d": 128, **FIXED, **CAUSAL, **PACKED}, 168, 132),
+    Recorded(PIECES, {"d": 64, **CUT}, 168, 64),
     Recorded(PIECES, {"d": 128, **CUT}, 168, 64, fast=True),
     Recorded(PIECES, {"d": 128, **HALF, **CUT}, 168, 64),
-    Recorded(BACKWARD, {"d": 64, **FIXED, **CAUSAL, **ALONE, **HALF}, 168, 128, hot_spills=13),
-    Recorded(BACKWARD, {"d": 128, **FIXED, **CAUSAL, **HALF}, 168, 132, hot_spills=26),
-    Recorded(BACKWARD, {"d": 128, **FIXED, **CAUSAL, **CAPPED}, 168, 132, hot_spills=48),
+    Recorded(BACKWARD, {"d": 64, **FIXED, **CAUSAL, **ALONE, **HALF}, 168, 128),
+    Recorded(BACKWARD, {"d": 128, **FIXED, **CAUSAL, **HALF}, 168, 132),
+    Recorded(BACKWARD, {"d": 128, **FIXED, **CAUSAL, **CAPPED}, 168, 132, edge_spills=4),
     Recorded(BACKWARD, {"d": 192}, 168, 40, fast=True),
     Recorded(BACKWARD, {"d": 192, **CAUSAL}, 168, 60),
     Recorded(BACKWARD, {"d": 192, "dv": 128, **CAUSAL}, 168, 48),
     Recorded(BACKWARD, {"d": 192, "dv": 128, **CAUSAL, **PACKED}, 168, 48),
-    Recorded(BACKWARD, {"d": 64, "dv": 128}, 168, 64, hot_spills=2),
+    Recorded(BACKWARD, {"d": 64, "dv": 128}, 168, 64),
     Recorded(BACKWARD, {"d": 256, "dv": 64, **CAUSAL}, 168, 48),
     Recorded(BACKWARD, {"d": 256}, 168, 40),
     Recorded(BACKWARD, {"d": 256, **CAUSAL}, 168, 60, fast=True),
@@ -156,8 +155,8 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(QUERIES, {"d": 192, **CAUSAL}, 168, 128),
     Recorded(QUERIES, {"d": 192, "dv": 128, **CAUSAL}, 168, 112),
     Recorded(QUERIES, {"d": 192, "dv": 128, **CAUSAL, **PACKED}, 168, 112),
-    Recorded(QUERIES, {"d": 256}, 168, 72, hot_spills=46, fast=True),
-    Recorded(QUERIES, {"d": 256, **CAUSAL}, 168, 144, hot_spills=134),
+    Recorded(QUERIES, {"d": 256}, 168, 72, fast=True),
+    Recorded(QUERIES, {"d": 256, **CAUSAL}, 168, 144),
     # What test_hopper_records.py asks for beside all these, several choices in one.
     Recorded(FORWARD, {"d": 192, **HALF, **WINDOW, **PACKED, **CAPPED, **SHORT}, 168, 160),
     Recorded(FORWARD, {"d": 64, "dv": 128, **HALF, **PAGED, "page_size": 128, **CAPPED, **SHORT}, 168, 48),
@@ -181,14 +180,14 @@ RECORDS: tuple[Recorded, ...] = (
     Recorded(BACKWARD, {"d": 256, "dv": 64, **HALF, **PACKED, **CAPPED, **SHORT}, 168, 48),
     Recorded(BACKWARD, {"d": 192, **HALF, **WINDOW, **PACKED, **CAPPED, **SHORT}, 168, 80),
     Recorded(BACKWARD, {"d": 192, "dv": 128, **HALF, **CAPPED, **SHORT}, 168, 32),
-    Recorded(BACKWARD, {"d": 64, **HALF, **SHORT}, 168, 64, hot_spills=9),
-    Recorded(BACKWARD, {"d": 96, **HALF, **SHORT}, 168, 64, hot_spills=2),
+    Recorded(BACKWARD, {"d": 64, **HALF, **SHORT}, 168, 64),
+    Recorded(BACKWARD, {"d": 96, **HALF, **SHORT}, 168, 64),
     Recorded(BACKWARD, {"d": 256, **HALF, **SHORT}, 168, 40),
     Recorded(BACKWARD, {"d": 192, "dv": 128, **WINDOW, **SHORT}, 168, 64),
     Recorded(BACKWARD, {"d": 256, "dv": 64, **WINDOW, **SHORT}, 168, 68),
     Recorded(QUERIES, {"d": 256, "dv": 64, **SHORT}, 168, 48),
     Recorded(QUERIES, {"d": 192, **HALF, **WINDOW, **PACKED, **CAPPED, **SHORT}, 168, 192),
-    Recorded(QUERIES, {"d": 256, **HALF, **WINDOW, **PACKED, **CAPPED, **SHORT}, 168, 216, hot_spills=148),
+    Recorded(QUERIES, {"d": 256, **HALF, **WINDOW, **PACKED, **CAPPED, **SHORT}, 168, 216, edge_spills=84),
     Recorded(QUERIES, {"d": 256, "dv": 64, **HALF, **CAUSAL, **PACKED, **CAPPED, **SHORT}, 168, 96),
     Recorded(QUERIES, {"d": 192, "dv": 128, **HALF, **CAPPED, **SHORT}, 168, 56),
     Recorded(QUERIES, {"d": 192, "dv": 128, **WINDOW, **SHORT}, 168, 168),
@@ -222,7 +221,7 @@ def test_machine_code(record: Recorded) -> None:
     assert found.smem_bytes <= SMEM_LIMIT
     assert found.hgmma == record.hgmma
     assert found.registers == record.registers
-    assert found.spills_in_hot_loops <= record.hot_spills
+    hold(name_of(record), found.local, record.edge_spills)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +235,7 @@ def test_lost_rows_get_a_kernel_that_overlaps_the_forward(features: dict[str, An
     found = aot.resources(kernel)
     assert not found.serialised
     assert found.hgmma > 0
-    assert found.spills_in_hot_loops == 0
+    hold("again", found.local, 0)
     ptx = kernel.asm["ptx"]
     assert kernel.metadata.launch_pdl
     assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global")

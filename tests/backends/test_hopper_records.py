@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from hopper_choices import backward_choices, decode_choices, forward_choices, fp8_choices, missing, taken, variants
+from hopper_spills import ALLOWED
 from test_decode_aot import RECORDS as DECODE_RECORDS
 from test_decode_aot import described as decode_problem
 from test_fp8_aot import RECORDS as FP8_RECORDS
+from test_fp8_aot import name_of as fp8_name_of
 from test_fp8_aot import problem as fp8_problem
-from test_hopper_aot import BACKWARD, FORWARD, QUERIES, RECORDS
+from test_hopper_aot import BACKWARD, FORWARD, QUERIES, RECORDS, name_of
 from test_hopper_aot import problem as plain_problem
 from tilewise.backends.hopper import configs, decode_configs, decodes, fp8_configs
 from tilewise.problem import AttentionProblem
@@ -107,6 +109,16 @@ def test_fp8_forward() -> None:
     assert not found, complaint(found)
     rows = {name for name, row in vars(fp8_configs).items() if isinstance(row, fp8_configs.Fp8Tile)}
     assert {fp8_choices(problem)["tile"] for problem in problems} == rows
+
+
+def test_spills_that_are_allowed_are_few_and_have_a_reason() -> None:
+    """Every name is a record's, so that its number is read from the machine code; every reason has a figure."""
+    names = {name_of(record) for record in RECORDS} | {fp8_name_of(record) for record in FP8_RECORDS}
+    assert ALLOWED.keys() <= names | {f"decode {name}" for name in DECODE_RECORDS}
+    assert len(ALLOWED) <= 12
+    for allowed in ALLOWED.values():
+        assert allowed.number > 0
+        assert any(character.isdigit() for character in allowed.reason)
 
 
 @pytest.mark.parametrize("lost", ["dtype", "tile"])
