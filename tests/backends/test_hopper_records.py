@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hopper_choices import backward_choices, decode_choices, forward_choices, fp8_choices, missing, taken, variants
-from hopper_spills import ALLOWED
+from hopper_spills import ALLOWED, hold
 from test_decode_aot import RECORDS as DECODE_RECORDS
 from test_decode_aot import described as decode_problem
 from test_fp8_aot import RECORDS as FP8_RECORDS
@@ -21,6 +21,7 @@ from test_fp8_aot import problem as fp8_problem
 from test_hopper_aot import BACKWARD, FORWARD, QUERIES, RECORDS, name_of
 from test_hopper_aot import problem as plain_problem
 from tilewise.backends.hopper import configs, decode_configs, decodes, fp8_configs
+from tilewise.backends.hopper.machine_code import LocalAccesses
 from tilewise.problem import AttentionProblem
 
 Options = list[dict[str, Any]]
@@ -119,6 +120,16 @@ def test_spills_that_are_allowed_are_few_and_have_a_reason() -> None:
     for allowed in ALLOWED.values():
         assert allowed.number > 0
         assert any(character.isdigit() for character in allowed.reason)
+
+
+@pytest.mark.parametrize("name", ["forward d=64", "backward d=128"])
+def test_other_spills_than_recorded_are_named(name: str) -> None:
+    """More or fewer in hot loops, more at edges or aside; those outside do not matter."""
+    number = ALLOWED[name].number if name in ALLOWED else 0
+    hold(name, LocalAccesses(hot=number, aside=1, edges=2, outside=9), edges=3)
+    for hot, edges in ((number + 1, 2), (number - 1, 2), (number, 3)):
+        with pytest.raises(AssertionError, match=f"{name}: .* recorded"):
+            hold(name, LocalAccesses(hot=hot, aside=1, edges=edges, outside=0), edges=3)
 
 
 @pytest.mark.parametrize("lost", ["dtype", "tile"])
