@@ -1,4 +1,4 @@
-"""Long sequences on a Hopper GPU: what is only taken from 4096 keys on, every element against fp64.
+"""Long sequences on a Hopper GPU: what short ones never take, every element against fp64.
 
 P at once and rows that it loses, dQ finished beside the main kernel, fixed point, odd lengths, windows, packed rows.
 The cases and their judge are in tests/backends/long_sequences.py; test_long_sequences.py tests them without a GPU.
