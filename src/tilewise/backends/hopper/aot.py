@@ -57,11 +57,6 @@ class Resources:
     instructions: int
     local: LocalAccesses
 
-    @property
-    def spills_in_hot_loops(self) -> int:
-        """Local loads and stores in the innermost loops that multiply, edges and ways aside included."""
-        return self.local.hot + self.local.aside + self.local.edges
-
 
 def compile_forward(problem: AttentionProblem) -> Any:
     """The forward kernel of a problem, as the launch path compiles it."""
