@@ -240,3 +240,13 @@ def test_lost_rows_get_a_kernel_that_overlaps_the_forward(features: dict[str, An
     assert kernel.metadata.launch_pdl
     assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
     assert "griddepcontrol.launch_dependents" in aot.compile_forward(problem(**features)).asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("features", "spills"), [({"d": 192}, 6), ({"d": 192, **PACKED, "has_sinks": True}, 21)], ids=["dense", "packed"]
+)
+def test_lost_rows_of_192_columns_spill_as_recorded(features: dict[str, Any], spills: int) -> None:
+    """O, S and P take more than the 255 registers of a thread; the kernel nearly never computes anything."""
+    found = aot.resources(aot.compile_again(problem(**features)))
+    assert not found.serialised
+    assert found.local.hot == spills
