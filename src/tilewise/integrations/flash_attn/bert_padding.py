@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
@@ -19,20 +21,31 @@ def unpad_input(
     `attention_mask` (batch, seqlen), bool or 0/1, marks the tokens that count. Tokens of `unused_mask` are packed
     too, as room that nobody attends to: cu_seqlens and max_seqlen then include them, seqused (batch,) does not.
     """
-    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if mask is not None and mask.shape != hidden_states.shape[:2]:
+    masks = {"attention_mask": attention_mask} | ({} if unused_mask is None else {"unused_mask": unused_mask})
+    for name, mask in masks.items():
+        if mask.shape != hidden_states.shape[:2]:
             fix = "It marks tokens of hidden_states."
             raise InvalidProblem(name, f"shape {tuple(hidden_states.shape[:2])}", tuple(mask.shape), fix)
-    allotted = attention_mask if unused_mask is None else attention_mask + unused_mask
+    allotted = functools.reduce(torch.logical_or, masks.values())
     seqlens = allotted.sum(-1, dtype=torch.int32)
+    max_seqlen = _longest(seqlens, masks) if seqlens.numel() else 0
     indices = allotted.flatten().nonzero().flatten()
-    max_seqlen, total = torch.stack((seqlens.max(), seqlens.sum())).tolist() if seqlens.numel() else (0, 0)
-    if total != indices.numel():
-        fix = "Of a mask to be added (0 and -inf) pass mask == 0, of numbers of sequences mask > 0."
-        raise InvalidProblem("attention_mask", "True or 1 for tokens that count, else 0", "other numbers", fix)
     cu_seqlens = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
     packed = index_first_axis(hidden_states.flatten(0, 1), indices)
     return packed, indices, cu_seqlens, max_seqlen, attention_mask.sum(-1, dtype=torch.int32)
+
+
+def _longest(seqlens: Tensor, masks: dict[str, Tensor]) -> int:
+    """The longest sequence, unless a mask has other numbers than 0 and 1: both are asked of the device at once."""
+    if torch.compiler.is_compiling():  # a graph cannot branch on what is in a mask
+        return int(seqlens.max())
+    others = torch.stack([(mask != mask.bool()).any() for mask in masks.values()])
+    longest, *strange = torch.cat((seqlens.max().unsqueeze(0), others.to(torch.int32))).tolist()
+    for name, is_strange in zip(masks, strange, strict=True):
+        if is_strange:
+            fix = "Of a mask to be added (0 and -inf) pass mask == 0, of numbers of sequences mask > 0."
+            raise InvalidProblem(name, "True or 1 for tokens that count, else 0", "other numbers", fix)
+    return int(longest)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
