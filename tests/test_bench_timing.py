@@ -21,29 +21,48 @@ class FakeClock(Clock):
         return seconds
 
 
+def noting(order: list[str], name: str, seconds: float) -> Entrant:
+    """An entrant that takes so long and writes down when it is called."""
+
+    def repeat(calls: int) -> Callable[[], float]:
+        def batch() -> float:
+            order.append(name)
+            return seconds * calls
+
+        return batch
+
+    return Entrant(name, repeat)
+
+
 def test_rounds_are_interleaved_and_slow_entrants_sampled_less() -> None:
     order: list[str] = []
-
-    def entrant(name: str, seconds: float) -> Entrant:
-        def repeat(calls: int) -> Callable[[], float]:
-            def batch() -> float:
-                order.append(name)
-                return seconds * calls
-
-            return batch
-
-        return Entrant(name, repeat)
-
-    fast, other, slow = entrant("fast", 0.25), entrant("other", 0.5), entrant("slow", 30.0)
+    fast, other, slow = (noting(order, *who) for who in (("fast", 0.25), ("other", 0.5), ("slow", 30.0)))
     race([fast, other, slow], FakeClock(), seconds=60.0)
     assert (fast.calls, other.calls, slow.calls) == (4, 2, 1)
     assert len(fast.samples) == len(other.samples) == 5
     assert len(slow.samples) == 2
     assert summarise(fast).median == 0.25
     timed = order[order.index("slow") + 2 :]
-    # Every round has another order; the slow one sits out every round but the first and the fourth.
-    rounds = [["fast", "other", "slow"], ["other", "fast"], ["fast", "other"], ["slow", "other", "fast"]]
+    # The same ones meet in another order; the slow one sits out every round but the first and the fourth.
+    rounds = [["fast", "other", "slow"], ["fast", "other"], ["other", "fast"], ["other", "slow", "fast"]]
     assert timed == [name for names in rounds for name in names] + ["fast", "other"]
+
+
+@pytest.mark.parametrize(("count", "stride", "samples"), [(4, 2, 30), (6, 3, 20), (4, 8, 8)])
+def test_who_sits_out_most_rounds_changes_places_too(count: int, stride: int, samples: int) -> None:
+    """Its rounds are every second one of an order that repeats after four, or every eighth."""
+
+    class ManyRounds(FakeClock):
+        least_rounds = stride * samples
+
+    order: list[str] = []
+    slow = noting(order, "slow", 12.0)
+    others = [noting(order, f"fast {number}", 1.0) for number in range(count - 1)]
+    race([slow, *others], ManyRounds(), seconds=samples * 12.0 * count / 2)
+    assert (len(slow.samples), len(others[0].samples)) == (samples, stride * samples)
+    timed = order[-sum(len(e.samples) for e in (slow, *others)) :]
+    before = [timed[index - 1] for index, name in enumerate(timed) if name == "slow" and index]
+    assert set(before[: count - 1]) == {other.name for other in others}
 
 
 @pytest.mark.parametrize("count", range(1, 9))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -116,7 +117,8 @@ class Summary:
 
 
 def race(entrants: Sequence[Entrant], clock: Clock, seconds: float) -> None:
-    """Time the entrants round after round for about `seconds` in all, each round in another order (`turns`).
+    """Time the entrants round after round for about `seconds` in all, in another order (`turns`) whenever the same ones
+    meet again.
 
     An entrant that takes more than its share takes part in fewer rounds; one that raises drops out with `failure`.
     """
@@ -132,11 +134,14 @@ def race(entrants: Sequence[Entrant], clock: Clock, seconds: float) -> None:
     }
     for entrant in running:
         entrant.samples.clear()
+    # How often the same ones met: by rounds, one that sits out `count - 1` of `count` would keep one place for ever.
+    met: Counter[tuple[int, ...]] = Counter()
     for index in range(rounds):
-        for place in turns(len(running), index):
-            entrant = running[place]
-            if index % strides[entrant.name] == 0 and entrant.failure is None:
-                _sample(entrant, batches[entrant.name], clock)
+        present = tuple(place for place, e in enumerate(running) if index % strides[e.name] == 0 and not e.failure)
+        for turn in turns(len(present), met[present]):
+            entrant = running[present[turn]]
+            _sample(entrant, batches[entrant.name], clock)
+        met[present] += 1
 
 
 def turns(count: int, index: int) -> list[int]:
