@@ -6,11 +6,13 @@ and graphs in torch's cache on disk (TORCHINDUCTOR_CACHE_DIR) and has only to tr
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-import queue
 import time
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection, wait
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -22,8 +24,8 @@ from tilewise.bench.timing import describe
 
 __all__ = ["Compiled", "compile_ahead"]
 
-# Seconds between two looks at what the processes have done.
-PATIENCE = 0.2
+# A case and the name of a contestant.
+Item: TypeAlias = tuple[Case, str]
 
 
 class Compiled(NamedTuple):
@@ -44,48 +46,90 @@ def compile_ahead(cases: Sequence[Case], workers: int, max_seconds: float) -> li
     if not wanted:
         return []
     wanted.sort(key=lambda item: (item[0].measure != "backward", -item[0].head_dim))
-    workers = min(workers, len(wanted))
-    context = multiprocessing.get_context("spawn")
-    asked, done = context.Queue(), context.Queue()
-    for item in (*wanted, *(None,) * workers):
-        asked.put(item)
     deadline = time.monotonic() + max_seconds
-    processes = [context.Process(target=_work, args=(asked, done), daemon=True) for _ in range(workers)]
-    for process in processes:
-        process.start()
-    found: list[Compiled] = []
+    crew = [_Worker() for _ in range(min(workers, len(wanted)))]
     try:
-        while len(found) < len(wanted) and time.monotonic() < deadline:
-            # Asked before the look: what the last of them put in before it ended is still there.
-            alive = any(p.is_alive() for p in processes)
-            try:
-                found.append(done.get(timeout=PATIENCE))
-            except queue.Empty:
-                if not alive:
-                    break
+        return _shared_out(wanted, crew, deadline, f"in {max_seconds:.0f} s")
     finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-    reason = f"not done in {max_seconds:.0f} s" if time.monotonic() >= deadline else "its process ended"
-    known = {item[:2] for item in found}
-    return found + [Compiled(c.name, name, 0.0, reason) for c, name in wanted if (c.name, name) not in known]
+        for worker in crew:
+            worker.end()
 
 
-def _work(asked: Any, done: Any) -> None:
-    """One process: cases from one queue, what became of them into the other."""
+def _shared_out(wanted: Sequence[Item], crew: Sequence[_Worker], deadline: float, limit: str) -> list[Compiled]:
+    """Each worker takes the next item when it is done with one; whose process ended takes no more."""
+    found: list[Compiled] = []
+    waiting, busy = deque(wanted), dict[Connection, tuple[_Worker, Item]]()
+
+    def employ(worker: _Worker) -> None:
+        if waiting:
+            item = waiting.popleft()
+            busy[worker.connection] = worker, item
+            worker.give(item)
+
+    for worker in crew:
+        employ(worker)
+    while busy and (left := deadline - time.monotonic()) > 0:
+        for connection in wait(list(busy), left):
+            worker, (case, name) = busy.pop(cast("Connection", connection))
+            done = worker.answer()
+            found.append(done or Compiled(case.name, name, 0.0, worker.farewell()))
+            if done:
+                employ(worker)
+    unbegun = f"not begun {limit}" if busy else "every process had ended"
+    found += [Compiled(case.name, name, 0.0, f"not done {limit}") for _, (case, name) in busy.values()]
+    return found + [Compiled(case.name, name, 0.0, unbegun) for case, name in waiting]
+
+
+class _Worker:
+    """A process that compiles what it is given, one item after the other."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self.process.start()
+        # While this process held that end too, the other's end would not be noticed.
+        theirs.close()
+
+    def give(self, item: Item) -> None:
+        """What to compile next."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer will say
+            self.connection.send(item)
+
+    def answer(self) -> Compiled | None:
+        """What became of the item, or None if the process ended over it."""
+        try:
+            done: Compiled = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            return None
+        return done
+
+    def farewell(self) -> str:
+        """How the process ended: -9 is the signal by which a system short of memory ends one."""
+        self.process.join()
+        return f"its process ended with exit code {self.process.exitcode}"
+
+    def end(self) -> None:
+        """Whatever it is doing."""
+        self.process.terminate()
+        self.process.join()
+        self.connection.close()
+
+
+def _work(items: Connection) -> None:
+    """One process: cases come, what became of them goes back."""
     from torch._inductor import config  # its own pool of processes would be one too many
 
     config.compile_threads = 1
     torch.set_num_threads(1)
-    while (item := asked.get()) is not None:
-        case, name = item
+    while True:
+        case, name = items.recv()
         began, complaint = time.monotonic(), ""
         try:
             _compile(case, implementations(case.device)[name])
         except Exception as error:  # reported; the timed run will meet it again
             complaint = describe(error)
-        done.put(Compiled(case.name, name, time.monotonic() - began, complaint))
+        items.send(Compiled(case.name, name, time.monotonic() - began, complaint))
 
 
 def _compile(case: Case, implementation: Implementation) -> None:
