@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 
 import pytest
 
+from interpreting import hasten
 from tilewise import dispatch
 from tilewise.backends import NAMES
 from tilewise.backends.cpu import isa
@@ -29,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """The tables differ in lanes and tiles; LLVM makes code for this processor of any of them."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        hasten()
     name = config.getoption("--isa")
     if name is not None:
         table = getattr(isa, name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ tl = pytest.importorskip("triton.language")
 primitives = pytest.importorskip("tilewise.backends.triton.primitives")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
 symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
+traits = pytest.importorskip("tilewise.backends.triton.traits")
 key_range, query_range = primitives.key_range, primitives.query_range
 sequence_of = primitives.sequence_of
+DeviceBand, Traits = traits.Band, traits.Traits
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -69,39 +72,49 @@ BANDS = [Band(q, k, left, right) for q, k, left, right in itertools.product(LENG
 GRID = TileGrid(16, 8)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "band"])
+@triton.jit
 def ranges_kernel(
-    found, seqlen_q, seqlen_k, band,
-    OF_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+    found, asked, count, OF_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
-    """Write down the tile range of every block."""
-    block = tl.program_id(0)
+    """Write down the tile range of every row of (block, seqlen_q, seqlen_k, left, right)."""
+    lane = tl.arange(0, LANES)
+    mask = lane < count
+    block = tl.load(asked + lane * 5, mask=mask, other=0)
+    seqlen_q = tl.load(asked + lane * 5 + 1, mask=mask, other=0)
+    seqlen_k = tl.load(asked + lane * 5 + 2, mask=mask, other=0)
+    band = DeviceBand(
+        tl.load(asked + lane * 5 + 3, mask=mask, other=0), tl.load(asked + lane * 5 + 4, mask=mask, other=0)
+    )
     if OF_KEYS:
         begin, full_begin, full_end, end = key_range(block * BLOCK_M, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     else:
         begin, full_begin, full_end, end = query_range(block * BLOCK_N, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
-    tl.store(found + block * 4, begin)
-    tl.store(found + block * 4 + 1, full_begin)
-    tl.store(found + block * 4 + 2, full_end)
-    tl.store(found + block * 4 + 3, end)
+    tl.store(found + lane * 4, begin, mask=mask)
+    tl.store(found + lane * 4 + 1, full_begin, mask=mask)
+    tl.store(found + lane * 4 + 2, full_end, mask=mask)
+    tl.store(found + lane * 4 + 3, end, mask=mask)
 
 
-def device_ranges(band: Band, *, of_keys: bool) -> list[list[int]]:
-    """(begin, full_begin, full_end, end) of every block, computed by the device code."""
-
-    from tilewise.backends.triton.traits import Band as DeviceBand
-    from tilewise.backends.triton.traits import Traits
-
-    facts: dict[str, Any] = dict.fromkeys(Traits.__dataclass_fields__, False) | {"PRECISION": "ieee"}
-    facts |= {"HAS_LEFT": band.left is not None, "HAS_RIGHT": band.right is not None}
-    blocks = -(-band.seqlen_q // GRID.block_m) if of_keys else -(-band.seqlen_k // GRID.block_n)
-    found = torch.zeros(blocks, 4, dtype=torch.int32)
-    ranges_kernel[(blocks,)](
-        found, band.seqlen_q, band.seqlen_k, DeviceBand(band.left or 0, band.right or 0),
-        OF_KEYS=of_keys, BLOCK_M=GRID.block_m, BLOCK_N=GRID.block_n, T=Traits(**facts),
-    )  # fmt: skip
-    rows: list[list[int]] = found.tolist()
-    return rows
+def device_ranges(*, of_keys: bool) -> Iterator[tuple[Band, int, list[int]]]:
+    """Every band, block and (begin, full_begin, full_end, end) by the device code: bands of a kind in one launch."""
+    sides = [(left, right) for left in (False, True) for right in (False, True)]
+    for has_left, has_right in sides:
+        bands = [b for b in BANDS if (b.left is not None, b.right is not None) == (has_left, has_right)]
+        asked = [
+            (band, block)
+            for band in bands
+            for block in range(-(-band.seqlen_q // GRID.block_m) if of_keys else -(-band.seqlen_k // GRID.block_n))
+        ]
+        rows = [(block, b.seqlen_q, b.seqlen_k, b.left or 0, b.right or 0) for b, block in asked]
+        found = torch.full((len(rows), 4), -1, dtype=torch.int32)
+        facts: dict[str, Any] = dict.fromkeys(Traits.__dataclass_fields__, False) | {"PRECISION": "ieee"}
+        facts |= {"HAS_LEFT": has_left, "HAS_RIGHT": has_right}
+        ranges_kernel[(1,)](
+            found, torch.tensor(rows, dtype=torch.int32), len(rows), OF_KEYS=of_keys, BLOCK_M=GRID.block_m,
+            BLOCK_N=GRID.block_n, LANES=triton.next_power_of_2(len(rows)), T=Traits(**facts),
+        )  # fmt: skip
+        yield from ((band, block, row) for (band, block), row in zip(asked, found.tolist(), strict=True))
 
 
 def blocks_between(begin: int, end: int, block: int) -> set[int]:
@@ -110,31 +123,29 @@ def blocks_between(begin: int, end: int, block: int) -> set[int]:
 
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
 def test_key_ranges_mirror_masks() -> None:
-    for band in BANDS:
-        for m_block, (begin, full_begin, full_end, end) in enumerate(device_ranges(band, of_keys=True)):
-            tiles = {tile.n_block: tile.kind for tile in band.key_tiles(m_block, GRID)}
-            full = blocks_between(full_begin, full_end, GRID.block_n)
-            edge = blocks_between(begin, min(full_begin, end), GRID.block_n)
-            edge |= blocks_between(full_end, end, GRID.block_n)
-            assert full == {n for n, kind in tiles.items() if kind is TileKind.FULL}, (band, m_block)
-            assert edge == {n for n, kind in tiles.items() if kind is TileKind.PARTIAL}, (band, m_block)
+    for band, m_block, (begin, full_begin, full_end, end) in device_ranges(of_keys=True):
+        tiles = {tile.n_block: tile.kind for tile in band.key_tiles(m_block, GRID)}
+        full = blocks_between(full_begin, full_end, GRID.block_n)
+        edge = blocks_between(begin, min(full_begin, end), GRID.block_n)
+        edge |= blocks_between(full_end, end, GRID.block_n)
+        assert full == {n for n, kind in tiles.items() if kind is TileKind.FULL}, (band, m_block)
+        assert edge == {n for n, kind in tiles.items() if kind is TileKind.PARTIAL}, (band, m_block)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
 def test_query_ranges_mirror_masks() -> None:
-    for band in BANDS:
-        for n_block, (begin, full_begin, full_end, end) in enumerate(device_ranges(band, of_keys=False)):
-            visited = {tile.m_block for tile in band.query_tiles(n_block, GRID)}
-            full = blocks_between(full_begin, full_end, GRID.block_m)
-            edge = blocks_between(begin, min(full_begin, end), GRID.block_m)
-            edge |= blocks_between(full_end, end, GRID.block_m)
-            assert full | edge == visited, (band, n_block)
-            assert not full & edge
-            # Whole tiles are read without a row mask and scored without a band mask; ragged keys do not matter.
-            n_stop = min((n_block + 1) * GRID.block_n, band.seqlen_k)
-            for m_block in full:
-                rows = range(m_block * GRID.block_m, (m_block + 1) * GRID.block_m)
-                assert all(band.sees(m, n) for m in rows for n in range(n_block * GRID.block_n, n_stop))
+    for band, n_block, (begin, full_begin, full_end, end) in device_ranges(of_keys=False):
+        visited = {tile.m_block for tile in band.query_tiles(n_block, GRID)}
+        full = blocks_between(full_begin, full_end, GRID.block_m)
+        edge = blocks_between(begin, min(full_begin, end), GRID.block_m)
+        edge |= blocks_between(full_end, end, GRID.block_m)
+        assert full | edge == visited, (band, n_block)
+        assert not full & edge
+        # Whole tiles are read without a row mask and scored without a band mask; ragged keys do not matter.
+        n_stop = min((n_block + 1) * GRID.block_n, band.seqlen_k)
+        for m_block in full:
+            rows = range(m_block * GRID.block_m, (m_block + 1) * GRID.block_m)
+            assert all(band.sees(m, n) for m in rows for n in range(n_block * GRID.block_n, n_stop))
 
 
 @triton.jit

@@ -51,9 +51,9 @@ CASES = {
     "pages_of_16": Shared(),
     "pages_of_64": Shared(page_size=64, groups=((3, 2),), in_order=True),
     "pages_of_3": Shared(page_size=3, groups=((9, 30), (3, 5)), heads=(2, 2)),
-    "fp32": Shared(dtype=FP32, dims=(40, 24)),
-    "softcap": Shared(softcap=2.0),
-    "no_own_keys": Shared(own=0),
+    "fp32": Shared(dtype=FP32, dims=(40, 24), groups=((3, 3), (2, 2))),
+    "softcap": Shared(softcap=2.0, groups=((3, 2),), heads=(2, 1)),
+    "no_own_keys": Shared(own=0, groups=((3, 3), (1, 2)), heads=(2, 1)),
     "a_group_of_none": Shared(groups=((4, 3), (0, 2))),
     "e4m3": Shared(e4m3=True),
     "e4m3_odd_head_dim": Shared(e4m3=True, dims=(33, 31)),
@@ -191,8 +191,8 @@ def test_interpreted_calls_are_bound_after_the_first(
         return [q, out, lse]
 
     first = weakref.ref(attend(0)[0])
-    for number in range(1, 3):
-        q, out, lse = attend(number)
+    made = {number: attend(number) for number in range(1, 3)}
+    for q, out, lse in made.values():
         exact_k, exact_v = (t.dequantize().double() if e4m3 else t.double() for t in (k, v))
         want, want_lse = tw.attention_paged(
             q.double(), exact_k, exact_v, batch.table, batch.lengths, return_lse=True, backend="reference"
@@ -201,7 +201,7 @@ def test_interpreted_calls_are_bound_after_the_first(
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
     # Where nothing is split, ordinary kernels attend to the prefixes.
     assert len(attended) == judged
-    assert all(torch.equal(a, b) for a, b in zip(attend(1), attend(1), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(attend(1), made[1], strict=True))
     # What is remembered holds no tensor of the call it was made by.
     gc.collect()
     assert first() is None
