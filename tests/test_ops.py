@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise as tw
-from tilewise import cascade, fp8, ops
+from tilewise import cascade, fp8, ops, validation
+from tilewise.canonical import canonical
 from tilewise.operands import Flags, Operands
 from tilewise.problem import Kind
 
@@ -220,6 +221,28 @@ def test_gradients_of_odd_strides() -> None:
     a, b = (torch.autograd.grad(out, (q, k, v), g, retain_graph=True) for g in (expanded, strided))
     for x, y in zip(a, b, strict=True):
         assert torch.equal(x, y)
+
+
+def test_backends_count_through_lengths_and_tables_without_gaps() -> None:
+    """One length for all has stride 0, a column of a table of lengths more than 1; a part of a wider table stays."""
+    flags = Flags(causal=True)
+    lengths = torch.stack((int32(0, 2, 5), int32(0, 1, 9)), 1)[:, 0]
+    packed = samples()["varlen"][1]._replace(cu_seqlens_q=lengths)
+    problem = validation.problem_of("varlen", packed, flags)
+    _expect(canonical(problem, packed).cu_seqlens_q, [0, 2, 5], (1,))
+    table = int32(0, 1, 7, 5, 3, 7).view(2, 3)[:, :2]
+    paged = samples()["paged"][1]._replace(seqlens_k=int32(3).expand(2), block_table=table)
+    problem = validation.problem_of("paged", paged, flags)
+    _expect(canonical(problem, paged).seqlens_k, [3, 3], (1,))
+    assert canonical(problem, paged).block_table is table
+    turned = paged._replace(block_table=table.t().contiguous().t())
+    _expect(canonical(problem, turned).block_table, [[0, 1], [5, 3]], (2, 1))
+
+
+def _expect(counts: Tensor | None, values: list[Any], strides: tuple[int, ...]) -> None:
+    assert counts is not None
+    assert counts.tolist() == values
+    assert counts.stride() == strides
 
 
 def test_only_lse_is_used() -> None:

@@ -9,9 +9,15 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["canonical", "contiguous_last", "heads_first", "restored"]
 
+COUNTS = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k")
+
 
 def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
-    """Heads-first q, k, v with a contiguous last dimension; bias, mask and slopes expanded without being copied."""
+    """Heads-first q, k, v with a contiguous last dimension; bias, mask and slopes expanded without being copied.
+
+    Lengths and tables of pages lie without gaps, too: one length for all, `n.expand(batch)`, has stride 0.
+    """
+    operands = _with_counts(operands)
     q, k, v, *rest = operands
     if problem.layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -29,6 +35,16 @@ def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
         mask=None if operands.mask is None else operands.mask.expand(scores),
         alibi_slopes=None if slopes is None else slopes.expand(problem.batch, problem.num_heads),
     )
+
+
+def _with_counts(operands: Operands) -> Operands:
+    """Kernels count through these by address."""
+    moved = {}
+    for name in COUNTS:
+        tensor = getattr(operands, name)
+        if tensor is not None and tensor.stride(-1) != 1:
+            moved[name] = contiguous_last(tensor)
+    return operands._replace(**moved) if moved else operands
 
 
 def heads_first(problem: AttentionProblem, tensor: Tensor) -> Tensor:

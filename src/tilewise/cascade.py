@@ -210,7 +210,8 @@ def bound(
         return functools.partial(_unshared, plain, shared.groups if reads else None, count, present)
     prefix = _direct(shared, operands, flags)
     # What had to be copied first is copied in every call.
-    if prefix is None or any(a is not b for a, b in zip(prefix.operands[:3], operands[:3], strict=True)):
+    given = (*_prefix(shared, operands, flags)[0], shared.rows)
+    if prefix is None or any(a is not b for a, b in zip((*prefix.operands, _rows(shared)), given, strict=True)):
         return None
     attend = prefix.backend.bind_prefixes(prefix.problem, prefix.operands, shared.num_rows, shared.rows, *result)
     if attend is None:
@@ -288,14 +289,18 @@ def _unshared(
 def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
     """Prefixes once a group, the rest as ever, merged."""
     out, lse = ops.repeated("paged", _own(shared, operands), flags)
-    direct = _direct(shared, operands, flags)
+    direct, rows = _direct(shared, operands, flags), _rows(shared)
     if direct is not None:
-        direct.backend.attend_prefixes(direct.problem, direct.operands, shared.num_rows, shared.rows, out, lse)
+        direct.backend.attend_prefixes(direct.problem, direct.operands, shared.num_rows, rows, out, lse)
         return out, lse
-    rows = shared.rows
     q = operands.q[: shared.num_rows] if rows is None else operands.q.index_select(0, rows)
     prefix, everything = _prefix(shared, operands, flags)
     return _merged(out, lse, *ops.attention("paged", prefix._replace(q=q), everything), rows)
+
+
+def _rows(shared: SharedPrefix) -> Tensor | None:
+    """Without gaps, as kernels count through them."""
+    return None if shared.rows is None else shared.rows.contiguous()
 
 
 def _own(shared: SharedPrefix, operands: Operands) -> Operands:

@@ -1,8 +1,8 @@
 """The tensors of a call, and the plain flags that travel beside them through `torch.library`.
 
 Backends receive canonical operands: heads-first views of dense q, k, v; 4-D `bias` and `mask` expanded (stride 0) to
-(batch, num_heads, seqlen_q, seqlen_k); `alibi_slopes` expanded to (batch, num_heads); the last dimension of q, k, v
-contiguous.
+(batch, num_heads, seqlen_q, seqlen_k); `alibi_slopes` expanded to (batch, num_heads); the last dimension of q, k, v,
+of lengths and of the block table contiguous.
 """
 
 from __future__ import annotations

@@ -128,9 +128,9 @@ class _Factory:
             )
             for name, dim in (("k", case.head_dim), ("v", case.head_dim_v))
         )
-        seqlens_k = torch.tensor(case.seqlens_k, dtype=torch.int32, device=self.device)
+        seqlens_k = self.counts(torch.tensor(case.seqlens_k, dtype=torch.int32))
         cu_seqlens_q = None if case.decode else self.cumulative(case.seqlens_q)
-        table = table.to(self.device)
+        table = self.counts(table)
         inputs = Inputs(q, k, v, dout, dlse, cu_seqlens_q=cu_seqlens_q, block_table=table, seqlens_k=seqlens_k)
         return self.finished(inputs)
 
@@ -220,8 +220,14 @@ class _Factory:
         return tuple(sizes[letter] for letter in spec)
 
     def cumulative(self, lengths: tuple[int, ...]) -> Tensor:
-        totals = torch.tensor((0, *lengths)).cumsum(0)
-        return totals.to(torch.int32).to(self.device)
+        return self.counts(torch.tensor((0, *lengths)).cumsum(0).to(torch.int32))
+
+    def counts(self, numbers: Tensor) -> Tensor:
+        """Lengths or page ids over the storage the case asks for; gaps hold other ones."""
+        numbers, others = numbers.to(self.device), numbers.to(self.device) + 1
+        if self.case.strides == "sliced":
+            return torch.cat((numbers, others), -1)[..., : numbers.shape[-1]]
+        return torch.stack((numbers, others), -1)[..., 0] if self.case.strides == "strided_last" else numbers
 
     def normal(self, shape: tuple[int, ...], name: str) -> Tensor:
         spread = SPREAD[self.case.values] if name in ("q", "k") else 1.0

@@ -6,6 +6,7 @@ from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.hopper import decodes
 from tilewise.backends.hopper.configs import BackwardConfig
+from tilewise.backends.hopper.fp8_launch import fp8_allocations, fp8_calls
 from tilewise.backends.hopper.launch import forward_calls, result_allocations
 from tilewise.backends.hopper.launch_backward import backward_calls, backward_plan, gradient_allocations
 from tilewise.backends.hopper.launch_decode import decode_calls
@@ -22,6 +23,8 @@ def calls_of(problem: AttentionProblem, device: DeviceSpec, config: BackwardConf
     views |= {name: made.view for name, made in result_allocations(problem).items()}
     if decoding:
         return decode_calls(problem, device, views)
+    if problem.fp8:
+        return fp8_calls(problem, device, views | {name: made.view for name, made in fp8_allocations(problem).items()})
     calls = forward_calls(problem, device, views)
     if problem.needs_grad:
         views["dout"] = views["out"]

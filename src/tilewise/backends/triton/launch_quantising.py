@@ -72,6 +72,7 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """(data, scale) of a tensor on a GPU, or on the CPU in Triton's interpreter."""
     x = x if x.stride(-1) == 1 else x.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     mode = "given" if given is not None else "own" if block else "shared"
     sizes = _sizes(x, layout, cu_seqlens, max_seqlen)
     job = Job(mode, *sizes, x.shape[-1], layout, block, granularity == "tensor", rotation)
@@ -139,13 +140,13 @@ def quantising_calls(job: Job, views: Views, *, hardware: bool) -> list[KernelCa
         "BLOCK_SCALES": job.block is not None,
         "HARDWARE": hardware,
     }
-    grid = (-(-job.seqlen // rows), job.heads, job.batch)
+    grid = (-(-job.seqlen // rows) * job.batch, job.heads, 1)
     # Sums and products are not fused: their bits are those of tilewise.fp8.quantisation.
     quantising = KernelCall(quantize_kernel, grid, shared | own, num_warps, fused=False)
     if job.mode != "shared":
         return [quantising]
     rows = tile if job.rotation else AMAX_TILES * tile
-    grid = (-(-job.seqlen // rows), job.heads, job.batch)
+    grid = (-(-job.seqlen // rows) * job.batch, job.heads, 1)
     return [KernelCall(amax_kernel, grid, shared | {"BLOCK": rows}, num_warps, fused=False), quantising]
 
 
