@@ -16,6 +16,9 @@ pytest.importorskip("triton", minversion="3.6")
 aot = pytest.importorskip("tilewise.backends.hopper.aot")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 offline = pytest.importorskip("tilewise.backends.hopper.offline")
+gpu_offline = pytest.importorskip("tilewise.backends.gpu.offline")
+launch = pytest.importorskip("tilewise.backends.hopper.launch")
+launch_decode = pytest.importorskip("tilewise.backends.hopper.launch_decode")
 
 SMEM_LIMIT = 227 * 1024
 
@@ -108,3 +111,18 @@ def test_machine_code_is_as_recorded(name: str) -> None:
     assert not found.serialised
     hold(f"decode {name}", found.local, 0)
     assert found.smem_bytes <= SMEM_LIMIT
+
+
+def test_tokens_far_apart_are_found_by_64_bits() -> None:
+    """Tokens outermost in memory, 2^29 elements apart: the fifth one is past what 32 bits count to."""
+    problem = described(batch=32768, seqlen_q=8, num_heads=32, num_kv_heads=8)
+    views = gpu_offline.operand_views(problem, packed_queries=False)
+    views |= {name: made.view for name, made in launch.result_allocations(problem).items()}
+    (near,) = launch_decode.decode_calls(problem, aot.HOPPER, views)
+    views["q"] = views["q"]._replace(strides=(32 * 128, 128, 1 << 29, 1))
+    (far,) = launch_decode.decode_calls(problem, aot.HOPPER, views)
+    kinds = {name: compilation.types_of(call).signature[0] for name, call in (("near", near), ("far", far))}
+    assert kinds == {"near": ("*bf16", "i32", "i32", "i32"), "far": ("*bf16", "i32", "i32", "i64")}
+    found = aot.resources(compilation.compile_call(far, aot.HOPPER, -1))
+    assert not found.serialised
+    hold("decode, tokens far apart", found.local, 0)

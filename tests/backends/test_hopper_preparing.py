@@ -100,7 +100,9 @@ def test_too_short_a_front_is_a_deadlock(waves_of_one: Callable[[str], Any], mon
         ((1, 1), 1024, 9, True),
     ],
 )
+@pytest.mark.parametrize("num_sms", [132, 114, 78, 16])
 def test_a_share_is_handed_out_before_a_tile_that_waits_for_it(
+    num_sms: int,
     heads: tuple[int, int],
     seqlen: int,
     batch: int,
@@ -108,7 +110,8 @@ def test_a_share_is_handed_out_before_a_tile_that_waits_for_it(
     emulated: Callable[[str], Any],  # noqa: F811
 ) -> None:
     case = Case(128, batch=batch, heads=heads, seqlens=(seqlen, seqlen), causal=causal)
-    plan = emulated("backward_plan").backward_plan(case.problem, device.named("h200"))
+    chip = replace(device.named("h200"), num_sms=num_sms)
+    plan = emulated("backward_plan").backward_plan(case.problem, chip)
     sizes, front = plan.key_sizes, plan.front_items
     assert plan.config.AHEAD
     tiles: dict[int, list[int]] = {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, View
-from tilewise.backends.gpu.symbols import Address, KernelCall
+from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple
 from tilewise.backends.hopper.decode import decode_kernel
 from tilewise.backends.hopper.decode_configs import DecodeConfig, decode_config, num_programs, tokens_of
 from tilewise.backends.hopper.decode_schedule import DecodeSizes
@@ -135,10 +135,15 @@ def _scale(name: str, views: dict[str, View]) -> tuple[Any, ...] | None:
 
 
 def _rows(problem: AttentionProblem, name: str, view: View) -> tuple[Any, ...]:
-    """(address, stride of a sequence, of a head, of a token)."""
-    address = Address(name, view.dtype, aligned=view.aligned)
+    """(address, stride of a sequence, of a head, of a token).
+
+    The kernel multiplies tokens by theirs in 32 bits, unless one is so far behind the first that the stride is wide.
+    """
+    sequence, head, token = 0, view.strides[1], view.strides[0]
     if problem.kind == "dense":
-        return (address, *view.strides[:3])
-    if name == "lse":  # (head, token)
-        return (address, 0, *view.strides)
-    return address, 0, view.strides[1], view.strides[0]
+        sequence, head, token = view.strides[:3]
+    elif name == "lse":  # (head, token)
+        head, token = view.strides
+    far = problem.seqlen_q * token >= 1 << 31
+    address = Address(name, view.dtype, aligned=view.aligned)
+    return address, sequence, head, Multiple(token, 1, wide=True) if far else token
