@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise as tw
-from tilewise import cascade, fp8, ops, validation
+from tilewise import cascade, fp8, ops, schemas, validation
 from tilewise.canonical import canonical
 from tilewise.operands import Flags, Operands
 from tilewise.problem import Kind
@@ -74,7 +74,7 @@ def samples() -> dict[str, tuple[Kind, Operands, Flags]]:
 
 
 def op_arguments(kind: Kind, operands: Operands, flags: Flags) -> tuple[Any, ...]:
-    names = ops.OPERANDS[kind].replace("?", "").split()
+    names = schemas.OPERANDS[kind].replace("?", "").split()
     return (*(getattr(operands, name) for name in names), *flags)
 
 

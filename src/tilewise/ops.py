@@ -14,27 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise import batching, calls, derivatives, device, dispatch, validation
+from tilewise import batching, calls, derivatives, device, dispatch, flops, validation
 from tilewise.backends.base import Binding, Bound
 from tilewise.canonical import canonical, contiguous_last, heads_first, restored
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
+from tilewise.schemas import OPERANDS, operand_names, schema, unpack
 
 __all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "refuse", "repeated", "result"]
-
-# The operands of each op; a question mark makes one optional.
-OPERANDS: dict[Kind, str] = {
-    "dense": "q k v bias? mask? alibi_slopes? sinks? seed? q_scale? k_scale? v_scale?",
-    "varlen": "q k v cu_seqlens_q cu_seqlens_k bias? mask? alibi_slopes? sinks? seed? q_scale? k_scale? v_scale?",
-    "paged": "q k v block_table seqlens_k cu_seqlens_q? bias? mask? alibi_slopes? sinks? q_scale? k_scale? v_scale?",
-}
-
-# The flags, in the order of `Flags`.
-FLAGS = (
-    "bool causal, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, float dropout, str layout, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool needs_grad, str backend, "
-    "int? q_block, int? k_block, int? v_block, ScalarType? out_dtype"
-)
 
 # The operands that have gradients, in the order of `Wanted` and `Gradients`.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
@@ -164,8 +151,9 @@ class Call:
         """Of every tensor of the call that `needs` one; given are dout, dlse, out, lse and the tensors."""
         if forward_ad._current_level >= 0:  # noqa: SLF001
             derivatives.refuse_tangents(given)
-        twice = torch.is_grad_enabled()
-        looked_up = self._bound_backward(given, needs) if self._lasting and not twice else None
+        # With create_graph=True the op is called, whose own autograd refuses second derivatives; and if a mode watches.
+        by_op = torch.is_grad_enabled() or bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001
+        looked_up = self._bound_backward(given, needs) if self._lasting and not by_op else None
         if looked_up is not None:
             known, places = looked_up
             made = None if known.bound is None else known.bound(given, places)
@@ -173,9 +161,8 @@ class Call:
                 return [None if place is None else made[place] for place in known.results]
         dout, dlse, out, lse, *tensors = given
         wanted = _wanted(needs)
-        # With create_graph=True the op is called, whose own autograd refuses second derivatives; and with gradients of
-        # many results at once (is_grads_batched=True), which stand for others.
-        if twice or not calls.are_plain((dout, dlse)):
+        # Gradients of many results at once (is_grads_batched=True) stand for others.
+        if by_op or not calls.are_plain((dout, dlse)):
             found = backward(self.kind, Operands(*tensors), self.flags, out, lse, dout, dlse, wanted)
         else:
             found = _run_backward(self.problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
@@ -326,17 +313,10 @@ class _TransformedBackward(torch.autograd.Function):
 
 
 def _call_op(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
-    out, lse = _OPS[kind](*(getattr(operands, name) for name in _names(kind)), *flags)
+    if not torch.compiler.is_compiling():
+        flops.tell_counters()
+    out, lse = _OPS[kind](*(getattr(operands, name) for name in operand_names(kind)), *flags)
     return out, lse
-
-
-def _names(kind: Kind) -> list[str]:
-    return OPERANDS[kind].replace("?", "").split()
-
-
-def _unpack(kind: Kind, args: Args) -> tuple[Operands, Flags]:
-    names = _names(kind)
-    return Operands(**dict(zip(names, args, strict=False))), Flags(*args[len(names) :])
 
 
 def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, dispatch.Selection]:
@@ -382,11 +362,11 @@ def _run_backward(
 
 
 def _forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
-    return _launch(kind, *_unpack(kind, args))
+    return _launch(kind, *unpack(kind, args))
 
 
 def _forward_fake(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
-    operands, flags = _unpack(kind, args)
+    operands, flags = unpack(kind, args)
     problem = validation.describe(kind, operands, flags)
     out = operands.q.new_empty(problem.out_shape, dtype=problem.dtype)
     return out, operands.q.new_empty(problem.lse_shape, dtype=problem.accumulate_dtype)
@@ -395,7 +375,7 @@ def _forward_fake(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
 def _backward(
     kind: Kind, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: Sequence[bool], *args: Any
 ) -> tuple[Tensor, ...]:
-    operands, flags = _unpack(kind, args)
+    operands, flags = unpack(kind, args)
     gradients = _launch_backward(kind, operands, flags, out, lse, dout, dlse, Wanted(*wanted))
     return _materialised(operands, gradients, Wanted(*wanted))
 
@@ -404,7 +384,7 @@ def _backward_fake(
     kind: Kind, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: Sequence[bool], *args: Any
 ) -> tuple[Tensor, ...]:
     del dout, dlse, out, lse
-    operands, _ = _unpack(kind, args)
+    operands, _ = unpack(kind, args)
     like = [getattr(operands, name) for name in DIFFERENTIABLE]
     empty = Gradients(*(None if t is None else t.new_empty(t.shape) for t in like))
     return _materialised(operands, empty, Wanted(*wanted))
@@ -417,14 +397,14 @@ def _materialised(operands: Operands, gradients: Gradients, wanted: Wanted) -> t
 
 
 def _save(kind: Kind, ctx: Any, inputs: Args, output: tuple[Tensor, Tensor]) -> None:
-    count = len(_names(kind))
+    count = len(operand_names(kind))
     ctx.save_for_backward(*output, *inputs[:count])
     ctx.flags = inputs[count:]
     ctx.set_materialize_grads(False)
 
 
 def _autograd(kind: Kind, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    names = _names(kind)
+    names = operand_names(kind)
     result: dict[str, Tensor | None] = {}
     if dout is not None or dlse is not None:
         needs = dict(zip(names, ctx.needs_input_grad, strict=False))
@@ -447,22 +427,17 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """The gradients of a saved forward, through the dispatcher; one that is not wanted is an empty tensor."""
-    tensors = [getattr(operands, name) for name in _names(kind)]
+    if not torch.compiler.is_compiling():
+        flops.tell_counters()
+    tensors = [getattr(operands, name) for name in operand_names(kind)]
     return Gradients(*_BACKWARD_OPS[kind](dout, dlse, out, lse, list(wanted), *tensors, *flags))
-
-
-def _schema(kind: Kind) -> str:
-    operands = ", ".join(
-        f"Tensor{'?' if n.endswith('?') else ''} {n.removesuffix('?')}" for n in OPERANDS[kind].split()
-    )
-    return f"{operands}, {FLAGS}"
 
 
 def _register(library: torch.library.Library, kind: Kind) -> None:
     saved = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted"
-    library.define(f"{kind}({_schema(kind)}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
+    library.define(f"{kind}({schema(kind)}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
     library.define(
-        f"{kind}_backward({saved}, {_schema(kind)}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+        f"{kind}_backward({saved}, {schema(kind)}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
     implementations: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -485,7 +460,7 @@ def _register(library: torch.library.Library, kind: Kind) -> None:
 
 def _vmapped(kind: Kind, name: str, rule: Callable[..., Any], info: Any, in_dims: Args, *args: Any) -> Any:
     op = getattr(torch.ops.tilewise, name).default
-    return rule(op, _names(kind), info.batch_size, in_dims, args)
+    return rule(op, operand_names(kind), info.batch_size, in_dims, args)
 
 
 # The library lives as long as the process: dropping it would unregister the ops.

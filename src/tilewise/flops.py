@@ -1,0 +1,101 @@
+"""What `torch.utils.flop_counter` counts for the ops: as for torch's own attention every pair of a query and a key,
+whatever causal, a window or a mask leave out, and five products of the size of the forward's two for a backward.
+Packed and paged sequences count by their lengths, or by the longest where those are not known (fake tensors).
+
+The counter is not imported here, for it would load Triton; it is told when it watches a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch
+
+from tilewise import calls, validation
+from tilewise.operands import Operands
+from tilewise.problem import AttentionProblem, Kind
+from tilewise.schemas import OPERANDS, unpack
+
+__all__ = ["tell_counters"]
+
+COUNTER = "torch.utils.flop_counter"
+# Arguments of a backward op before those of its forward: dout, dlse, out, lse, wanted.
+SAVED = 5
+
+
+def tell_counters() -> None:
+    """Register the formulas if torch's counter is loaded, and with the counters that are at work and do not have them:
+    each copied what was registered when it was made.
+    """
+    if COUNTER not in sys.modules:
+        return
+    formulas = _registered()
+    for mode in _python_dispatch._get_current_dispatch_mode_stack():  # noqa: SLF001
+        counter = getattr(mode, "counter", None)
+        if isinstance(counter, sys.modules[COUNTER].FlopCounterMode):
+            for op, formula in formulas.items():
+                counter.flop_registry.setdefault(op, formula)
+
+
+@functools.cache
+def _registered() -> dict[Any, Callable[..., int]]:
+    """The formula of each op, which torch's counter knows from now on."""
+    formulas: dict[Any, Callable[..., int]] = {}
+    for kind in OPERANDS:
+        formulas[getattr(torch.ops.tilewise, kind)] = functools.partial(_forward, kind)
+        formulas[getattr(torch.ops.tilewise, f"{kind}_backward")] = functools.partial(_backward, kind)
+    for op, formula in formulas.items():
+        sys.modules[COUNTER].register_flop_formula(op, get_raw=True)(formula)
+    return formulas
+
+
+def _forward(kind: Kind, *args: Any, out_val: Any = None) -> int:
+    """S = Q K^T and O = P V."""
+    del out_val
+    problem, pairs = _sizes(kind, args)
+    return 2 * pairs * problem.num_heads * (problem.head_dim + problem.head_dim_v)
+
+
+def _backward(kind: Kind, *args: Any, out_val: Any = None) -> int:
+    """S again, dQ and dK; dP and dV."""
+    del out_val
+    problem, pairs = _sizes(kind, args[SAVED:])
+    return 2 * pairs * problem.num_heads * (3 * problem.head_dim + 2 * problem.head_dim_v)
+
+
+def _sizes(kind: Kind, args: tuple[Any, ...]) -> tuple[AttentionProblem, int]:
+    """The problem, and the pairs of queries and keys of all sequences."""
+    operands, flags = unpack(kind, args)
+    problem = validation.describe(kind, operands, flags)
+    lengths = zip(_lengths_q(problem, operands), _lengths_k(problem, operands), strict=True)
+    return problem, sum(queries * keys for queries, keys in lengths)
+
+
+def _lengths_q(problem: AttentionProblem, operands: Operands) -> list[int]:
+    starts = operands.cu_seqlens_q
+    known = None if starts is None else _numbers(starts)
+    return [problem.seqlen_q] * problem.batch if known is None else _differences(known)
+
+
+def _lengths_k(problem: AttentionProblem, operands: Operands) -> list[int]:
+    given = operands.seqlens_k if problem.kind == "paged" else operands.cu_seqlens_k
+    known = None if given is None else _numbers(given)
+    if known is None:
+        return [problem.seqlen_k] * problem.batch
+    return known if problem.kind == "paged" else _differences(known)
+
+
+def _numbers(tensor: Tensor) -> list[int] | None:
+    """What it holds, None for one that holds nothing."""
+    found: list[int] | None = tensor.tolist() if calls.are_plain((tensor,)) else None
+    return found
+
+
+def _differences(starts: list[int]) -> list[int]:
+    return [stop - start for start, stop in itertools.pairwise(starts)]

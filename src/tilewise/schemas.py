@@ -1,0 +1,44 @@
+"""How a call is spelled as the arguments of a `torch.library` op: its operands, then its flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tilewise.operands import Flags, Operands
+from tilewise.problem import Kind
+
+__all__ = ["OPERANDS", "operand_names", "schema", "unpack"]
+
+# The operands of each op; a question mark makes one optional.
+OPERANDS: dict[Kind, str] = {
+    "dense": "q k v bias? mask? alibi_slopes? sinks? seed? q_scale? k_scale? v_scale?",
+    "varlen": "q k v cu_seqlens_q cu_seqlens_k bias? mask? alibi_slopes? sinks? seed? q_scale? k_scale? v_scale?",
+    "paged": "q k v block_table seqlens_k cu_seqlens_q? bias? mask? alibi_slopes? sinks? q_scale? k_scale? v_scale?",
+}
+
+# The flags, in the order of `Flags`.
+FLAGS = (
+    "bool causal, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, float dropout, str layout, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool needs_grad, str backend, "
+    "int? q_block, int? k_block, int? v_block, ScalarType? out_dtype"
+)
+
+
+def operand_names(kind: Kind) -> list[str]:
+    """The operands of an op, in order."""
+    return OPERANDS[kind].replace("?", "").split()
+
+
+def unpack(kind: Kind, args: Sequence[Any]) -> tuple[Operands, Flags]:
+    """What the arguments of an op say."""
+    names = operand_names(kind)
+    return Operands(**dict(zip(names, args, strict=False))), Flags(*args[len(names) :])
+
+
+def schema(kind: Kind) -> str:
+    """The arguments of an op as torch.library wants them."""
+    operands = ", ".join(
+        f"Tensor{'?' if n.endswith('?') else ''} {n.removesuffix('?')}" for n in OPERANDS[kind].split()
+    )
+    return f"{operands}, {FLAGS}"
