@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem, OutOfPages
-from tilewise.nn.rotary import rotary_table, rotate
+from tilewise.nn.rotary import check_rotary, rotary_table, rotate
+from tilewise.validation import check_flag
 
 __all__ = ["CausalSelfAttention", "KVCache"]
 
@@ -80,10 +81,13 @@ class CausalSelfAttention(torch.nn.Module):
         if min(sizes) < 1 or embed_dim % num_heads or num_heads % num_kv_heads:
             expected = "embed_dim a multiple of num_heads, and num_heads of num_kv_heads"
             raise InvalidProblem("embed_dim", expected, sizes, "Choose sizes that divide.")
-        if window is not None and window < 1:
-            raise InvalidProblem(
-                "window", "None or at least 1, the token itself", window, "None sees all earlier tokens."
-            )
+        if window is not None and (type(window) is not int or window < 1):
+            expected = "None or an integer of at least 1, the token itself"
+            raise InvalidProblem("window", expected, window, "None sees all earlier tokens.")
+        # Whoever trains elsewhere and only evaluates here would never learn of it from a call.
+        check_flag("dropout", dropout)
+        if rotary_base is not None:
+            check_rotary(embed_dim // num_heads, rotary_base)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
         self.dropout, self.rotary_base, self.window = dropout, rotary_base, window
         width = (num_heads + 2 * num_kv_heads) * self.head_dim

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidProblem
 
-__all__ = ["check_tables", "rotary_table", "rotate"]
+__all__ = ["check_rotary", "check_tables", "rotary_table", "rotate"]
 
 
 def rotary_table(
@@ -16,14 +16,19 @@ def rotary_table(
     """(cos, sin), each fp32 (seqlen, rotary_dim / 2): pair p turns by position * base^(-2p / rotary_dim), positions
     counted from `start`.
     """
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise InvalidProblem("rotary_dim", "an even number >= 2", rotary_dim, "Features are turned in pairs.")
-    if not base > 0:
-        raise InvalidProblem("base", "a number above 0", base, "10000.0 is the usual one.")
+    check_rotary(rotary_dim, base)
     pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
     positions = torch.arange(start, start + seqlen, dtype=torch.float32, device=device)
     angles = positions[:, None] * base ** (-pairs / rotary_dim)
     return angles.cos(), angles.sin()
+
+
+def check_rotary(rotary_dim: int, base: object) -> None:
+    """Refuse what no table can be made of."""
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise InvalidProblem("rotary_dim", "an even number >= 2", rotary_dim, "Features are turned in pairs.")
+    if not (isinstance(base, int | float) and base > 0):
+        raise InvalidProblem("base", "a number above 0", base, "10000.0 is the usual one.")
 
 
 def check_tables(cos: object, sin: object, names: tuple[str, str] = ("cos", "sin"), *, dims: int | None = 2) -> None:
