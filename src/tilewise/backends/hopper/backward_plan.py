@@ -115,9 +115,10 @@ class BackwardPlan(NamedTuple):
 
     @property
     def fixed_words(self) -> int:
-        """What of the workspace does not depend on lists, in words."""
+        """What of the workspace does not depend on lists, in words; what follows begins at a multiple of 16 bytes."""
         width = 2 + (1 if self.config.FIXED_POINT else 0)
-        return width * self.num_rows + self.num_main_units + self.sums_width * self.sums_rows + self.num_bounds
+        words = width * self.num_rows + self.num_main_units + self.sums_width * self.sums_rows + self.num_bounds
+        return whole_vectors(words)
 
     @property
     def key_work(self) -> Address | None:
@@ -250,7 +251,8 @@ class BackwardPlan(NamedTuple):
     @property
     def parts(self) -> Address:
         """Parts of dK and dV, behind everything else."""
-        return Address("workspace", torch.float32, offset=4 * (self.fixed_words + self.list_words + self.num_counts))
+        words = self.fixed_words + self.list_words + whole_vectors(self.num_counts)
+        return Address("workspace", torch.float32, offset=4 * words)
 
     @property
     def part_words(self) -> int:
@@ -262,7 +264,7 @@ class BackwardPlan(NamedTuple):
     @property
     def workspace(self) -> Allocation:
         """Room for all of them."""
-        words = self.fixed_words + self.list_words + self.num_counts + self.part_words
+        words = self.fixed_words + self.list_words + whole_vectors(self.num_counts) + self.part_words
         return Allocation.contiguous((words,), torch.float32)
 
 
@@ -273,6 +275,15 @@ def backward_plan(problem: AttentionProblem, device: DeviceSpec) -> BackwardPlan
     queries = _sizes(problem, config, of_keys=False)
     programs = min(device.num_sms, keys.num_tiles)
     return BackwardPlan(problem, config, keys, queries, (programs, 1, 1))
+
+
+def whole_vectors(words: int) -> int:
+    """So many words and those up to a multiple of 16 bytes.
+
+    >>> whole_vectors(0), whole_vectors(5)
+    (0, 8)
+    """
+    return -(-words // 4) * 4
 
 
 def line_of(sizes: Sizes, programs: int) -> Line | None:
