@@ -20,9 +20,10 @@ from typer.testing import CliRunner, Result
 import tilewise as tw
 from tilewise import device, dispatch, settings
 from tilewise.backends.cpu import cache
+from tilewise.bench import memory
 from tilewise.cli import COMMANDS, build_app, contest, demo, measure
 from tilewise.cli.contest import Limits, Measurement, Round
-from tilewise.cli.measure import best_seconds, peak_extra_memory
+from tilewise.cli.measure import best_seconds
 
 MIB = 1 << 20
 
@@ -353,7 +354,7 @@ def test_explain_is_for_this_machine_by_default() -> None:
 def test_peak_memory_sees_what_is_freed_again(name: str) -> None:
     """In a process of its own: what earlier tests left in the heap would be used again and not be seen."""
     code = (
-        f"import torch; from tilewise.cli.measure import {name} as peak\n"
+        f"import torch; from tilewise.bench.memory import {name} as peak\n"
         f"allocate = lambda: (torch.ones({16 * MIB // 4}) + 1).sum()\n"
         "allocate(); print(peak(allocate), peak(lambda: torch.ones(2)))"
     )
@@ -366,9 +367,10 @@ def test_peak_memory_sees_what_is_freed_again(name: str) -> None:
 def test_memory_is_measured_by_torch_where_the_system_does_not_tell(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(measure, "CLEAR", tmp_path)
-    assert measure.memory_method() == "peak of torch's allocations"
-    assert 8 * MIB <= peak_extra_memory(lambda: torch.ones(8 * MIB // 4)) <= 9 * MIB
+    monkeypatch.setattr(memory, "CLEAR", tmp_path)
+    assert memory.memory_method() == "peak of torch's allocations"
+    assert 8 * MIB <= memory.peak_extra_memory(lambda: torch.ones(8 * MIB // 4)) <= 9 * MIB
+    assert memory.extra_memory(lambda: torch.ones(8 * MIB // 4), "cpu") <= MIB
 
 
 def test_best_seconds_calls_at_least_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from tilewise import device
 from tilewise.version import __version__
 
-__all__ = ["commit", "machine", "versions"]
+__all__ = ["commit", "installed_version", "machine", "versions"]
 
 PACKAGES = ("torch", "triton", "llvmlite", "numpy", "flash-attn", "flash-attn-3", "flash-attn-4")
 
@@ -39,14 +39,15 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, Any]:
     """Everything that could change a figure; packages that are not installed are left out."""
     found: dict[str, Any] = {"tilewise": __version__, "python": platform.python_version()}
-    installed = {package: _version(package) for package in PACKAGES}
+    installed = {package: installed_version(package) for package in PACKAGES}
     found |= {package: version for package, version in installed.items() if version is not None}
     if torch.cuda.is_available():
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": _driver()}
     return found
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """None for one that is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

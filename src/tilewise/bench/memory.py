@@ -1,16 +1,21 @@
-"""The most memory a call holds beyond its inputs and its output."""
+"""The most memory a call holds beyond what was there before."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["extra_memory"]
+__all__ = ["extra_memory", "memory_method", "peak_extra_memory", "torch_peak"]
+
+Run = Callable[[], object]
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # What Linux takes as "forget the high-water mark of resident memory".
@@ -20,30 +25,64 @@ RESET_PEAK = "5"
 def extra_memory(call: Callable[[], Tensor], device: str) -> int:
     """Bytes held at the peak of a call less what was held before and what its output takes.
 
-    On the CPU this is resident memory, whoever allocated it; on the GPU what torch's allocator handed out.
+    On the CPU as `peak_extra_memory` measures; on the GPU what torch's allocator handed out.
     """
+    sizes: list[int] = []
+
+    def run() -> Tensor:
+        out = call()
+        sizes.append(out.numel() * out.element_size())
+        return out
+
+    peak = _allocated(run) if device == "cuda" else peak_extra_memory(run)
+    return max(0, peak - sizes[-1])
+
+
+def _allocated(run: Run) -> int:
     gc.collect()
-    return _allocated(call) if device == "cuda" else _resident(call)
-
-
-def _allocated(call: Callable[[], Tensor]) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = call()
+    result = run()
     torch.cuda.synchronize()
-    return max(0, torch.cuda.max_memory_allocated() - before - _size(out))
+    del result
+    return torch.cuda.max_memory_allocated() - before
 
 
-def _resident(call: Callable[[], Tensor]) -> int:
+def memory_method() -> str:
+    """How `peak_extra_memory` measures on this system, in words."""
+    return "peak resident memory of the process" if _resettable() else "peak of torch's allocations"
+
+
+def peak_extra_memory(run: Run) -> int:
+    """Bytes that a call holds at its peak beyond what the process held before, its result included.
+
+    Where Linux lets us, this is the process's high-water mark of resident memory, reset before the call: it sees every
+    allocation, torch's or not. Elsewhere it is what torch allocated.
+    """
+    gc.collect()
+    return _resident_peak(run) if _resettable() else torch_peak(run)
+
+
+def _resettable() -> bool:
+    try:
+        CLEAR.write_text(RESET_PEAK)
+    except OSError:
+        return False
+    return True
+
+
+def _resident_peak(run: Run) -> int:
     # Memory that malloc keeps for later would hide the next allocation: hand it back first.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
     CLEAR.write_text(RESET_PEAK)
     before = _status_bytes("VmRSS")
-    out = call()
-    return max(0, _status_bytes("VmHWM") - before - _size(out))
+    result = run()
+    peak = _status_bytes("VmHWM")
+    del result
+    return max(0, peak - before)
 
 
 def _status_bytes(field: str) -> int:
@@ -51,5 +90,18 @@ def _status_bytes(field: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def _size(out: Tensor) -> int:
-    return out.numel() * out.element_size()
+def torch_peak(run: Run) -> int:
+    """The most that torch's CPU allocator held at once during a call, from its allocation events."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = run()
+    del result
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+    held = peak = 0
+    for _, change in changes:
+        held += change
+        peak = max(peak, held)
+    return peak

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tilewise.api import attention
 from tilewise.backends.reference.tiled import fa2
-from tilewise.cli.measure import LEAST_CALLS, TIMING_SECONDS, best_seconds, peak_extra_memory
+from tilewise.bench.memory import peak_extra_memory
+from tilewise.cli.measure import LEAST_CALLS, TIMING_SECONDS, best_seconds
 from tilewise.masks import Band
 from tilewise.plan import explain
 

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tilewise import device
+from tilewise.bench.memory import memory_method
 from tilewise.cli import contest
 from tilewise.cli.console import JsonOption, print_json, progress
 from tilewise.cli.contest import TEXTBOOK, Limits, Measurement, Round
-from tilewise.cli.measure import memory_method
 from tilewise.units import format_bytes, format_seconds
 
 __all__ = ["EXAMPLE", "command"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import platform
 from typing import Any
 
@@ -13,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilewise import device, dispatch, settings
+from tilewise.bench.machine import installed_version
 from tilewise.cli.console import JsonOption, cache_line, print_json
 from tilewise.device import DeviceSpec
 from tilewise.plan import explain
@@ -41,7 +41,7 @@ def diagnose() -> dict[str, Any]:
         "versions": {
             "tilewise": __version__,
             "python": platform.python_version(),
-            **{name: _version(name) for name in PACKAGES},
+            **{name: installed_version(name) for name in PACKAGES},
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         },
         "devices": [_device(spec, where) for spec, where in _devices()],
@@ -51,13 +51,6 @@ def diagnose() -> dict[str, Any]:
             for name, value in dataclasses.asdict(settings.current()).items()
         },
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _devices() -> list[tuple[DeviceSpec, torch.device]]:

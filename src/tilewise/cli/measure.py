@@ -1,25 +1,13 @@
-"""Measuring one call: best time, and the most memory it held beyond what was there before."""
+"""Measuring one call: its best time."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import json
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import torch
-
-__all__ = ["LEAST_CALLS", "TIMING_SECONDS", "best_seconds", "memory_method", "peak_extra_memory", "torch_peak"]
+__all__ = ["LEAST_CALLS", "TIMING_SECONDS", "best_seconds"]
 
 Run = Callable[[], object]
-
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-# What the kernel takes as "forget the high-water mark of resident memory".
-RESET_PEAK = "5"
 
 # Timing repeats a call this often, and between the two for about so many seconds.
 LEAST_CALLS, MOST_CALLS, TIMING_SECONDS = 2, 20, 0.8
@@ -33,61 +21,3 @@ def best_seconds(run: Run) -> float:
         run()
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def memory_method() -> str:
-    """How `peak_extra_memory` measures on this system, in words."""
-    return "peak resident memory of the process" if _resettable() else "peak of torch's allocations"
-
-
-def peak_extra_memory(run: Run) -> int:
-    """Bytes that a call holds at its peak beyond what the process held before, its result included.
-
-    Where Linux lets us, this is the process's high-water mark of resident memory, reset before the call: it sees every
-    allocation, torch's or not. Elsewhere it is what torch allocated.
-    """
-    gc.collect()
-    return _resident_peak(run) if _resettable() else torch_peak(run)
-
-
-def _resettable() -> bool:
-    try:
-        CLEAR.write_text(RESET_PEAK)
-    except OSError:
-        return False
-    return True
-
-
-def _resident_peak(run: Run) -> int:
-    # Memory that malloc keeps for later would hide the next allocation: hand it back first.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-    CLEAR.write_text(RESET_PEAK)
-    before = _status_bytes("VmRSS")
-    result = run()
-    peak = _status_bytes("VmHWM")
-    del result
-    return max(0, peak - before)
-
-
-def _status_bytes(field: str) -> int:
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
-    return int(line.split()[1]) << 10
-
-
-def torch_peak(run: Run) -> int:
-    """The most that torch's CPU allocator held at once during a call, from its allocation events."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = run()
-    del result
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(trace))
-        events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
-    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
-    held = peak = 0
-    for _, change in changes:
-        held += change
-        peak = max(peak, held)
-    return peak

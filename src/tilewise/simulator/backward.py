@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilewise.masks import TileKind
 from tilewise.simulator.events import ArraySpec, Span, Workload
 from tilewise.simulator.forward import attention_arrays
-from tilewise.simulator.tape import Tape, blocks, span
+from tilewise.simulator.tape import Tape, blocks, length_of, span
 
 __all__ = ["KEPT", "NAIVE_KEPT", "backward", "backward_arrays", "naive_backward", "naive_backward_arrays"]
 
@@ -57,7 +57,7 @@ def backward(tape: Tape) -> None:
         tape.at("delta", m_block)
         tape.load("out", rows)
         tape.load("dout", rows)
-        tape.compute("delta", "delta", ("out", "dout"), (_len(rows), 1))
+        tape.compute("delta", "delta", ("out", "dout"), (length_of(rows), 1))
         tape.store("delta", rows)
         tape.free("out", "dout", "delta")
     for n_block in blocks(work.seqlen_k, work.block_n):
@@ -75,8 +75,8 @@ def _key_tile(tape: Tape, n_block: int) -> None:
     tape.at("setup", n_block=n_block)
     tape.load("k", keys)
     tape.load("v", keys)
-    tape.compute("init", "dk", (), (_len(keys), work.head_dim))
-    tape.compute("init", "dv", (), (_len(keys), work.head_dim_v))
+    tape.compute("init", "dk", (), (length_of(keys), work.head_dim))
+    tape.compute("init", "dv", (), (length_of(keys), work.head_dim_v))
     for m_block, rows in _row_blocks(work):
         kind = work.band.tile_kind(m_block, n_block, work.grid)
         if kind is TileKind.SKIP:
@@ -92,7 +92,7 @@ def _key_tile(tape: Tape, n_block: int) -> None:
 def _gradient_tile(tape: Tape, m_block: int, n_block: int, rows: Span, keys: Span, *, masked: bool) -> None:
     """Five products: S again, dV, dP, dK, dQ."""
     work = tape.workload
-    shape = _len(rows), _len(keys)
+    shape = length_of(rows), length_of(keys)
     tape.at("recompute", m_block, n_block)
     for name in ("q", "dout", "lse", "delta"):
         tape.load(name, rows)
@@ -101,13 +101,13 @@ def _gradient_tile(tape: Tape, m_block: int, n_block: int, rows: Span, keys: Spa
         tape.compute("mask", "s", ("s",), shape, replaces="s", tokens=(rows, keys))
     tape.compute("probabilities", "p", ("s", "lse"), shape, replaces="s")
     tape.at("values", m_block, n_block)
-    tape.update("dv", "dv", ("p", "dout"), (_len(keys), work.head_dim_v), inner=_len(rows))
+    tape.update("dv", "dv", ("p", "dout"), (length_of(keys), work.head_dim_v), inner=length_of(rows))
     tape.compute("dp", "dp", ("dout", "v"), shape, inner=work.head_dim_v)
     tape.at("gradients", m_block, n_block)
     tape.load("dq", rows, array="dq_sum")
     tape.compute("ds", "ds", ("dp", "p", "delta"), shape, replaces="dp")
-    tape.update("dk", "dk", ("ds", "q"), (_len(keys), work.head_dim), inner=_len(rows))
-    tape.update("dq", "dq", ("ds", "k"), (_len(rows), work.head_dim), inner=_len(keys))
+    tape.update("dk", "dk", ("ds", "q"), (length_of(keys), work.head_dim), inner=length_of(rows))
+    tape.update("dq", "dq", ("ds", "k"), (length_of(rows), work.head_dim), inner=length_of(keys))
     tape.store("dq", rows, array="dq_sum")
     tape.free("p", "ds", "dq", "q", "dout", "lse", "delta")
 
@@ -130,7 +130,7 @@ def _naive_sum(tape: Tape, target: str, matrix: str, operand: str, width: int) -
         tape.at(target, m_block, 0)
         tape.load(matrix, rows)
         tape.load(operand, rows)
-        tape.update(target, target, (matrix, operand), (work.seqlen_k, width), inner=_len(rows))
+        tape.update(target, target, (matrix, operand), (work.seqlen_k, width), inner=length_of(rows))
         tape.free(matrix, operand)
     tape.at(target)
     tape.store(target, (0, work.seqlen_k))
@@ -144,7 +144,7 @@ def _naive_dp(tape: Tape) -> None:
     for m_block, rows in _row_blocks(work):
         tape.at("dp", m_block, 0)
         tape.load("dout", rows)
-        tape.compute("dp", "dp", ("dout", "v"), (_len(rows), work.seqlen_k), inner=work.head_dim_v)
+        tape.compute("dp", "dp", ("dout", "v"), (length_of(rows), work.seqlen_k), inner=work.head_dim_v)
         tape.store("dp", rows)
         tape.free("dout", "dp")
     tape.at("dp")
@@ -157,7 +157,7 @@ def _naive_ds(tape: Tape) -> None:
         tape.at("ds", m_block, 0)
         tape.load("p", rows)
         tape.load("dp", rows)
-        tape.compute("softmax_gradient", "ds", ("dp", "p"), (_len(rows), work.seqlen_k), replaces="dp")
+        tape.compute("softmax_gradient", "ds", ("dp", "p"), (length_of(rows), work.seqlen_k), replaces="dp")
         tape.store("ds", rows)
         tape.free("p", "ds")
 
@@ -169,8 +169,8 @@ def _naive_dq(tape: Tape) -> None:
     for m_block, rows in _row_blocks(work):
         tape.at("dq", m_block, 0)
         tape.load("ds", rows)
-        tape.compute("init", "dq", (), (_len(rows), work.head_dim))
-        tape.update("dq", "dq", ("ds", "k"), (_len(rows), work.head_dim), inner=work.seqlen_k)
+        tape.compute("init", "dq", (), (length_of(rows), work.head_dim))
+        tape.update("dq", "dq", ("ds", "k"), (length_of(rows), work.head_dim), inner=work.seqlen_k)
         tape.store("dq", rows)
         tape.free("ds", "dq")
     tape.at("dq")
@@ -179,7 +179,3 @@ def _naive_dq(tape: Tape) -> None:
 
 def _row_blocks(work: Workload) -> list[tuple[int, Span]]:
     return [(m_block, span(m_block, work.block_m, work.seqlen_q)) for m_block in blocks(work.seqlen_q, work.block_m)]
-
-
-def _len(indices: Span) -> int:
-    return indices[1] - indices[0]

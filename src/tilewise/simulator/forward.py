@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tilewise.masks import TileGrid, TileKind
 from tilewise.simulator.events import ArraySpec, Span, Workload
-from tilewise.simulator.tape import Tape, blocks, span
+from tilewise.simulator.tape import Tape, blocks, length_of, span
 
 __all__ = ["attention_arrays", "decode", "decode_arrays", "fa1", "fa1_arrays", "fa2", "naive", "naive_arrays"]
 
@@ -77,7 +77,7 @@ def naive(tape: Tape) -> None:
     for m_block, rows in row_blocks:
         tape.at("softmax", m_block, 0)
         tape.load("s", rows)
-        tape.compute("softmax", "p", ("s",), (_len(rows), work.seqlen_k), replaces="s")
+        tape.compute("softmax", "p", ("s",), (length_of(rows), work.seqlen_k), replaces="s")
         tape.store("p", rows)
         tape.free("p")
     tape.at("values")
@@ -85,7 +85,7 @@ def naive(tape: Tape) -> None:
     for m_block, rows in row_blocks:
         tape.at("values", m_block, 0)
         tape.load("p", rows)
-        tape.compute("product", "acc", ("p", "v"), (_len(rows), work.head_dim_v), inner=work.seqlen_k)
+        tape.compute("product", "acc", ("p", "v"), (length_of(rows), work.head_dim_v), inner=work.seqlen_k)
         tape.store("acc", rows, array="out")
         tape.free("p", "acc")
     tape.at("values")
@@ -115,7 +115,7 @@ def fa1(tape: Tape) -> None:
 
 
 def _fa1_tile(tape: Tape, m_block: int, n_block: int, rows: Span, keys: Span, *, masked: bool) -> None:
-    shape = _len(rows), tape.workload.head_dim_v
+    shape = length_of(rows), tape.workload.head_dim_v
     tape.at("scores", m_block, n_block)
     tape.load("q", rows)
     tape.load("acc", rows, array="out")
@@ -125,7 +125,7 @@ def _fa1_tile(tape: Tape, m_block: int, n_block: int, rows: Span, keys: Span, *,
     tape.at("softmax", m_block, n_block)
     _online_softmax(tape, rows, keys, normalised=True)
     tape.at("values", m_block, n_block)
-    tape.update("values", "acc", ("p", "v"), shape, inner=_len(keys))
+    tape.update("values", "acc", ("p", "v"), shape, inner=length_of(keys))
     tape.update("normalise", "acc", ("row_sum",), shape)
     tape.store("acc", rows, array="out")
     tape.store("row_max", rows)
@@ -194,14 +194,14 @@ def _fa2_tile(tape: Tape, place: tuple[int, int, int | None], rows: Span, keys: 
         tape.load("v", keys)
     else:
         first = work.block_table[n_block] * work.block_n
-        slots = first, first + _len(keys)
+        slots = first, first + length_of(keys)
         tape.load("k", slots, array="k_pages")
         tape.load("v", slots, array="v_pages")
     _scores(tape, rows, keys, masked=masked)
     tape.at("softmax", m_block, n_block, part=part)
     _online_softmax(tape, rows, keys)
     tape.at("values", m_block, n_block, part=part)
-    tape.update("values", "acc", ("p", "v"), (_len(rows), work.head_dim_v), inner=_len(keys))
+    tape.update("values", "acc", ("p", "v"), (length_of(rows), work.head_dim_v), inner=length_of(keys))
     tape.free("p", "k", "v")
 
 
@@ -216,10 +216,10 @@ def _merge(tape: Tape, m_block: int) -> None:
         tape.at("merge", m_block, part=part)
         tape.load("out_partial", partial)
         tape.load("lse_partial", partial)
-        tape.compute("row_max", "new_max", ("row_max", "lse_partial"), (_len(rows), 1))
+        tape.compute("row_max", "new_max", ("row_max", "lse_partial"), (length_of(rows), 1))
         tape.rescale("acc", "row_sum")
-        tape.update("merge", "acc", ("out_partial", "lse_partial", "row_max"), (_len(rows), work.head_dim_v))
-        tape.update("merge_sum", "row_sum", ("lse_partial", "row_max"), (_len(rows), 1))
+        tape.update("merge", "acc", ("out_partial", "lse_partial", "row_max"), (length_of(rows), work.head_dim_v))
+        tape.update("merge_sum", "row_sum", ("lse_partial", "row_max"), (length_of(rows), 1))
         tape.free("out_partial", "lse_partial")
     tape.at("finish", m_block)
     _finish(tape, rows, _Split(None, "out", "lse", 0))
@@ -227,33 +227,29 @@ def _merge(tape: Tape, m_block: int) -> None:
 
 
 def _init_state(tape: Tape, rows: Span) -> None:
-    tape.compute("init", "acc", (), (_len(rows), tape.workload.head_dim_v))
-    tape.compute("init", "row_max", (), (_len(rows), 1))
-    tape.compute("init", "row_sum", (), (_len(rows), 1))
+    tape.compute("init", "acc", (), (length_of(rows), tape.workload.head_dim_v))
+    tape.compute("init", "row_max", (), (length_of(rows), 1))
+    tape.compute("init", "row_sum", (), (length_of(rows), 1))
 
 
 def _scores(tape: Tape, rows: Span, keys: Span, *, masked: bool) -> None:
-    shape = _len(rows), _len(keys)
+    shape = length_of(rows), length_of(keys)
     tape.compute("scores", "s", ("q", "k"), shape, inner=tape.workload.head_dim)
     if masked:
         tape.compute("mask", "s", ("s",), shape, replaces="s", tokens=(rows, keys))
 
 
 def _online_softmax(tape: Tape, rows: Span, keys: Span, *, normalised: bool = False) -> None:
-    tape.compute("row_max", "new_max", ("row_max", "s"), (_len(rows), 1))
-    tape.compute("exp", "p", ("s", "new_max"), (_len(rows), _len(keys)), replaces="s")
+    tape.compute("row_max", "new_max", ("row_max", "s"), (length_of(rows), 1))
+    tape.compute("exp", "p", ("s", "new_max"), (length_of(rows), length_of(keys)), replaces="s")
     tape.rescale("acc", "row_sum", normalised=normalised)
-    tape.update("row_sum", "row_sum", ("p",), (_len(rows), 1))
+    tape.update("row_sum", "row_sum", ("p",), (length_of(rows), 1))
 
 
 def _finish(tape: Tape, rows: Span, split: _Split) -> None:
     """Normalise once, and write out and lse once."""
     there = rows[0] + split.first_row, rows[1] + split.first_row
-    tape.update("normalise", "acc", ("row_sum",), (_len(rows), tape.workload.head_dim_v))
-    tape.compute("lse", "lse", ("row_sum", "row_max"), (_len(rows), 1), replaces="row_sum")
+    tape.update("normalise", "acc", ("row_sum",), (length_of(rows), tape.workload.head_dim_v))
+    tape.compute("lse", "lse", ("row_sum", "row_max"), (length_of(rows), 1), replaces="row_sum")
     tape.store("acc", there, array=split.out)
     tape.store("lse", there, array=split.lse)
-
-
-def _len(indices: Span) -> int:
-    return indices[1] - indices[0]

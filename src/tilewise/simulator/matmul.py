@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilewise.simulator.events import ArraySpec, Workload
-from tilewise.simulator.tape import Tape, blocks, span
+from tilewise.simulator.tape import Tape, blocks, length_of, span
 
 __all__ = ["matmul", "matmul_arrays", "matmul_naive"]
 
@@ -43,7 +43,7 @@ def matmul(tape: Tape) -> None:
 def _tile(tape: Tape, m_block: int, n_block: int) -> None:
     work = tape.workload
     rows, cols = span(m_block, work.block_m, work.seqlen_q), span(n_block, work.block_n, work.seqlen_k)
-    shape = rows[1] - rows[0], cols[1] - cols[0]
+    shape = length_of(rows), length_of(cols)
     tape.at("setup", m_block, n_block)
     tape.compute("init", "c", (), shape)
     for part in blocks(work.head_dim, work.block_k):
@@ -51,7 +51,7 @@ def _tile(tape: Tape, m_block: int, n_block: int) -> None:
         tape.at("product", m_block, n_block, part=part)
         tape.load("a", rows, cols=inner)
         tape.load("b", inner, cols=cols)
-        tape.update("product_sum", "c", ("a", "b"), shape, inner=inner[1] - inner[0])
+        tape.update("product_sum", "c", ("a", "b"), shape, inner=length_of(inner))
         tape.free("a", "b")
     tape.at("finish", m_block, n_block)
     tape.store("c", rows, cols=cols)

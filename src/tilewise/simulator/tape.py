@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tilewise.simulator.events import ArraySpec, Compute, Event, Free, Load, Rescale, Skip, Span, Store, Workload
 
-__all__ = ["Tape", "blocks", "span"]
+__all__ = ["Tape", "blocks", "length_of", "span"]
 
 
 class _Size(NamedTuple):
@@ -24,6 +24,11 @@ class _Place(NamedTuple):
 def span(block: int, size: int, length: int) -> Span:
     """The indices of one block of `size`; the last one ends where the sequence does."""
     return block * size, min((block + 1) * size, length)
+
+
+def length_of(indices: Span) -> int:
+    """How many there are."""
+    return indices[1] - indices[0]
 
 
 def blocks(length: int, size: int) -> range:
@@ -120,7 +125,7 @@ class Tape:
 
     def skip(self, m_block: int, n_block: int, rows: Span, cols: Span, *, part: int | None = None) -> None:
         """A tile that is not visited."""
-        pairs = (rows[1] - rows[0]) * (cols[1] - cols[0])
+        pairs = length_of(rows) * length_of(cols)
         self.events.append(
             Skip(phase="skip", m_block=m_block, n_block=n_block, part=part, rows=rows, cols=cols, elements=pairs)
         )
@@ -134,6 +139,6 @@ class Tape:
     def _moved(self, array: str, rows: Span, cols: Span | None) -> tuple[str, Span, _Size, bool]:
         spec = self.arrays[array]
         columns = (0, spec.cols) if cols is None else cols
-        elements = (rows[1] - rows[0]) * (columns[1] - columns[0])
+        elements = length_of(rows) * length_of(columns)
         itemsize = self.workload.wide_itemsize if spec.wide else self.workload.itemsize
         return array, columns, _Size(elements, elements * itemsize), spec.wide

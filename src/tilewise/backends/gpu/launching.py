@@ -27,8 +27,10 @@ __all__ = [
     "BoundPass",
     "Launches",
     "RawView",
+    "RawViews",
     "View",
     "interpreted",
+    "named_views",
     "on_device",
     "raw_views",
 ]
@@ -39,6 +41,7 @@ MAX_PASSES = 512
 BOUND_BACKWARD = ("dout", "dlse", "out", "lse", *Operands._fields)
 # Strides, dtype, and whether the address is a multiple of 16 bytes: what launches are prepared for.
 RawView = tuple[tuple[int, ...], torch.dtype, bool]
+RawViews = tuple[RawView | None, ...]
 
 
 class View(NamedTuple):
@@ -49,9 +52,14 @@ class View(NamedTuple):
     aligned: bool
 
 
-def raw_views(tensors: Sequence[Tensor | None]) -> tuple[RawView | None, ...]:
+def raw_views(tensors: Sequence[Tensor | None]) -> RawViews:
     """The tensors as a key: plain tuples, because this runs on every call."""
     return tuple([None if t is None else (t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors])
+
+
+def named_views(names: Sequence[str], raw: RawViews) -> dict[str, View]:
+    """What is there of the tensors called so."""
+    return {name: View(*view) for name, view in zip(names, raw, strict=True) if view is not None}
 
 
 class Allocation(NamedTuple):

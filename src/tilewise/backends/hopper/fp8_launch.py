@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, View
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, RawViews, View, named_views
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple
 from tilewise.backends.hopper.fp8_configs import Fp8Config, Fp8Tile, fp8_config
 from tilewise.backends.hopper.fp8_forward import fp8_forward_kernel
@@ -25,11 +25,9 @@ from tilewise.backends.hopper.launch import (
 from tilewise.backends.hopper.launching import (
     TMA_BYTES,
     ForwardPass,
-    RawViews,
     bind_pass,
     describe,
     describe_flat,
-    named_views,
     prepared,
     run_pass,
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, View
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, RawViews, View, named_views
 from tilewise.backends.gpu.listing import heads_per_wave, list_allocation, list_call, most_blocks, rows_together
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.backends.gpu.tails import clear_tail_kernel
@@ -23,11 +23,9 @@ from tilewise.backends.hopper.forward_quad import forward_quad_kernel
 from tilewise.backends.hopper.fp8_configs import Fp8Config
 from tilewise.backends.hopper.launching import (
     ForwardPass,
-    RawViews,
     addressable,
     bind_pass,
     describe,
-    named_views,
     packed_rows,
     page_rows,
     prepared,

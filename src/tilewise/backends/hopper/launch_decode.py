@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, View
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, RawViews, View, named_views
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple
 from tilewise.backends.hopper.decode import decode_kernel
 from tilewise.backends.hopper.decode_configs import DecodeConfig, decode_config, num_programs, tokens_of
@@ -24,10 +24,8 @@ from tilewise.backends.hopper.launch import (
 )
 from tilewise.backends.hopper.launching import (
     ForwardPass,
-    RawViews,
     bind_pass,
     describe,
-    named_views,
     packed_rows,
     page_rows,
     prepared,

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import Allocation, BoundPass, Launches, RawView, View, on_device, raw_views
+from tilewise.backends.gpu.launching import Allocation, BoundPass, Launches, RawViews, View, on_device, raw_views
 from tilewise.backends.gpu.scratch import MAX_STREAMS
 from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
@@ -27,7 +27,6 @@ from tilewise.problem import AttentionProblem
 
 __all__ = [
     "ForwardPass",
-    "RawViews",
     "addressable",
     "bind_pass",
     "contiguous",
@@ -35,7 +34,6 @@ __all__ = [
     "counter_maker",
     "describe",
     "describe_flat",
-    "named_views",
     "packed_rows",
     "page_rows",
     "prepared",
@@ -57,8 +55,6 @@ TMA_BYTES = 16
 PACKED_EXTENT, PACKED_ROWS, PACKED_STRIDE = 0x7FFF0000, 1 << 30, 1 << 34
 # 4 MiB: calls of a batch of 64 with 8 K/V heads in graphs of 32 layers, captured for 64 batch sizes.
 COUNTERS_PER_DEVICE = 1 << 20
-
-RawViews = tuple[RawView | None, ...]
 
 
 class ForwardPass(NamedTuple):
@@ -88,11 +84,6 @@ def prepared(
     """A pass of these calls, whose counters are called "counter"; one that copies first launches nothing yet."""
     names = (*Operands._fields, *made, "counter")
     return ForwardPass(tuple(copies), made, num_counters, Launches(() if copies else calls, names, device, index))
-
-
-def named_views(names: Sequence[str], raw: RawViews) -> dict[str, View]:
-    """What is there of the tensors called so."""
-    return {name: View(*view) for name, view in zip(names, raw, strict=True) if view is not None}
 
 
 def run_pass(prepare: Prepare, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,9 @@ from typing import Literal, NamedTuple
 
 from tilewise.device import DeviceSpec
 
-__all__ = ["MAX_SPLITS", "PASSES", "Config", "Kind", "Pass", "choose", "overridden", "overrides", "within_pages"]
+__all__ = ["MAX_SPLITS", "Config", "Kind", "Pass", "choose", "overridden", "overrides", "within_pages"]
 
 Pass = Literal["forward", "dkdv", "dq", "decode", "dbias"]
-PASSES: tuple[Pass, ...] = ("forward", "dkdv", "dq", "decode", "dbias")
 # Stages and warps: forward_specialised.py ends a stray barrier of each of two stages, and with eight warps the compiler
 # takes nothing apart.
 SPECIALISED_SHAPE = (2, 4)

@@ -20,8 +20,9 @@ from tilewise.backends.gpu.launching import (
     Allocation,
     BoundPass,
     Launches,
-    RawView,
+    RawViews,
     View,
+    named_views,
     on_device,
     raw_views,
 )
@@ -58,8 +59,6 @@ BACKWARD_GIVEN = (*Operands._fields, "out", "lse", "dout", "dlse")
 BACKWARD_TENSORS = (
     *BACKWARD_GIVEN, "workspace", "dq", "dk", "dv", "dbias", "dk_pages", "dv_pages", "order", "page_ends",
 )  # fmt: skip
-
-RawViews = tuple[RawView | None, ...]
 
 
 class ForwardPass(NamedTuple):
@@ -157,7 +156,7 @@ def forward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, view
 
 
 def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> ForwardPass:
-    views = _named(Operands._fields, raw)
+    views = named_views(Operands._fields, raw)
     made = result_allocations(problem, views)
     calls = forward_calls(problem, device, views | {name: allocation.view for name, allocation in made.items()})
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
@@ -185,10 +184,6 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
 
 
 _kept_forward = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_forward)
-
-
-def _named(names: Sequence[str], raw: RawViews) -> dict[str, View]:
-    return {name: View(*view) for name, view in zip(names, raw, strict=True) if view is not None}
 
 
 def run_backward(
@@ -273,7 +268,7 @@ def backward_pass(
 def _prepare_backward(
     problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted
 ) -> BackwardPass:
-    views = _named((*Operands._fields, "out", "lse", "dout", "dlse"), raw)
+    views = named_views((*Operands._fields, "out", "lse", "dout", "dlse"), raw)
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
     return BackwardPass(
         plan=plan,
