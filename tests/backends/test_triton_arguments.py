@@ -11,6 +11,7 @@ import torch
 from tilewise import device as devices
 from tilewise.backends.triton import BACKEND
 from tilewise.problem import AttentionProblem
+from tilewise.validation import tensors
 
 pytest.importorskip("triton", minversion="3.6")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
@@ -21,7 +22,8 @@ launch = pytest.importorskip("tilewise.backends.triton.launch")
 offline = pytest.importorskip("tilewise.backends.triton.offline")
 planning = pytest.importorskip("tilewise.backends.triton.planning")
 View = pytest.importorskip("tilewise.backends.gpu.launching").View
-Multiple = pytest.importorskip("tilewise.backends.gpu.symbols").Multiple
+symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
+Multiple = symbols.Multiple
 
 BF16 = torch.bfloat16
 key_rows = arguments.key_rows
@@ -110,3 +112,11 @@ def test_explain_names_the_tile_that_runs(dim: int, length: int, batch: int, dev
         (call,) = offline.calls_of(asked, spec)
         shape = BACKEND.tile_shape(asked, spec)
         assert (shape.block_m, shape.block_n) == (call.arguments["BLOCK_M"], call.arguments["BLOCK_N"]), flags
+
+
+def test_whatever_may_come_beside_q_has_a_type() -> None:
+    """Sinks and a bias in fp64 were let in and found no kernel."""
+    for name, (dtypes, _) in tensors.DTYPES.items():
+        for dtype in dtypes:
+            if dtype != torch.bool:  # read as bytes
+                assert compilation.type_name(symbols.Address(name, dtype)).startswith("*")

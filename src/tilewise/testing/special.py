@@ -262,4 +262,6 @@ def _mixtures() -> dict[str, Case]:
         "head_dim_512": Case(head_dim=512, head_dim_v=512, causal=True, dtype=torch.bfloat16),
         "head_dim_320": Case(head_dim=320, head_dim_v=260, seqlens_q=(33,), seqlens_k=(65,)),
         "fp32_bias_and_sinks": Case(bias="bhqk", sinks=True, dtype=torch.bfloat16, side_dtype=torch.float32),
+        "fp64_bias": Case(bias="1hqk", dtype=torch.bfloat16, side_dtype=torch.float64),
+        "fp64_sinks": Case(sinks=True, causal=True, head_dim=64, dtype=torch.bfloat16, side_dtype=torch.float64),
     }

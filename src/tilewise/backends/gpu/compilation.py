@@ -25,6 +25,7 @@ TYPE_NAMES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
+    torch.float64: "fp64",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.uint8: "u8",
     torch.uint16: "u16",
