@@ -1,8 +1,12 @@
-"""Grids have room for many sequences and heads: 2^31 - 1 programs along their first side, 65535 along the others."""
+"""Grids have room for many sequences and heads: 2^31 - 1 programs along their first side, 65535 along the others.
+
+Whatever the Hopper backend takes, it can describe: no call is outside of what the driver and TMA allow.
+"""
 
 from __future__ import annotations
 
 import importlib
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +14,14 @@ import pytest
 import torch
 
 from tilewise import device
+from tilewise.backends.hopper import BACKEND
 from tilewise.problem import AttentionProblem
 
 pytest.importorskip("triton", minversion="3.6")
 quantising = pytest.importorskip("tilewise.backends.triton.launch_quantising")
+offline = pytest.importorskip("tilewise.backends.hopper.offline")
+compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
+symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 
 HOPPER = device.named("h200")
 # More than a side of a grid but the first, as windows of images or short packed sequences are.
@@ -59,3 +67,59 @@ def test_of_quantising(mode: str, layout: str) -> None:
     view = ((300 * 128, 64, 128, 1), torch.bfloat16, True)
     views = [view, ((1,), torch.int32, True) if layout == "packed" else None, *[None] * 4, view, view, view]
     assert_fits(quantising.quantising_calls(job, tuple(views), hardware=True))
+
+
+LENGTHS = (1, 2, 63, 64, 65, 128, 129, 255, 256, 300, 512, 1000, 1024, 1280, 2048, 4096, 4097, 8192, 16384, 1 << 20)
+# Bytes of q, k, v and their like that a GPU can have.
+MEMORY = 140e9
+
+
+def drawn(draw: random.Random) -> AttentionProblem:
+    kind: Any = draw.choice(("dense", "varlen", "paged"))
+    batch, keys, group = draw.choice((1, 2, 5, 16, 257)), draw.choice((1, 2, 3, 8)), draw.choice((1, 1, 2, 3, 4, 8, 32))
+    seqlen_q, seqlen_k, d = (
+        draw.choice(LENGTHS),
+        draw.choice(LENGTHS),
+        draw.choice((40, 64, 72, 96, 128, 160, 192, 256)),
+    )
+    page_size = draw.choice((8, 16, 64, 128, 192)) if kind == "paged" else None
+    page_rows = page_size or 1
+    fp8 = draw.choice(((), (), (), ("q", "k", "v"), ("k", "v")))
+    blocks: Any = draw.choice(((None,) * 3, (128,) * 3)) if fp8 and page_size is None else (None,) * 3
+    return AttentionProblem(
+        kind=kind, dtype=draw.choice((torch.float16, torch.bfloat16)), batch=batch, seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k, total_q=batch * seqlen_q, total_k=batch * -(-seqlen_k // page_rows) * page_rows,
+        num_heads=group * keys, num_kv_heads=keys, head_dim=d, head_dim_v=draw.choice((d, d, 64, 128, 256)), scale=0.1,
+        causal=draw.random() < 0.5, window_left=draw.choice((None, None, 0, 1000)),
+        window_right=draw.choice((None, 3, -2)), softcap=draw.choice((None, None, 20.0)), has_sinks=draw.random() < 0.3, page_size=page_size,
+        layout=draw.choice(("bhsd", "bshd")) if kind == "dense" else "bhsd", deterministic=draw.random() < 0.3,
+        needs_grad=draw.random() < 0.5 and not fp8, fp8=fp8, scale_blocks=blocks,
+    )  # fmt: skip
+
+
+def assert_addressable(tile: Any) -> None:
+    """What cuTensorMapEncodeTiled asks for."""
+    itemsize = tile.address.dtype.itemsize
+    assert all(0 < size < 2**31 for size in tile.shape)
+    assert all(0 < stride * itemsize < 2**40 and stride * itemsize % 16 == 0 for stride in tile.strides[:-1])
+    assert all(side <= 256 for side in tile.block)
+    assert len(tile.shape) <= 5
+
+
+def test_of_whatever_is_taken() -> None:
+    draw, taken = random.Random(7), 0
+    for _ in range(3000):
+        problem, chip = drawn(draw), replace(HOPPER, num_sms=draw.choice((132, 114, 78, 16)))
+        rows = problem.total_q * problem.num_heads + problem.total_k * problem.num_kv_heads
+        fits = 4 * rows * (problem.head_dim + problem.head_dim_v) <= MEMORY
+        if not fits or BACKEND.supports(problem, chip) is not None:
+            continue
+        calls = offline.calls_of(problem, chip)
+        assert_fits(calls)
+        for call in calls:
+            compilation.types_of(call)
+            for argument in call.arguments.values():
+                if isinstance(argument, symbols.Tile):
+                    assert_addressable(argument)
+        taken += 1
+    assert taken > 1000
