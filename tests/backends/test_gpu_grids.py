@@ -91,7 +91,8 @@ def drawn(draw: random.Random) -> AttentionProblem:
         seqlen_k=seqlen_k, total_q=batch * seqlen_q, total_k=batch * -(-seqlen_k // page_rows) * page_rows,
         num_heads=group * keys, num_kv_heads=keys, head_dim=d, head_dim_v=draw.choice((d, d, 64, 128, 256)), scale=0.1,
         causal=draw.random() < 0.5, window_left=draw.choice((None, None, 0, 1000)),
-        window_right=draw.choice((None, 3, -2)), softcap=draw.choice((None, None, 20.0)), has_sinks=draw.random() < 0.3, page_size=page_size,
+        window_right=draw.choice((None, 3, -2)), softcap=draw.choice((None, None, 20.0)),
+        has_sinks=draw.random() < 0.3, page_size=page_size,
         layout=draw.choice(("bhsd", "bshd")) if kind == "dense" else "bhsd", deterministic=draw.random() < 0.3,
         needs_grad=draw.random() < 0.5 and not fp8, fp8=fp8, scale_blocks=blocks,
     )  # fmt: skip
