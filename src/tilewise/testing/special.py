@@ -193,10 +193,14 @@ def _packed() -> dict[str, Case]:
     return {
         "varlen_padding": Case(kind="varlen", **lengths, padding=9, causal=True),  # type: ignore[arg-type]
         "varlen_strided": Case(kind="varlen", **lengths, padding=9, strides="strided_last"),  # type: ignore[arg-type]
+        "varlen_strided_bf16": Case(
+            kind="varlen", seqlens_q=(3, 65, 1), seqlens_k=(65, 65, 63), strides="strided_last", head_dim=64,
+            head_dim_v=64, dtype=torch.bfloat16,
+        ),
         "varlen_no_bounds": Case(kind="varlen", **lengths, padding=1, bounds="none"),  # type: ignore[arg-type]
         "varlen_loose_bounds": Case(kind="varlen", **lengths, bounds="loose", bias="bhqk", mask="b1qk"),  # type: ignore[arg-type]
         "varlen_window_gqa": Case(kind="varlen", **lengths, window=(5, 5), num_heads=4, dropout=0.1),  # type: ignore[arg-type]
-    }
+    }  # fmt: skip
 
 
 def _paged() -> dict[str, Case]:
@@ -217,6 +221,10 @@ def _paged() -> dict[str, Case]:
         "paged_shared_bf16": dataclasses.replace(decode, shared_pages=True, dtype=torch.bfloat16),
         "paged_transposed": dataclasses.replace(prefill, strides="transposed"),
         "paged_decode_strided": dataclasses.replace(decode, strides="strided_last"),
+        "paged_decode_strided_bf16": dataclasses.replace(
+            decode, seqlens_q=(1,) * 3, seqlens_k=(300, 1, 257), head_dim=64, head_dim_v=64, dtype=torch.bfloat16,
+            strides="strided_last", grad_of=(),
+        ),
         "paged_decode_sliced": dataclasses.replace(decode, strides="sliced"),
         "paged_decode_features": dataclasses.replace(decode, window=(40, 0), alibi="bh", sinks=True, softcap=2.0),
         "paged_decode_long": dataclasses.replace(
