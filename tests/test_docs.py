@@ -134,3 +134,11 @@ def test_every_committed_result_is_linked_by_a_page() -> None:
         pytest.skip("no git checkout")
     links = {Path(link).name for page in PAGES for link in re.findall(r"\]\(([^)#:]*)", page.read_text())}
     assert {Path(name).name for name in listed.stdout.splitlines()} <= links
+
+
+def test_the_hopper_page_names_every_file() -> None:
+    page = (ROOT / "docs" / "kernels" / "hopper.md").read_text()
+    table = page.split("### Files, in the order to read them")[1].split("\n## ")[0]
+    modules = {path.name for path in (ROOT / "src" / "tilewise" / "backends" / "hopper").glob("*.py")}
+    assert {name for name in modules if f"`{name}`" not in table} == {"__init__.py"}
+    assert set(re.findall(r"`(\w+\.py)`", table)) <= modules
