@@ -33,6 +33,15 @@ PLAIN = AttentionProblem(
 PROBLEMS: dict[str, dict[str, Any]] = {
     "dense": {},
     "many heads": {"batch": 2, "num_heads": MANY, "num_kv_heads": MANY, "total_q": 160, "total_k": 200},
+    "fp8, many heads": {
+        "batch": 2,
+        "num_heads": MANY,
+        "num_kv_heads": MANY,
+        "total_q": 160,
+        "total_k": 200,
+        "needs_grad": False,
+        "fp8": ("q", "k", "v"),
+    },
     "deterministic": {"deterministic": True, "causal": True},
     "wide": {"head_dim": 256, "head_dim_v": 256},
     "packed": {"kind": "varlen", "causal": True},

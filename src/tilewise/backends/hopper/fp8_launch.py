@@ -141,5 +141,5 @@ def _transposition(
         "D": config.D,
         "BLOCK_N": config.BLOCK_N,
     }
-    grid = (-(-problem.seqlen_k // config.BLOCK_N) * problem.batch, problem.num_kv_heads, 1)
+    grid = (-(-problem.seqlen_k // config.BLOCK_N) * problem.num_kv_heads * problem.batch, 1, 1)
     return KernelCall(transpose_values_kernel, grid, arguments)

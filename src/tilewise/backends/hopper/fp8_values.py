@@ -46,13 +46,13 @@ def transpose_values_kernel(
     Memory is read and written as words of four bytes, and strides count those: four channels of a key there, four keys
     of a channel here. Moved one by one, 33.5 million bytes took 23 us at D = 256, now 19.
 
-    One program per (tile of a sequence, head), sequences along the first side of the grid: the others end at 65535.
+    One program per (tile, head, sequence), all along the first side of the grid: the others end at 65535.
     Keys past the sequence's end and channels past HEAD_DIM are 0. Where a tile of a sequence goes is what `value_slot`
     in fp8_forward.py says.
     """
     tiles = tl.cdiv(seqlen, BLOCK_N)
-    batch_idx, head = tl.program_id(0) // tiles, tl.program_id(1)
-    tile = tl.program_id(0) - batch_idx * tiles
+    tile, item = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    head, batch_idx = item % num_heads, item // num_heads
     slot = (batch_idx * num_heads + head) * tiles_per_head + tile
     first = batch_idx.to(tl.int64) * v_strides[0]
     length = seqlen

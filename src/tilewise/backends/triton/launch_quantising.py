@@ -140,13 +140,13 @@ def quantising_calls(job: Job, views: Views, *, hardware: bool) -> list[KernelCa
         "BLOCK_SCALES": job.block is not None,
         "HARDWARE": hardware,
     }
-    grid = (-(-job.seqlen // rows) * job.batch, job.heads, 1)
+    grid = (-(-job.seqlen // rows) * job.heads * job.batch, 1, 1)
     # Sums and products are not fused: their bits are those of tilewise.fp8.quantisation.
     quantising = KernelCall(quantize_kernel, grid, shared | own, num_warps, fused=False)
     if job.mode != "shared":
         return [quantising]
     rows = tile if job.rotation else AMAX_TILES * tile
-    grid = (-(-job.seqlen // rows) * job.batch, job.heads, 1)
+    grid = (-(-job.seqlen // rows) * job.heads * job.batch, 1, 1)
     return [KernelCall(amax_kernel, grid, shared | {"BLOCK": rows}, num_warps, fused=False), quantising]
 
 

@@ -116,10 +116,11 @@ def finite_amax(x):
 
 
 @triton.jit
-def block_of(program, seqlen, BLOCK: tl.constexpr):
-    """(block of rows, batch entry): both lie along the first side of the grid, as the others end at 65535."""
+def block_of(program, seqlen, num_heads, BLOCK: tl.constexpr):
+    """(block of rows, head, batch entry): all lie along the first side of the grid, as the others end at 65535."""
     blocks = tl.cdiv(seqlen, BLOCK)
-    return program % blocks, program // blocks
+    item = program // blocks
+    return program % blocks, item % num_heads, item // num_heads
 
 
 @triton.jit
@@ -199,8 +200,7 @@ def amax_kernel(
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, PER_TENSOR: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """The bits of the largest magnitude of each head (or of all, PER_TENSOR), by one program for BLOCK rows."""
-    block, batch_idx = block_of(tl.program_id(0), seqlen, BLOCK)
-    head = tl.program_id(1)
+    block, head, batch_idx = block_of(tl.program_id(0), seqlen, num_heads, BLOCK)
     first, length = place_of(batch_idx, head, cu_seqlens, seqlen, x_strides)
     if block * BLOCK < length:
         rows, cols = block * BLOCK + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -220,12 +220,11 @@ def quantize_kernel(
     MODE "own" gives each block its scale, "shared" takes the largest magnitude of the head (or of all, PER_TENSOR)
     from amax_ptr and writes its scale, "given" takes scales (of blocks, or of heads) from scale_ptr.
     """
-    program, head = tl.program_id(0), tl.program_id(1)
+    program = tl.program_id(0)
     if MODE == "shared":
         # What amax_kernel has read last is still in the cache.
         program = tl.num_programs(0) - 1 - program
-        head = tl.num_programs(1) - 1 - head
-    block, batch_idx = block_of(program, seqlen, BLOCK)
+    block, head, batch_idx = block_of(program, seqlen, num_heads, BLOCK)
     first, length = place_of(batch_idx, head, cu_seqlens, seqlen, x_strides)
     x_ptr += first
     data_ptr += place_of(batch_idx, head, cu_seqlens, seqlen, data_strides)[0]
