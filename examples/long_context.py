@@ -206,11 +206,18 @@ def start_ranks() -> torch.device:
     return torch.device("cpu")
 
 
+def count(text: str) -> int:
+    """A number of the command line that cannot be less than one."""
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
+
+
 def main() -> None:
     """Parse the command line, train, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("steps", "seqlen", "layers"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Setup, name))
+        parser.add_argument(f"--{name}", type=count, default=getattr(Setup, name), help="default: %(default)s")
     parser.add_argument("--method", choices=("auto", "ring", "all_gather", "heads"), default="auto")
     parser.add_argument("--check", action="store_true", help="compare the first loss with one device")
     given = vars(parser.parse_args())

@@ -181,8 +181,9 @@ def report(runs: list[Run], setup: Setup) -> str:
         f"{r.kind:10} {r.losses[0]:10.4f} {r.losses[-1]:10.4f} {r.tokens_per_second:10.0f} {r.peak_bytes / 2**20:10.0f}"
         for r in runs
     ]
-    apart = max(abs(a - b) for r in runs[1:] for a, b in zip(r.losses, runs[0].losses, strict=True))
-    lines.append(f"largest difference of a loss from {runs[0].kind}'s in {setup.steps} steps: {apart:.1e}")
+    if len(runs) > 1:
+        apart = max(abs(a - b) for r in runs[1:] for a, b in zip(r.losses, runs[0].losses, strict=True))
+        lines.append(f"largest difference of a loss from {runs[0].kind}'s in {setup.steps} steps: {apart:.1e}")
     return "\n".join(lines)
 
 
@@ -202,12 +203,20 @@ def draw(runs: list[Run], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def count(text: str) -> int:
+    """A number of the command line that cannot be less than one."""
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
+
+
 def main() -> None:
     """Parse the command line, train, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("steps", "batch", "seqlen", "layers", "seed"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Setup, name))
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    for name in ("steps", "batch", "seqlen", "layers"):
+        parser.add_argument(f"--{name}", type=count, default=getattr(Setup, name), help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=Setup.seed)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="default: all of them")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--plot", type=Path, help="write the loss curves to this file")
     given = vars(parser.parse_args())

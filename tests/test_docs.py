@@ -127,6 +127,17 @@ def test_files_that_are_named_exist(page: Path) -> None:
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
+def test_the_source_package_has_what_pages_link_to() -> None:
+    """Its tests follow the links, too."""
+    tomllib = pytest.importorskip("tomllib")
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    kept = {*targets["sdist"]["include"], "pyproject.toml"}
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)", page.read_text()):
+            first = (page.parent / target).resolve().relative_to(ROOT).parts[0]
+            assert first in kept, f"{page.name} links to {target}"
+
+
 def test_every_committed_result_is_linked_by_a_page() -> None:
     """A file of figures that no page links to supports no statement. What a run left here itself is not asked for."""
     listed = subprocess.run(["git", "ls-files", "bench/results"], cwd=ROOT, capture_output=True, text=True, check=False)

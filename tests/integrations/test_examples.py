@@ -34,6 +34,17 @@ def test_the_curves_lie_on_each_other_and_go_down(train_gpt: Any, tmp_path: Path
         assert max(abs(a - b) for a, b in zip(losses, eager, strict=True)) < 1e-4
     table = train_gpt.report(runs, setup)
     assert all(kind in table for kind in train_gpt.KINDS)
+    assert "difference" in table
+    assert "difference" not in train_gpt.report(runs[:1], setup)
     pytest.importorskip("matplotlib")
     train_gpt.draw(runs, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_numbers_below_one_are_refused(
+    train_gpt: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train_gpt.py", "--steps", "0"])
+    with pytest.raises(SystemExit):
+        train_gpt.main()
+    assert "argument --steps: invalid count value: '0'" in capsys.readouterr().err
