@@ -18,48 +18,44 @@ def load_acquire(at):
     )
 
 
+@gluon.constexpr_function
+def _with_result(instructions):
+    return f"{instructions} mov.u32 $0, $1;"
+
+
+@gluon.jit
+def _issue(INSTRUCTIONS: gl.constexpr):
+    """Instructions for what they do; assembly has a result, which nobody reads."""
+    ASM: gl.constexpr = _with_result(INSTRUCTIONS)
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def publish():
     """Order what this role has stored in global memory, also for TMA of other CTAs, before what it does next."""
-    gl.inline_asm_elementwise(
-        "fence.proxy.async; fence.acq_rel.gpu; mov.u32 $0, $1;",
-        "=r,r",
-        [gl.to_tensor(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _issue("fence.proxy.async; fence.acq_rel.gpu;")
     gl.thread_barrier()  # what one thread says next is said for all
 
 
 @gluon.constexpr_function
-def _await_asm(pending):
-    return f"cp.async.bulk.wait_group {pending}; mov.u32 $0, $1;"
+def _waiting(pending):
+    return f"cp.async.bulk.wait_group {pending};"
 
 
 @gluon.jit
 def await_writes(PENDING: gl.constexpr):
     """Wait until all but the last PENDING of this role's TMA stores and additions are there for all who hear of it."""
-    ASM: gl.constexpr = _await_asm(PENDING)
-    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    INSTRUCTIONS: gl.constexpr = _waiting(PENDING)
+    _issue(INSTRUCTIONS)
 
 
 @gluon.jit
 def order_copies():
     """Order what was heard of before what this role's TMA reads next."""
-    gl.inline_asm_elementwise(
-        "fence.proxy.async; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
+    _issue("fence.proxy.async;")
 
 
 @gluon.jit
 def let_next_start():
     """The kernel after this one may start, if it waits for the end of this one itself, once all CTAs have said so."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, $1;",
-        "=r,r",
-        [gl.to_tensor(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _issue("griddepcontrol.launch_dependents;")
