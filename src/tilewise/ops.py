@@ -137,7 +137,11 @@ class Call:
         if self._recorded:
             recorded: calls.Result = self._record(self, places, *tensors)
             return recorded
-        made = self.forward(tensors, places)
+        # As `forward`, which is a step more.
+        bound = self.bound
+        made: Sequence[Tensor] | None = None if bound is None else bound(tensors, places)
+        if made is None:
+            made = _run(self.problem, self._chosen, Operands(*tensors))  # type: ignore[arg-type]
         return (made[0], made[1]) if self.return_lse else made[0]
 
     def forward(self, tensors: Sequence[Tensor | None], places: calls.Places | None = None) -> Sequence[Tensor]:

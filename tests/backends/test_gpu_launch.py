@@ -36,7 +36,7 @@ launching = pytest.importorskip("tilewise.backends.gpu.launching")
 scratch = pytest.importorskip("tilewise.backends.gpu.scratch")
 symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 triton_launch = pytest.importorskip("tilewise.backends.triton.launch")
-hopper_launching = pytest.importorskip("tilewise.backends.hopper.launching")
+gpu_counters = pytest.importorskip("tilewise.backends.gpu.counters")
 hopper_launch = pytest.importorskip("tilewise.backends.hopper.launch")
 hopper_backward = pytest.importorskip("tilewise.backends.hopper.launch_backward")
 hopper_decode = pytest.importorskip("tilewise.backends.hopper.launch_decode")
@@ -63,7 +63,7 @@ def h200(monkeypatch: pytest.MonkeyPatch, fake_cuda: FakeCuda) -> Iterator[FakeC
         cache.cache_clear()
     counter = torch.zeros(1, dtype=torch.int32)
     counters = SimpleNamespace(current=lambda _: counter)
-    monkeypatch.setattr(hopper_launching, "_counters", lambda _: counters)
+    monkeypatch.setattr(gpu_counters, "_counters", lambda _: counters)
     fake_cuda.expect()
     with devices.overridden(devices.named("h200")):
         yield fake_cuda
@@ -450,18 +450,20 @@ def test_bound_passes_refuse_addresses_that_are_not_aligned(h200: FakeCuda) -> N
     assert bound(unaligned[:3]) is not None
 
 
-def test_only_what_one_kernel_uses_is_kept(h200: FakeCuda) -> None:
-    """What one kernel hands to another would be overwritten by a thread that queues the same in between."""
+def test_what_nobody_reads_is_kept(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the stream, if it is small: nothing but out is made. Larger parts lie in one block, another in every call."""
     q, k = torch.zeros(1, 8, 1, 64, dtype=BF16), torch.zeros(1, 2, 4096, 64, dtype=BF16)
     problem, ready = problem_of(Operands(q, k, k))
-    for gpu, num_blocks in ((HOPPER, 0), (TRITON, 1)):
-        bound = gpu.bind_forward(problem, ready, want_lse=False)
-        assert bound is not None
-        assert bound.made == ("out",)
-        # lse and the parts lie in one block, another one in every call.
-        made = [bound(ready) for _ in range(2)]
-        blocks = [tensor.data_ptr() for results in made if results is not None for tensor in results[1:]]
-        assert len(set(blocks)) == 2 * num_blocks
+    for most in (launching.MAX_KEPT, 0):
+        monkeypatch.setattr(launching, "MAX_KEPT", most)
+        for gpu in (HOPPER, TRITON):
+            bound = gpu.bind_forward(problem, ready, want_lse=False)
+            assert bound is not None
+            assert bound.made == ("out",)
+            made = [bound(ready) for _ in range(2)]
+            blocks = [tensor.data_ptr() for results in made if results is not None for tensor in results[1:]]
+            assert len(set(blocks)) == (0 if most else 2)
+    monkeypatch.undo()
     assert HOPPER.bind_forward(problem, ready, want_lse=True).made == ("out", "lse")  # type: ignore[union-attr]
     address = symbols.Address("x", torch.float32)
     call = symbols.KernelCall(None, (1, 1, 1), {"x": address})

@@ -53,11 +53,11 @@ def test_no_more_streams_keep_memory_than_allowed(monkeypatch: pytest.MonkeyPatc
         (part,) = scratch.kept_by_stream([1000], -1, stream)
         scratch.remember(known, (stream, 16), part)
         scratch.remember(known, (stream, 32), part)
-    assert list(scratch._kept_on(-1)) == [107, 108, 109]
+    assert list(scratch._kept_on(-1, "one kernel")) == [107, 108, 109]
     assert sorted(known) == [(stream, place) for stream in (107, 108, 109) for place in (16, 32)]
     # More memory for a stream is no further stream.
     scratch.kept_by_stream([100_000], -1, 107)
-    assert list(scratch._kept_on(-1)) == [107, 108, 109]
+    assert list(scratch._kept_on(-1, "one kernel")) == [107, 108, 109]
 
 
 def test_what_is_remembered_is_bounded_for_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,14 +92,14 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
 
 
 @pytest.fixture
-def hopper() -> Any:
+def gpu() -> Any:
     pytest.importorskip("triton")
-    return importlib.import_module("tilewise.backends.hopper.launching")
+    return importlib.import_module("tilewise.backends.gpu.counters")
 
 
-def test_counters_are_seen_only_once_they_are_zero(hopper: Any, stream: FakeStream) -> None:
+def test_counters_are_seen_only_once_they_are_zero(gpu: Any, stream: FakeStream) -> None:
     """Another thread must not count, on a stream of its own, before the zeros are written."""
-    counters = hopper.Counters(CPU)
+    counters = gpu.Counters(CPU)
     seen: list[Any] = []
 
     def look() -> None:
@@ -116,9 +116,9 @@ def test_counters_are_seen_only_once_they_are_zero(hopper: Any, stream: FakeStre
     assert stream.waited == 1
 
 
-def test_counters_of_streams_and_graphs(hopper: Any, stream: FakeStream) -> None:
+def test_counters_of_streams_and_graphs(gpu: Any, stream: FakeStream) -> None:
     """One for all calls on a stream, others for every other stream and for every call that is captured."""
-    counters = hopper.Counters(CPU)
+    counters = gpu.Counters(CPU)
     first = counters.current()
     assert counters.current().data_ptr() == first.data_ptr()
     taken = [first]
@@ -132,10 +132,10 @@ def test_counters_of_streams_and_graphs(hopper: Any, stream: FakeStream) -> None
     assert [len(tensor) for tensor in taken] == [1, 8, 8, 3, 3]
 
 
-def test_more_counters_than_there_are(hopper: Any, stream: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_counters_than_there_are(gpu: Any, stream: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then they are made anew: zero, and kept by the stream; a graph clears its own in every replay."""
-    monkeypatch.setattr(hopper, "COUNTERS_PER_DEVICE", 4)
-    counters = hopper.Counters(CPU)
+    monkeypatch.setattr(gpu, "COUNTERS_PER_DEVICE", 4)
+    counters = gpu.Counters(CPU)
     many = counters.current(100)
     assert (len(many), int(many.sum())) == (128, 0)
     assert counters.current(100).data_ptr() == many.data_ptr()
@@ -144,18 +144,18 @@ def test_more_counters_than_there_are(hopper: Any, stream: FakeStream, monkeypat
 
 
 def test_no_more_streams_have_counters_than_allowed(
-    hopper: Any, stream: FakeStream, monkeypatch: pytest.MonkeyPatch
+    gpu: Any, stream: FakeStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper, "MAX_STREAMS", 3)
-    counters = hopper.Counters(CPU)
+    monkeypatch.setattr(gpu, "MAX_STREAMS", 3)
+    counters = gpu.Counters(CPU)
     for handle in range(10):
         stream.handle = handle
         counters.current()
     assert list(counters.by_stream) == [7, 8, 9]
 
 
-def test_threads_take_different_counters(hopper: Any, stream: FakeStream) -> None:
-    counters = hopper.Counters(CPU)
+def test_threads_take_different_counters(gpu: Any, stream: FakeStream) -> None:
+    counters = gpu.Counters(CPU)
     counters.current()
     stream.capturing = True
     taken: list[int] = []

@@ -36,12 +36,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def nothing_kept() -> Iterator[None]:
     """As in a new process: the compiled call is the first one that wants counters, scratch memory and constants."""
     from tilewise import calls
-    from tilewise.backends.gpu import scratch
-    from tilewise.backends.hopper import launching
+    from tilewise.backends.gpu import counters, scratch
     from tilewise.fp8 import rotation
 
     torch._dynamo.reset()
-    kept: list[Any] = [launching._counters, scratch._kept_on, calls._family, calls._slot]
+    kept: list[Any] = [counters._counters, scratch._kept_on, calls._family, calls._slot]
     kept += [cell.cell_contents for name in rotation.__all__ for cell in getattr(rotation, name).__closure__ or ()]
     for one in kept:
         if hasattr(one, "cache_clear"):

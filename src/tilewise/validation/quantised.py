@@ -63,11 +63,14 @@ def taken_apart(given: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]
 
     Nothing is judged: it is how calls with containers are told apart.
     """
-    q, k, v, *others = given
+    q, k, v = given[:3]
+    others, between = given[3:], _NONES[len(given) :]
+    if q.__class__ is k.__class__ is v.__class__ is Fp8Tensor:
+        scales = (q.scale, k.scale, v.scale)
+        return (q.data, k.data, v.data, *others, *between, *scales), (q.about, k.about, v.about)
     q_data, q_scale, q_about = (q.data, q.scale, q.about) if q.__class__ is Fp8Tensor else (q, None, None)
     k_data, k_scale, k_about = (k.data, k.scale, k.about) if k.__class__ is Fp8Tensor else (k, None, None)
     v_data, v_scale, v_about = (v.data, v.scale, v.about) if v.__class__ is Fp8Tensor else (v, None, None)
-    between = _NONES[len(given) :]
     return (q_data, k_data, v_data, *others, *between, q_scale, k_scale, v_scale), (q_about, k_about, v_about)
 
 

@@ -37,6 +37,8 @@ CONFIG = "7I4xQQI4x"
 # CUlaunchAttribute: its number and value; that the kernel may start while the one before it in the stream ends.
 ATTRIBUTE, OVERLAPS = "I4xi60x", (6, 1)
 WARP = 32
+# An address as an argument of a C function: made beforehand, so that a call of four takes 0.3 us instead of 0.6.
+POINTER_ARGUMENT = ctypes.c_void_p.from_param
 
 
 class Filled(NamedTuple):
@@ -45,7 +47,7 @@ class Filled(NamedTuple):
     """
 
     function: Callable[..., int]
-    arguments: tuple[int, ...]
+    arguments: tuple[Any, ...]
     memory: tuple[Any, ...]
 
 
@@ -77,12 +79,8 @@ def _launcher() -> Callable[..., int] | None:
 
 @functools.cache
 def _entry(name: str) -> Callable[..., int]:
-    """A function of the driver that takes four pointers: configuration, kernel, pointers to parameters, nothing.
-
-    Other threads run meanwhile.
-    """
-    pointers = [ctypes.c_void_p] * 4
-    function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int, *pointers)((name, ctypes.CDLL(LIBRARY)))
+    """A function of the driver; it is called with what POINTER_ARGUMENT makes, and other threads run meanwhile."""
+    function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int)((name, ctypes.CDLL(LIBRARY)))
     return function
 
 
@@ -165,7 +163,9 @@ class DirectLaunch:
         config = scratch + WORD
         attributes = (config + struct.calcsize(CONFIG), 1) if self._overlaps else (0, 0)
         self._layout.pack_into(memory, 0, *pointers, *values, 0, *self._config, stream, *attributes, *OVERLAPS)
-        return Filled(self._launch, (config, self._function, begin, 0), (held, maps))
+        # Configuration, kernel, pointers to parameters, nothing.
+        arguments = tuple(map(POINTER_ARGUMENT, (config, self._function, begin, 0)))
+        return Filled(self._launch, arguments, (held, maps))
 
 
 def _parameters(kinds: Sequence[Any], arguments: Sequence[Any]) -> Iterator[tuple[str, Any]]:

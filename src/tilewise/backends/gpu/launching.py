@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tilewise.backends.gpu.compilation import compile_call
 from tilewise.backends.gpu.driver import DirectLaunch, Filled, OrdinaryLaunch, direct_launch, queued
-from tilewise.backends.gpu.scratch import MAX_KEPT, STEP, Places, kept_by_stream, made_anew, remember
+from tilewise.backends.gpu.scratch import MAX_KEPT, STEP, Places, handed_on, kept_by_stream, made_anew, remember
 from tilewise.backends.gpu.symbols import ALIGNMENT, KernelCall, addressed_names, aligned_names, materialised
 from tilewise.device import DeviceSpec
 from tilewise.operands import Operands
@@ -205,11 +206,19 @@ def _cuda() -> Cuda:
     return Cuda(found._cuda_getDevice, found._cuda_getCurrentRawStream, found._cuda_isCurrentStreamCapturing)  # noqa: SLF001
 
 
+class Behind(NamedTuple):
+    """What kernels use beside the tensors of a call: of this, what is handed from one to the next has a lock."""
+
+    tensors: list[Tensor]
+    lock: threading.Lock | None
+
+
 class Started(NamedTuple):
     """What starts the kernels of a pass on a stream at known addresses, and what they use beside the tensors there."""
 
     filled: list[Filled]
     behind: list[Tensor]
+    lock: threading.Lock | None
 
 
 class BoundPass:
@@ -217,15 +226,15 @@ class BoundPass:
 
     `given` names the tensors of a call in order (the last ones may be left out, and the same ones are None in every
     call), `made` what is made for it, and `counter`, where kernels count, what gives them the tensor called "counter".
-    Those of `made` that are `unread` by the caller lie in memory that the stream keeps, if they are small and only one
-    kernel uses them; the others share one block, since every allocation takes the host 1.3 to 2.2 us.
+    Those of `made` that are `unread` by the caller lie in memory that the stream keeps if they are small (see scratch),
+    else they share one block: every allocation takes the host 1.3 to 2.2 us.
 
     Immutable but for what is remembered by stream and addresses, which any thread may add to.
     """
 
     __slots__ = (
-        "_aligned", "_allocate", "_behind", "_counter", "_cuda", "_index", "_kept", "_launches", "_made",
-        "_num_launches", "_order", "_parts", "_pick", "_started", "allocations", "made",
+        "_aligned", "_allocate", "_behind", "_cuda", "_handed", "_index", "_kept", "_launches", "_made",
+        "_num_launches", "_order", "_parts", "_pick", "_started", "allocations", "counter", "made",
     )  # fmt: skip
 
     def __init__(
@@ -240,17 +249,19 @@ class BoundPass:
         self.allocations = {name: allocation for name, allocation in made.items() if allocation is not None}
         present = dict(self.allocations)
         hidden = {name: present.pop(name) for name in unread if name in present}
-        kept = {n: a for n, a in hidden.items() if is_keepable(a, n, launches.calls)}
-        self._parts, size = _in_a_block({n: a.nbytes for n, a in hidden.items() if n not in kept})
-        self.made, self._kept = tuple(present), [a.nbytes for a in kept.values()]
+        kept = {n: a.nbytes for n, a in hidden.items() if is_keepable(a, n, launches.calls)}
+        others = {n: a.nbytes for n, a in hidden.items() if n not in kept}
+        handed = others if sum(others.values()) <= MAX_KEPT else {}
+        self._parts, size = _in_a_block({} if handed else others)
+        self.made, self._kept, self._handed = tuple(present), [*kept.values()], [*handed.values()]
         self._made = [*present.values(), *([Allocation((size,), (1,), torch.uint8)] if self._parts else [])]
-        self._launches, self._index, self._counter = launches, index, counter
+        self._launches, self._index, self.counter = launches, index, counter
         self._num_launches = len(launches.calls)
         # What inductor's code calls: past the dispatcher, without keywords, 1.3 us where new_empty_strided takes 2.8.
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._allocate = guards._empty_strided_cpu if index < 0 else guards._empty_strided_cuda  # noqa: SLF001
         self._cuda = None if index < 0 else _cuda()
-        behind = (*self._parts, *kept, *(() if counter is None else ("counter",)))
+        behind = (*self._parts, *kept, *handed, *(() if counter is None else ("counter",)))
         outside = [name for name in launches.used if name not in behind]
         # From the back where they are made, since not all that may be given is.
         places = {name: at - len(self._made) for at, name in enumerate(self.made)}
@@ -259,7 +270,7 @@ class BoundPass:
         aligned = aligned_names(launches.calls)
         self._aligned = [at for at, name in enumerate(outside) if name in aligned]
         self._started: dict[Places, Started] = {}
-        self._behind: dict[Places, list[Tensor]] = {}
+        self._behind: dict[Places, Behind] = {}
 
     def __call__(self, tensors: Sequence[Tensor | None], places: Places | None = None) -> list[Tensor] | None:
         """What was made, in the order of `made`; None if an address is not aligned that the kernels want so.
@@ -268,46 +279,67 @@ class BoundPass:
         """
         cuda, stream, allocate = self._cuda, 0, self._allocate
         if cuda is not None:
-            index = self._index
-            if index != cuda.current_device():  # a guard takes microseconds
+            index, (current_device, current_stream, is_capturing) = self._index, cuda
+            if index != current_device():  # a guard takes microseconds
                 with torch.cuda.device(index):
                     return self(tensors, places)
-            stream = cuda.current_stream(index)
+            stream = current_stream(index)
         if places is None:
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
         made = [allocate(shape, strides, dtype) for shape, strides, dtype in self._made]
-        everywhere = (stream, *places, *map(Tensor.data_ptr, made))
+        everywhere = (stream, *places, *[tensor.data_ptr() for tensor in made])
         known = self._started.get(everywhere)
-        if known is None or (cuda is not None and known.behind and cuda.is_capturing()):
+        if known is None or (cuda is not None and known.behind and is_capturing()):
             known = self._start(everywhere, tensors, made)
             if known is None:
                 return None
-        done = queued(known.filled)
-        if done < self._num_launches:
-            self._launches.start_ordinarily(stream, self.used(tensors, made, known), done)
+        lock = known.lock
+        if lock is not None and not lock.acquire(False):
+            known, lock = self._start(everywhere, tensors, made, alone=True), None
+            assert known is not None
+        try:
+            done = queued(known.filled)
+            if done < self._num_launches:
+                self._launches.start_ordinarily(stream, self.used(tensors, made, known), done)
+        finally:
+            if lock is not None:
+                lock.release()
         return made
 
-    def _start(self, everywhere: Places, tensors: Sequence[Tensor | None], made: list[Tensor]) -> Started | None:
-        """For a stream and addresses that are new, or by a graph that is being captured: it gets memory of its own."""
+    def _start(
+        self, everywhere: Places, tensors: Sequence[Tensor | None], made: list[Tensor], *, alone: bool = False
+    ) -> Started | None:
+        """For a stream and addresses that are new, or by a graph that is being captured, or where another thread hands
+        something on: these two get memory of their own (`alone`).
+        """
         stream = everywhere[0]
         addresses = [tensor.data_ptr() for tensor in self._pick((*tensors, *made))]
         for at in self._aligned:
             if addresses[at] % ALIGNMENT:
                 return None
-        capturing = self._cuda is not None and self._cuda.is_capturing()
-        behind = None if capturing else self._behind.get((stream,))
+        alone = alone or (self._cuda is not None and self._cuda.is_capturing())
+        behind = None if alone else self._behind.get((stream,))
         if behind is None:
-            index, kept = self._index, self._kept
-            behind = made_anew(kept, index) if capturing else kept_by_stream(kept, index, stream)
-            behind += [] if self._counter is None else [self._counter()]
-            if not capturing:
+            behind = self._behind_on(stream, alone=alone)
+            if not alone:
                 remember(self._behind, (stream,), behind)
         addresses += [made[-1].data_ptr() + part.start for part in self._parts.values()]
-        addresses += [tensor.data_ptr() for tensor in behind]
-        started = Started(self._launches.filled(stream, self._order(addresses)), behind)
-        if not capturing:
+        addresses += [tensor.data_ptr() for tensor in behind.tensors]
+        started = Started(self._launches.filled(stream, self._order(addresses)), *behind)
+        if not alone:
             remember(self._started, everywhere, started)
         return started
+
+    def _behind_on(self, stream: int, *, alone: bool) -> Behind:
+        index, lock = self._index, None
+        if alone:
+            tensors = made_anew((*self._kept, *self._handed), index)
+        else:
+            tensors = kept_by_stream(self._kept, index, stream)
+            if self._handed:
+                parts, lock = handed_on(self._handed, index, stream)
+                tensors += parts
+        return Behind(tensors if self.counter is None else [*tensors, self.counter()], lock)
 
     def used(self, tensors: Sequence[Tensor | None], made: list[Tensor], known: Started) -> tuple[Tensor, ...]:
         """The tensors of a call in the order of its launches."""
@@ -321,13 +353,18 @@ class BoundPass:
         return self._launches.calls
 
     def followed_by(
-        self, calls: Iterable[KernelCall], given: Sequence[str], made: dict[str, Allocation], unread: Sequence[str]
+        self,
+        calls: Iterable[KernelCall],
+        given: Sequence[str],
+        made: dict[str, Allocation],
+        unread: Sequence[str],
+        counter: Callable[[], Tensor] | None,
     ) -> BoundPass:
-        """This pass and more kernels behind it as one; `given`, `made` and `unread` are of both."""
+        """This pass and more kernels behind it as one; `given`, `made`, `unread` and `counter` are of both."""
         # Kernels are loaded on the device that is current.
         names = (*given, *self.allocations, *made, "counter")
         launches = on_device(self._index, self._launches.followed_by, calls, names)
-        return type(self)(launches, given, self.allocations | made, self._index, self._counter, unread)
+        return type(self)(launches, given, self.allocations | made, self._index, counter, unread)
 
 
 def _in_a_block(sizes: Mapping[str, int]) -> tuple[dict[str, slice], int]:
@@ -340,7 +377,7 @@ def _in_a_block(sizes: Mapping[str, int]) -> tuple[dict[str, slice], int]:
 
 
 def is_keepable(allocation: Allocation, name: str, calls: Iterable[KernelCall]) -> bool:
-    """Whether a tensor that no caller reads may lie in memory kept by the stream."""
+    """Whether a tensor that no caller reads may lie in memory that all kernels of the stream use."""
     return allocation.nbytes <= MAX_KEPT and sum(name in addressed_names([call]) for call in calls) == 1
 
 

@@ -141,7 +141,7 @@ def bind_backward(
     made = {"dk": ready.dk.in_layout(layout), "dv": ready.dv.in_layout(layout), "workspace": ready.workspace}
     if ready.dq is not None:
         made["dq"] = ready.dq.in_layout(layout)
-    return BoundPass(ready.launches, BOUND_BACKWARD, made, index, counter_maker(q))
+    return BoundPass(ready.launches, BOUND_BACKWARD, made, index, counter_maker(q), unread=("workspace",))
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)

@@ -1,5 +1,5 @@
-"""What forward, decoding and backward share: descriptors of operands, copies of what TMA cannot address, tile counters,
-and how a pass over canonical operands is run and bound.
+"""What forward, decoding and backward share: descriptors of operands, copies of what TMA cannot address, and how a pass
+over canonical operands is run and bound.
 
 Nothing here waits for the device, so a call can be captured in a CUDA graph.
 """
@@ -7,7 +7,6 @@ Nothing here waits for the device, so a call can be captured in a CUDA graph.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,12 +15,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from tilewise import device as devices
+from tilewise.backends.gpu.counters import counter_for, counter_maker
 from tilewise.backends.gpu.launching import Allocation, BoundPass, Launches, RawViews, View, on_device, raw_views
-from tilewise.backends.gpu.scratch import MAX_STREAMS
 from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
 from tilewise.device import DeviceSpec
-from tilewise.lasting import outside_pools
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
@@ -53,8 +51,6 @@ TMA_BYTES = 16
 # The extra dimensions of a packed descriptor, see layouts.tile_at: any coordinate is inside, and 2^30 steps of 2^34
 # elements are a multiple of 2^64 bytes.
 PACKED_EXTENT, PACKED_ROWS, PACKED_STRIDE = 0x7FFF0000, 1 << 30, 1 << 34
-# 4 MiB: calls of a batch of 64 with 8 K/V heads in graphs of 32 layers, captured for 64 batch sizes.
-COUNTERS_PER_DEVICE = 1 << 20
 
 
 class ForwardPass(NamedTuple):
@@ -187,67 +183,3 @@ def rows_allocation(problem: AttentionProblem, heads: int, seqlen: int, total: i
 def contiguous(tensor: Tensor) -> Tensor:
     """A copy that TMA can address."""
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-class Counters:
-    """The tile counters of one device: zero before and after every launch, so that they are cleared only once.
-
-    Kernels on one stream follow each other and share a counter. A call that is being captured gets one for good:
-    graphs may be replayed side by side.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.pool: Tensor | None = None
-        self.used = 0
-        self.lock = threading.Lock()
-        self.by_stream: dict[int, Tensor] = {}
-
-    def current(self, number: int = 1) -> Tensor:
-        """At least `number` counters for a launch on the current stream."""
-        if torch._C._cuda_isCurrentStreamCapturing():  # noqa: SLF001  (torch.cuda's wrapper takes longer than it)
-            return self._take(number)
-        stream: int = torch._C._cuda_getCurrentRawStream(self.device.index)  # noqa: SLF001
-        counters = self.by_stream.get(stream)
-        if counters is None or counters.shape[0] < number:
-            self._fill()
-            size = 1 << (number - 1).bit_length()
-            counters = self.by_stream[stream] = outside_pools(lambda: self._take(size), self.device)
-            # Those of a stream that is gone are not handed out again: its last kernels may still count.
-            for oldest in list(self.by_stream)[:-MAX_STREAMS]:
-                self.by_stream.pop(oldest, None)
-        return counters
-
-    def _fill(self) -> None:
-        with self.lock:
-            if self.pool is None:
-                pool = outside_pools(lambda: self._zeros(COUNTERS_PER_DEVICE), self.device)
-                # Other streams, of other threads too, must not count before the zeros are there.
-                torch.cuda.current_stream(self.device).synchronize()
-                self.pool = pool
-
-    def _take(self, number: int) -> Tensor:
-        with self.lock:
-            first = self.used
-            if self.pool is not None and first + number <= COUNTERS_PER_DEVICE:
-                self.used += number
-                return self.pool[first : first + number]
-        return self._zeros(number)
-
-    def _zeros(self, number: int) -> Tensor:
-        return torch.zeros(number, dtype=torch.int32, device=self.device)
-
-
-@functools.cache
-def _counters(device: torch.device) -> Counters:
-    return Counters(device)
-
-
-def counter_for(tensor: Tensor, number: int = 1) -> Tensor:
-    """Zeroed counters (a tile's, or more) for a kernel on the current stream of the tensor's device."""
-    return _counters(tensor.device).current(number)
-
-
-def counter_maker(tensor: Tensor, number: int = 1) -> Callable[[], Tensor]:
-    """What gives a kernel its counters, on whatever stream of the tensor's device is current then."""
-    return functools.partial(_counters(tensor.device).current, number)

@@ -242,7 +242,8 @@ def bind_backward(
     ready: BackwardPass = on_device(index, backward_pass, problem, devices.of(q.device), index, views, wanted)
     gradients = {"dq": ready.dq, "dk": ready.dk, "dv": ready.dv}
     made = {name: a.in_layout(problem.layout) for name, a in gradients.items() if a is not None}
-    return TunableBoundPass(ready.launches, BOUND_BACKWARD, made | {"workspace": ready.workspace}, index)
+    made["workspace"] = ready.workspace
+    return TunableBoundPass(ready.launches, BOUND_BACKWARD, made, index, unread=("workspace",))
 
 
 def _pages_in_order(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:

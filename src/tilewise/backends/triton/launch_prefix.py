@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewise import device as devices
+from tilewise.backends.gpu.counters import counter_for, counter_maker
 from tilewise.backends.gpu.launching import (
     MAX_PASSES,
     Allocation,
@@ -35,7 +35,7 @@ __all__ = ["attend_prefixes", "bind_after", "bind_prefixes", "num_splits", "pref
 
 # What is worked into, and in which order tensors are handed to the launches.
 RESULTS = ("rows", "out", "lse")
-TENSORS = (*Operands._fields, *RESULTS, "workspace")
+TENSORS = (*Operands._fields, *RESULTS, "workspace", "counter")
 # The tensors of a call with a hint, after its operands, and what this pass calls them.
 HINT = ("prefix_table", "prefix_seqlens", "prefix_starts", "rows", "block_table", "seqlens_k")
 RENAMED = {
@@ -54,12 +54,15 @@ PROGRAMS, MAX_SPLITS = 1, 32
 # Splits that a warp merges at a time: 32 numbers a thread for 8 x 128. One (row, head) pair a program: 2048 pairs of 8
 # splits took 3.1 us, two at a time 4.0, four 7.8.
 MERGED_SPLITS = 8
+# Up to so many, the program of a tile that comes last merges them: another launch takes the host 3.6 to 5.9 us.
+JOINED_SPLITS = 8
 
 
 class PrefixPass(NamedTuple):
     """A call with everything but addresses."""
 
     workspace: Allocation
+    num_counters: int
     launches: Launches
 
 
@@ -78,7 +81,7 @@ def _attend(
     q = operands.q
     tensors = (*operands, *results)
     ready = prefix_pass(problem, num_rows, devices.of(q.device), q.get_device(), raw_views(tensors))
-    ready.launches.run((*tensors, ready.workspace.new(q)))
+    ready.launches.run((*tensors, ready.workspace.new(q), counter_for(q, ready.num_counters)))
 
 
 def bind_prefixes(
@@ -87,7 +90,8 @@ def bind_prefixes(
     """`attend_prefixes` for tensors that lie like these, in this order."""
     index, views = operands.q.get_device(), raw_views((*operands, rows, out, lse))
     ready: PrefixPass = on_device(index, prefix_pass, problem, num_rows, devices.of(out.device), index, views)
-    return BoundPass(ready.launches, (*Operands._fields, *RESULTS), {"workspace": ready.workspace}, index)
+    counter = counter_maker(operands.q, ready.num_counters)
+    return BoundPass(ready.launches, (*Operands._fields, *RESULTS), {"workspace": ready.workspace}, index, counter)
 
 
 def bind_after(own: BoundPass, prefixes: BoundPass, count: int, unread: Sequence[str]) -> BoundPass:
@@ -97,7 +101,11 @@ def bind_after(own: BoundPass, prefixes: BoundPass, count: int, unread: Sequence
     given = (*[UNUSED.get(name, name) for name in Operands._fields[:count]], *HINT)
     calls = [renamed(call, RENAMED) for call in prefixes.calls]
     made = {RENAMED[name]: allocation for name, allocation in prefixes.allocations.items()}
-    return own.followed_by(calls, given, made, (*unread, *[n for n in own.allocations if n not in RESULTS], *made))
+    hidden = (*unread, *[n for n in own.allocations if n not in RESULTS], *made)
+    # Kernels on one stream follow each other: those of both passes share the counters.
+    counters: list[Any] = [maker for maker in (own.counter, prefixes.counter) if maker is not None]
+    counter = max(counters, key=lambda maker: maker.number)
+    return own.followed_by(calls, given, made, hidden, counter)
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)
@@ -109,7 +117,9 @@ def prefix_pass(
     splits = num_splits(problem, num_rows, device)
     words = splits * num_rows * problem.num_heads * (problem.head_dim_v + 1) + 4
     calls = prefix_calls(problem, num_rows, device, views)
-    return PrefixPass(Allocation.contiguous((words,), torch.float32), Launches(calls, TENSORS, device, index))
+    counters = problem.batch * problem.num_kv_heads * _blocks(problem, device)
+    workspace = Allocation.contiguous((words,), torch.float32)
+    return PrefixPass(workspace, counters, Launches(calls, TENSORS, device, index))
 
 
 def _plan(problem: AttentionProblem, device: DeviceSpec) -> tuple[Plan, Config]:
@@ -117,19 +127,27 @@ def _plan(problem: AttentionProblem, device: DeviceSpec) -> tuple[Plan, Config]:
     return plan, plan.config("forward")
 
 
+def _blocks(problem: AttentionProblem, device: DeviceSpec) -> int:
+    """Tiles of rows that the largest group may have, for each K/V head."""
+    return -(-problem.seqlen_q * problem.group_size // _plan(problem, device)[1].block_m)
+
+
 def num_splits(problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> int:
     """Into how many parts the keys of every prefix are cut, so that all multiprocessors have something to do."""
     _, config = _plan(problem, device)
     tiles = -(-problem.seqlen_k // config.block_n)
-    longest = -(-problem.seqlen_q * problem.group_size // config.block_m)
+    longest = _blocks(problem, device)
     blocks = min(longest * problem.batch, num_rows * problem.group_size // config.block_m + problem.batch)
     return max(1, min(MAX_SPLITS, tiles, PROGRAMS * device.num_sms // max(1, blocks * problem.num_kv_heads)))
 
 
 def prefix_calls(problem: AttentionProblem, num_rows: int, device: DeviceSpec, views: Views) -> list[KernelCall]:
-    """The kernel of the prefixes, and the one that merges; `views` of the operands, `out`, `lse` and maybe `rows`."""
+    """The kernel of the prefixes, and the one that merges many splits; `views` of the operands, `out`, `lse` and maybe
+    `rows`.
+    """
     plan, config = _plan(problem, device)
     splits, heads = num_splits(problem, num_rows, device), problem.num_heads
+    joined, lse = splits <= JOINED_SPLITS, views["lse"]
     # The lse parts come first; what vectors read begins at a multiple of 16 bytes.
     shared: dict[str, Any] = {
         "rows": single_address(views, "rows"),
@@ -138,25 +156,31 @@ def prefix_calls(problem: AttentionProblem, num_rows: int, device: DeviceSpec, v
         "num_rows": num_rows,
         "num_splits": splits,
     }
-    scored = score_arguments(plan, views) | scale_arguments(views)
-    blocks = triton.cdiv(problem.seqlen_q * problem.group_size, config.block_m)
-    attended = shared | {name: scored[name] for name in (*SCORED, "k_scale", "v_scale")}
-    attended |= _descriptors(plan, scored, config)
-    attended |= {"num_blocks": blocks, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
-    lse = views["lse"]
-    merged = shared | {
+    results = {
         "out": packed_rows("out", views["out"], heads),
         "lse": Rows(single_address(views, "lse"), 0, *lse.strides),
+    }
+    scored = score_arguments(plan, views) | scale_arguments(views)
+    blocks = _blocks(problem, device)
+    attended = shared | {name: scored[name] for name in (*SCORED, "k_scale", "v_scale")}
+    attended |= _descriptors(plan, scored, config)
+    attended |= results if joined else dict.fromkeys(results)
+    attended |= {
+        "counters": Address("counter", torch.int32, aligned=False) if joined else None,
+        "num_blocks": blocks,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "MAX_SPLITS": JOINED_SPLITS,
+    }
+    merged = (shared | results) | {
         "num_heads": heads,
         "T": of_rows(plan.traits),
         "MAX_SPLITS": MAX_SPLITS,
         "BLOCK_SPLITS": MERGED_SPLITS,
     }
     programs = blocks * splits * problem.num_kv_heads * problem.batch
-    return [
-        KernelCall(prefix_kernel, (programs, 1, 1), attended, config.num_warps, config.num_stages),
-        KernelCall(merge_prefix_kernel, (num_rows * heads, 1, 1), merged, 1, 1),
-    ]
+    attend = KernelCall(prefix_kernel, (programs, 1, 1), attended, config.num_warps, config.num_stages)
+    return [attend] if joined else [attend, KernelCall(merge_prefix_kernel, (num_rows * heads, 1, 1), merged, 1, 1)]
 
 
 def _descriptors(plan: Plan, scored: dict[str, Any], config: Config) -> dict[str, Any]:

@@ -3,7 +3,8 @@ programs, then worked into what each row has of its own keys.
 
 Grid of the first kernel: (tile of rows, split, K/V head, group), tiles fastest, so that programs that run side by side
 read the same keys. A row is a (token, head of a K/V head's group) pair: all query heads of a K/V head share its tiles.
-The second one merges the splits and the row's own result in the order of the keys, split by split.
+Few splits are merged with the rows' own results by the program of a tile that comes last, many by a kernel of their
+own with more programs; either way split by split, in the order of the keys, so that results are repeatable.
 """
 
 # Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
@@ -29,16 +30,20 @@ from tilewise.backends.triton.quantised import load_query_columns, scaling
 
 __all__ = ["merge_prefix_kernel", "prefix_kernel"]
 
+# What the last program of a tile merges at a time: 64 numbers a thread of 4 x 16 x 128.
+SPLITS_AT_ONCE, MERGED_ROWS = tl.constexpr(4), tl.constexpr(16)
+
 
 @triton.jit(do_not_specialize=["page_rows", "sizes", "band", "scalars", "num_rows", "num_blocks", "num_splits"])
 def prefix_kernel(
-    q, k, v, k_scale, v_scale, k_desc, v_desc, page_rows, rows, out_parts, lse_parts, lengths, sizes, band, scalars,
-    num_rows, num_blocks, num_splits,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, k, v, k_scale, v_scale, k_desc, v_desc, page_rows, rows, out, lse, out_parts, lse_parts, counters, lengths,
+    sizes, band, scalars, num_rows, num_blocks, num_splits,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Partial (out, lse) of a tile of a group's rows over one split of its prefix, as (split, row, head). `rows` names
     rows of q, group after group; None: they are its first ones. A page takes page_rows (of K, of V) rows of the
-    descriptors' matrices, where there are any.
+    descriptors' matrices, where there are any. With `counters`, which are zero before and after, the splits of a tile
+    are worked into `out` and `lse` by the program that is the last to finish one.
     """
     num_kv_heads = sizes.num_heads // T.GROUP_SIZE
     block = tl.program_id(0) % num_blocks
@@ -88,6 +93,64 @@ def prefix_kernel(
     part = (split * num_rows + token).to(tl.int64) * sizes.num_heads + head
     tl.store(out_parts + part[:, None] * T.HEAD_DIM_V + dv_idx, result, mask=row_ok[:, None] & (dv_idx < T.HEAD_DIM_V))
     tl.store(lse_parts + part, lse_rows, mask=row_ok)
+    if counters is not None:
+        counter = counters + (group * num_kv_heads + kv_head) * num_blocks + block
+        tl.debug_barrier()  # every thread's part is written before one of them says so
+        if tl.atomic_add(counter, 1) == num_splits - 1:
+            tl.store(counter, 0)
+            # In fewer rows at a time than were attended, for which there would not be registers.
+            for place in tl.range(block * BLOCK_M, (block + 1) * BLOCK_M, MERGED_ROWS):
+                merge_pairs(
+                    rows, out, lse, out_parts, lse_parts, start, count, place + tl.arange(0, MERGED_ROWS), kv_head,
+                    sizes.num_heads, num_rows, num_splits, T, MAX_SPLITS
+                )  # fmt: skip
+
+
+@triton.jit
+def merge_pairs(
+    rows, out, lse, out_parts, lse_parts, start, count, place, kv_head, num_heads, num_rows, num_splits,
+    T: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Work the splits of (row, head) pairs in these places of a group into what they have of their own keys. As
+    `merge_prefix_kernel`, which takes one pair a program and several splits at a time.
+    """
+    m_idx = place // T.GROUP_SIZE
+    head = kv_head * T.GROUP_SIZE + place % T.GROUP_SIZE
+    row_ok = m_idx < count
+    row = start + m_idx
+    first = row.to(tl.int64) * num_heads + head
+    step = tl.cast(num_rows, tl.int64) * num_heads
+    if rows is not None:
+        row = tl.load(rows + row, mask=row_ok, other=0)
+    every = tl.arange(0, MAX_SPLITS)[:, None]
+    there = (every < num_splits) & row_ok[None, :]
+    # Other programs wrote these: from L2, as all that is read of the parts.
+    logs = tl.load(lse_parts + every * step + first[None, :], mask=there, other=NEG_INF, cache_modifier=".cg")
+    lse_rows = lse.ptr + head * lse.stride_head + row.to(tl.int64) * lse.stride_row
+    own_log = tl.load(lse_rows, mask=row_ok, other=NEG_INF)
+    top = tl.maximum(tl.max(logs, 0), own_log)
+    anchor = tl.where(top == NEG_INF, 0.0, top)
+    own_weight = tl.exp2((own_log - anchor) * LOG2E)
+    total = own_weight + tl.sum(tl.exp2((logs - anchor[None, :]) * LOG2E), 0)
+    d_idx = tl.arange(0, T.BLOCK_DV)[None, :]
+    ok = row_ok[:, None] & (d_idx < T.HEAD_DIM_V)
+    here = out.ptr + (head * out.stride_head + row.to(tl.int64) * out.stride_row)[:, None] + d_idx
+    own = tl.load(here, mask=ok, other=0.0).to(tl.float32)
+    acc = tl.where((own_weight != 0.0)[:, None], own, 0.0) * own_weight[:, None]
+    for begin in tl.range(0, num_splits, SPLITS_AT_ONCE):
+        for i in tl.static_range(SPLITS_AT_ONCE):
+            here_ok = row_ok & (begin + i < num_splits)
+            part = (begin + i) * step + first
+            log = tl.load(lse_parts + part, mask=here_ok, other=NEG_INF, cache_modifier=".cg")
+            weight = tl.exp2((log - anchor) * LOG2E)[:, None]
+            places = out_parts + part[:, None] * T.HEAD_DIM_V + d_idx
+            # Asked for whatever the weights are: a load that waits for them waits twice.
+            values = tl.load(places, mask=here_ok[:, None] & ok, other=0.0, cache_modifier=".cg")
+            acc += tl.where(weight != 0.0, values, 0.0) * weight
+    empty = total == 0.0
+    result = acc / tl.where(empty, 1.0, total)[:, None]
+    tl.store(here, result.to(out.ptr.dtype.element_ty), mask=ok)
+    tl.store(lse_rows, tl.where(empty, NEG_INF, anchor + tl.log2(tl.where(empty, 1.0, total)) * LN2), mask=row_ok)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_heads", "num_splits"])

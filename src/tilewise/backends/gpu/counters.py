@@ -1,0 +1,98 @@
+"""Counters of kernels: of tiles that programs take one after another, and of parts that the last one to come merges."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.gpu.launching import interpreted
+from tilewise.backends.gpu.scratch import MAX_STREAMS
+from tilewise.lasting import outside_pools
+
+__all__ = ["CounterMaker", "Counters", "counter_for", "counter_maker"]
+
+# 4 MiB: calls of a batch of 64 with 8 K/V heads in graphs of 32 layers, captured for 64 batch sizes.
+COUNTERS_PER_DEVICE = 1 << 20
+
+
+class Counters:
+    """The counters of one device: zero before and after every launch, so that they are cleared only once.
+
+    Kernels on one stream follow each other and share a counter. A call that is being captured gets one for good:
+    graphs may be replayed side by side.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool: Tensor | None = None
+        self.used = 0
+        self.lock = threading.Lock()
+        self.by_stream: dict[int, Tensor] = {}
+
+    def current(self, number: int = 1) -> Tensor:
+        """At least `number` counters for a launch on the current stream."""
+        if torch._C._cuda_isCurrentStreamCapturing():  # noqa: SLF001  (torch.cuda's wrapper takes longer than it)
+            return self._take(number)
+        stream: int = torch._C._cuda_getCurrentRawStream(self.device.index)  # noqa: SLF001
+        counters = self.by_stream.get(stream)
+        if counters is None or counters.shape[0] < number:
+            self._fill()
+            size = 1 << (number - 1).bit_length()
+            counters = self.by_stream[stream] = outside_pools(lambda: self._take(size), self.device)
+            # Those of a stream that is gone are not handed out again: its last kernels may still count.
+            for oldest in list(self.by_stream)[:-MAX_STREAMS]:
+                self.by_stream.pop(oldest, None)
+        return counters
+
+    def _fill(self) -> None:
+        with self.lock:
+            if self.pool is None:
+                pool = outside_pools(lambda: self._zeros(COUNTERS_PER_DEVICE), self.device)
+                # Other streams, of other threads too, must not count before the zeros are there.
+                torch.cuda.current_stream(self.device).synchronize()
+                self.pool = pool
+
+    def _take(self, number: int) -> Tensor:
+        with self.lock:
+            first = self.used
+            if self.pool is not None and first + number <= COUNTERS_PER_DEVICE:
+                self.used += number
+                return self.pool[first : first + number]
+        return self._zeros(number)
+
+    def _zeros(self, number: int) -> Tensor:
+        return torch.zeros(number, dtype=torch.int32, device=self.device)
+
+
+@functools.cache
+def _counters(device: torch.device) -> Counters:
+    return Counters(device)
+
+
+class CounterMaker:
+    """What gives a kernel its zeroed counters, on whatever stream of a device is current then."""
+
+    __slots__ = ("device", "number")
+
+    def __init__(self, device: torch.device, number: int) -> None:
+        self.device, self.number = device, number
+
+    def __call__(self) -> Tensor:
+        """At least so many."""
+        # Kernels in the interpreter run one after another, on a CPU.
+        if interpreted():
+            return torch.zeros(self.number, dtype=torch.int32, device="cpu")
+        return _counters(self.device).current(self.number)
+
+
+def counter_maker(tensor: Tensor, number: int = 1) -> CounterMaker:
+    """So many counters, or more, on the tensor's device."""
+    return CounterMaker(tensor.device, number)
+
+
+def counter_for(tensor: Tensor, number: int = 1) -> Tensor:
+    """Zeroed counters (a tile's, or more) for a kernel on the current stream of the tensor's device."""
+    return counter_maker(tensor, number)()
