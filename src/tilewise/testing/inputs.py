@@ -174,10 +174,11 @@ class _Factory:
             extra["mask"] = self.mask()
         if case.alibi:
             shape = (case.num_heads,) if case.alibi == "h" else (case.batch, case.num_heads)
-            extra["alibi_slopes"] = (torch.rand(shape, generator=self.generator) / 8).to(self.device)
+            slopes = torch.rand(shape, generator=self.generator) / 8
+            extra["alibi_slopes"] = self.laid_out(slopes, expand=None, swap=(-2, -1))
         if case.sinks:
             sinks = torch.randn(case.num_heads, generator=self.generator)
-            extra["sinks"] = sinks.to(case.side_dtype or case.dtype).to(self.device)
+            extra["sinks"] = self.laid_out(sinks.to(case.side_dtype or case.dtype), expand=None, swap=(-2, -1))
         if case.expanded_dout:
             extra["dout"] = inputs.dout.new_full((), 0.5).expand(inputs.dout.shape)
         return dataclasses.replace(inputs, **extra)
