@@ -15,6 +15,8 @@ def computed(text: str, args: list[Any]) -> Any:
     """The results of a piece of assembly; one that computes nothing gives its first argument back."""
     if "shfl" in text:
         return growth(args[0]) if f"{EIGHT:#x}" in text else exponents(args[0])
+    if "lop3" in text:
+        return units_counted(args[0], args[1])
     if found := re.search(r"DONE; (mul|sub)\.f32", text):
         return applied(found.group(1), *args)
     if found := re.match(r"shr\.u32 \$0, \$1, (\d+);", text):
@@ -24,6 +26,16 @@ def computed(text: str, args: list[Any]) -> Any:
         return args[0]
     result = known[text[:3]](args[0])
     return torch.where(result.abs() < torch.finfo(torch.float32).tiny, 0.0, result)  # .ftz: no subnormals
+
+
+def units_counted(x: Tensor, units: Tensor) -> Tensor:
+    """The bits of 3 + x * units, which count 2^-22, and where these are not between 2 and 4 those of two additions."""
+    product = x.double() * units.double()
+    quick = (product + 3.0).float()
+    coarse = (product + 1536.0).float()
+    fine = (product + (1539.0 - coarse).double()).float()
+    exact = coarse.view(torch.int32).long() * 512 + fine.view(torch.int32).long() + 2**31
+    return torch.where((quick >= 2) & (quick < 4), quick.view(torch.int32), exact.to(torch.int32))
 
 
 def growth(top: Tensor) -> tuple[Tensor, Tensor]:

@@ -289,8 +289,8 @@ def assembly(
         HERE.fenced = True
     if text.startswith("ld.acquire"):
         return poll(args[0])
-    if "st.global" in text:  # NaN for the rows of [64, 4] that are not finite
-        store(args[2] + args[1][:, 0], math.nan, ~args[0].isfinite().all(1))
+    if "st.global" in text:  # NaN for rows that are not finite
+        store(args[3] + args[2].expand(args[0].shape)[~args[0].isfinite()].unique(), math.nan)
     return computed(text, args)
 
 
@@ -423,6 +423,7 @@ LANGUAGE: dict[str, Any] = {
     "split": lambda x: x.unbind(-1),
     "convert_layout": lambda x, _: x,
     "trans": lambda x: x.T,
+    "broadcast": torch.broadcast_tensors,
     "float8e4nv": torch.float8_e4m3fn,
     "cast": cast,
     "abs": torch.abs,

@@ -29,7 +29,6 @@ ALLOWED = {
     "backward d=128": Allowed(2, WHOLE),
     "backward d=96 dtype=torch.float16 seqlen_q=1024 seqlen_k=1024": Allowed(2, WHOLE),
     "backward d=64 dv=128": Allowed(2, WHOLE),
-    "backward d=128 deterministic=True": Allowed(3, f"{WHOLE}, in any order"),
     "backward d=64 causal=True num_kv_heads=4": Allowed(10, "descriptors made anew: N=4096, 472 -> 454"),
     "backward d=64 causal=True softcap=30.0": Allowed(10, "dP issued when P is done: N=4096, 338 -> 334"),
     "forward d=256 causal=True": Allowed(1, ADDRESS),

@@ -3,25 +3,150 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
+from emulated_asm import units_counted
 from test_hopper_protocol import emulated  # noqa: F401  (a fixture)
 
+# As backward_rows.COUNT_BIAS and launch_backward.NO_EDGE.
+COUNT_BIAS, NO_EDGE = 0x40400000, 1 << 30
+LANES, COUNT = 32, 32
 
-def test_products_are_rounded_to_the_nearest_integer(emulated: Callable[[str], Any]) -> None:  # noqa: F811
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.exp2(torch.randint(-3, 31, (20000,), generator=generator).float())
-    x = (torch.rand(20000, generator=generator) * 2.2 - 1.1) * sizes
-    edges = torch.tensor([0.0, -0.0, 0.5, 1.5, -0.5, 255.5, 256.0, 256.5, -256.5, 2.0**30, -(2.0**30), math.nan])
-    x = torch.cat([x, edges])
-    factor = torch.cat([torch.rand(20000, generator=generator) * 0.5 + 0.5, torch.ones(len(edges))])
-    rounded = emulated("primitives").round_scaled(x, factor)
-    assert rounded.dtype == torch.int32
-    exact = torch.round(x.double() * factor.double())
-    assert torch.equal(rounded[:-1].double(), exact[:-1])
+
+def as_float(bits: Tensor) -> Tensor:
+    """The floats that registers hold."""
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def run_in_a_warp(text: str, operands: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Run PTX without loops for the lanes of a warp; registers hold bits. What is stored: (addresses, bits)."""
+    registers, stored = dict(operands), []
+
+    def bits(name: str) -> Tensor:
+        if name in registers:
+            return registers[name]
+        value = int(name[2:], 16) if name.startswith("0f") else int(name, 0)
+        return torch.full((LANES,), value - (value >> 31 << 32), dtype=torch.int64)
+
+    def number(name: str) -> Tensor:
+        return as_float(bits(name)).double()
+
+    def word(x: Tensor) -> Tensor:
+        return x.to(torch.int32).long()
+
+    operations: dict[str, Callable[..., Tensor]] = {
+        "fma.rn.f32": lambda a, b, c: (number(a) * number(b) + number(c)).float().view(torch.int32).long(),
+        "sub.f32": lambda a, b: (number(a) - number(b)).float().view(torch.int32).long(),
+        "abs.f32": lambda a: bits(a) & 0x7FFFFFFF,
+        "mov.b32": bits,
+        "or.b32": lambda a, b: bits(a) | bits(b),
+        "and.b32": lambda a, b: bits(a) & bits(b),
+        "xor.b32": lambda a, b: bits(a) ^ bits(b),
+        "mad.lo.u32": lambda a, b, c: word(bits(a) * bits(b) + bits(c)),
+        "mad.wide.s32": lambda a, b, c: bits(a) * bits(b) + bits(c),
+        "setp.ne.u32": lambda a, b: bits(a) != bits(b),
+        "setp.geu.f32": lambda a, b: ~(number(a) < number(b)),
+        "vote.sync.any.pred": lambda a, _: bits(a).any().expand(LANES),
+    }
+    for line in re.sub(r"\.reg [^;]*;", "", text.strip("{} ")).split(";"):
+        words = line.replace(",", " ").split()
+        if words[:1] == ["@!p"] and not bool(registers["p"].all()):
+            break  # to DONE, which is the end
+        if words[:1] == ["@p"]:
+            stored.append((bits(words[2].strip("[]"))[registers["p"]], bits(words[3])[registers["p"]]))
+        elif words and words[0] == "lop3.b32":
+            assert words[-1] == "0xFE"  # a or b or c
+            registers[words[1]] = bits(words[2]) | bits(words[3]) | bits(words[4])
+        elif words and words[0] in operations:
+            registers[words[1]] = operations[words[0]](*words[2:])
+        else:
+            assert not words or words[0] in ("@!p", "DONE:"), line
+    operands.update({name: registers[name] for name in registers if name.startswith("$")})
+    return stored
+
+
+def counted(
+    x: Tensor,
+    units: Tensor,
+    emulated: Callable[[str], Any],  # noqa: F811
+    rows: Tensor | None = None,
+    at: int = 0,
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """What a warp's threads make of x [LANES, COUNT], and the NaN that they store."""
+    text = emulated("primitives")._count_asm(COUNT, rows is not None)
+    inputs = [x, units] if rows is None else [x, units, rows]
+    operands: dict[str, Tensor] = {}
+    for group, values in enumerate(inputs):
+        held = values if values.dtype != torch.float32 else values.view(torch.int32)
+        operands |= {f"${(group + 1) * COUNT + i}": held[:, i].long() for i in range(COUNT)}
+    operands[f"${4 * COUNT}"] = torch.full((LANES,), at, dtype=torch.int64)
+    stored = run_in_a_warp(text, operands)
+    return torch.stack([operands[f"${i}"] for i in range(COUNT)], 1), stored
+
+
+def unbiased(counts: Tensor) -> Tensor:
+    """Integers out of counts, modulo 2^32."""
+    return (counts - COUNT_BIAS).to(torch.int32).double()
+
+
+@pytest.mark.parametrize("most", [22, 31])
+def test_products_are_rounded_to_the_nearest_integer(most: int, emulated: Callable[[str], Any]) -> None:  # noqa: F811
+    """By one addition, if all of a warp's products are below 2^22, else by two."""
+    generator = torch.Generator().manual_seed(most)
+    sizes = torch.exp2(torch.randint(-3, most, (LANES, COUNT), generator=generator).float())
+    x = (torch.rand((LANES, COUNT), generator=generator) * 2 - 1) * sizes
+    x.view(-1)[:11] = torch.tensor([0.0, -0.0, 0.5, 1.5, -0.5, 2.5, 255.5, 256.0, 256.5, -256.5, 4194303.5])
+    x.view(-1)[11:13] = torch.tensor([4194304.0, -4194304.5]) if most == 31 else 7.0
+    units = torch.rand((LANES, COUNT), generator=generator) * 0.5 + 0.5
+    units.view(-1)[:13] = 1.0
+    found, _ = counted(x, units * 2.0**-22, emulated)
+    exact = torch.round(x.double() * units.double())
+    assert torch.equal(unbiased(found), exact)
+    assert torch.equal(
+        units_counted(x, units * 2.0**-22).double(), (exact.long() + COUNT_BIAS).to(torch.int32).double()
+    )
+
+
+@pytest.mark.parametrize("value", [4194304.5, -4194305.0, -12582911.0, 1e9, -2e9])
+def test_one_product_that_is_too_large_is_noticed(value: float, emulated: Callable[[str], Any]) -> None:  # noqa: F811
+    x = torch.ones(LANES, COUNT)
+    x[5, 9] = value
+    found, _ = counted(x, torch.full((LANES, COUNT), 2.0**-22), emulated)
+    assert torch.equal(unbiased(found), torch.round(x.double()))
+
+
+def test_odd_units_make_no_product_that_is_missed(emulated: Callable[[str], Any]) -> None:  # noqa: F811
+    """3 + x * units is 0, which has no exponent of its own, for no x; with even units it may be."""
+    odd = emulated("backward_rows").odd
+    units = odd(torch.tensor([1.0, 3.0, 0.75, 2.0**-100, 1.9999999]))
+    assert bool((units.view(torch.int32) & 1 == 1).all())
+    x = torch.ones(LANES, COUNT)
+    x[0, 0] = -3.0 * 2**22
+    found, _ = counted(x, torch.full((LANES, COUNT), 2.0**-22), emulated)
+    assert unbiased(found)[0, 0] != -3.0 * 2**22
+    found, _ = counted(x, odd(torch.ones(LANES, COUNT)) * 2.0**-22, emulated)
+    assert unbiased(found)[0, 0] == -3.0 * 2**22 - 2  # of 1 + 2^-23
+
+
+def test_rows_that_are_not_finite_are_marked(emulated: Callable[[str], Any]) -> None:  # noqa: F811
+    """A thread looks at its first and third element, of which a row has one."""
+    rows = torch.arange(LANES)[:, None] // 4 + torch.arange(COUNT)[None] // 2 % 2 * 8
+    x = torch.ones(LANES, COUNT)
+    units = torch.full((LANES, COUNT), 2.0**-22)
+    assert counted(x, units, emulated, rows, 1000)[1] == []
+    x[rows == 3] = math.inf
+    x[rows == 13] = math.nan
+    found, stored = counted(x, units, emulated, rows, 1000)
+    assert sorted({int(at) for at, _ in stored for at in at}) == [1000 + 4 * 3, 1000 + 4 * 13]
+    assert all(bool((bits == 0x7FFFFFFF).all()) for _, bits in stored)
+    assert bool((unbiased(found)[x == 1] == 1).all())
 
 
 def test_units_lie_where_the_elements_of_their_rows_do(emulated: Callable[[str], Any]) -> None:  # noqa: F811
@@ -32,3 +157,30 @@ def test_units_lie_where_the_elements_of_their_rows_do(emulated: Callable[[str],
         elements = rows[block * 64 : block * 64 + 64, None].expand(64, 64)
         stored = emulated("dq_tiles").in_register_order(elements).reshape(8, 16, 32)
         assert torch.equal(stored, spread[block].expand(8, 16, 32))
+
+
+@pytest.mark.parametrize("left", [None, 0, 5, 100, 300])
+@pytest.mark.parametrize("right", [None, 0, 7, 200])
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_biases_are_taken_off_as_often_as_they_were_added(
+    block_m: int,
+    right: int | None,
+    left: int | None,
+    emulated: Callable[[str], Any],  # noqa: F811
+) -> None:
+    """Every block of keys adds to its query tiles, once to each."""
+    config = SimpleNamespace(
+        BLOCK_M=block_m, BLOCK_N=128, HAS_LEFT=left is not None, HAS_RIGHT=right is not None, IS_CAUSAL=right == 0
+    )
+    sizes = SimpleNamespace(window_left=left or 0, window_right=right or 0)
+    edges = [NO_EDGE if edge is None else edge for edge in (left, right)]
+    for seqlen_q, seqlen_k in ((1, 1), (300, 300), (64, 600), (600, 64), (257, 1000), (1000, 129), (128, 0)):
+        tiles = -(-seqlen_q // block_m)
+        added = [0] * tiles
+        for first in range(0, seqlen_k, 128):
+            begin, end = emulated("schedule").query_tiles(first, seqlen_q, seqlen_k, sizes, config)
+            for tile in range(begin, end):
+                added[tile] += 1
+        lengths = torch.tensor(seqlen_q), torch.tensor(seqlen_k)
+        found = [emulated("backward_rows").parts_of(torch.tensor(t), *lengths, *edges, block_m) for t in range(tiles)]
+        assert [int(n) for n in found] == added, (seqlen_q, seqlen_k)

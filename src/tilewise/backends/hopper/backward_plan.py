@@ -39,6 +39,11 @@ QUERY_BLOCK = 128
 # least that was timed is 31 (D=128, N=4096: 1.014 and 1.016 times as fast).
 PIECE_TILES, PIECES_GAIN = 8, 30
 
+# log2 of the units in a row's bound, half of what 32 bits hold. Up to FEW_KEYS fewer, because parts of a sum that are
+# under 2^22 of them are counted faster (primitives.count_units): of rows of N(0, 1) with over 150 keys all are then,
+# with 2^30 units those of over 600 keys. And less is lost there than with more keys and units (docs/kernels/hopper.md).
+BOUND_BITS, MOST_BOUND_BITS, FEW_KEYS = 28.0, 30.0, 2048
+
 
 class BackwardPlan(NamedTuple):
     """What every call with a problem shares: sizes seen from the keys and from the queries."""
@@ -82,11 +87,16 @@ class BackwardPlan(NamedTuple):
         return Address("workspace", torch.float32, offset=offset) if self.config.FIXED_POINT else None
 
     @property
+    def bound_bits(self) -> float:
+        """log2 of the units that make a row's bound: see BOUND_BITS."""
+        return BOUND_BITS if self.problem.seqlen_k <= FEW_KEYS else MOST_BOUND_BITS
+
+    @property
     def watches_rows(self) -> bool:
         """Whether the main kernel looks for rows of dQ that are not finite, which integers would hide.
 
         That may be where no bound tells: dS passes the end of fp16, or a softcap hides an infinite query from out and
-        lse. It costs 5 % at D=64 and 8 to 11 % at D=128 under a causal mask, so bf16 goes without: there bounds tell.
+        lse. In bf16 bounds tell.
         """
         return self.problem.dtype == torch.float16 or self.problem.softcap is not None
 

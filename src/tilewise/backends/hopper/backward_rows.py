@@ -2,10 +2,10 @@
 
 The accumulator holds, for every query tile of BLOCK_M rows, 64 x 64 blocks (row by row where there are several) in the
 order in which the wgmma registers of a warpgroup leave (dq_tiles.py). Summed in fixed point, a row counts units of its
-own: 2^30 of them are a bound of what the row's sum can be, |dQ_id| <= sum_j P_ij |dP_ij - delta_i| |K_jd|
+own: bound_units of them, 2^30 at most, are a bound of its sum, |dQ_id| <= sum_j P_ij |dP_ij - delta_i| |K_jd|
 <= (|dO_i| max_j |V_j| + |delta_i|) max |K|, because P sums to 1 (softcap and sinks make it less, dlse is in delta).
 
-What the bound does not cover is below 1.005, and a part may be 1.17 of it (round_scaled), the sum 2: dS is rounded by
+What the bound does not cover is below 1.005, and a part, as the sum, may be 2 of it (count_units): dS is rounded by
 2^-8 of itself in bf16, 2^-11 in fp16; dP, exp2 and the logarithms here by less than 2^-12 together; every part by half
 a unit, 2^13 of them for 2^20 keys. Only P grows with its scores: lse has been rounded three times, and two constants
 once, so P sums to 2^(5 * 2^-24 |lse|) at most. That is 1.17 at 5e5 nats; SLACK makes room for it at any size.
@@ -31,8 +31,10 @@ NUM_BOUNDS = tl.constexpr(3)
 # The bits of infinity; NaN has more.
 INFINITE = tl.constexpr(0x7F800000)
 NEVER = tl.constexpr(2147483647)
-# Units in a row's bound, half of what 32 bits hold; log2 of these and of the most, whose inverse is a normal number.
-BOUND_UNITS, BOUND_BITS, MOST_BITS = tl.constexpr(2.0**30), tl.constexpr(30.0), tl.constexpr(126.0)
+# log2 of the most units that make 1: their inverse is a normal number.
+MOST_BITS = tl.constexpr(126.0)
+# The main kernel counts units as multiples of 2^-22, each part of a sum with this bias (primitives.count_units).
+MAIN_UNIT, COUNT_BIAS = tl.constexpr(2.0**-22), tl.constexpr(0x40400000)
 # Bits by which P may outgrow 1, of |lse| in log2 units; 5 * 2^-24 are what its roundings come to. Below USUAL_LSE nats
 # these are 0.01, for which there is room anyway.
 SLACK, MOST_SLACK = tl.constexpr(2.0**-21), tl.constexpr(100.0)
@@ -43,6 +45,23 @@ LEAST_BOUND, MOST_BOUND = tl.constexpr(2.0**-90), tl.constexpr(2.0**90)
 TINY = tl.constexpr(2.0**-126)
 # Sequences that are searched for a tile at a time.
 SEARCHED = tl.constexpr(64)
+
+
+@triton.jit
+def let_next_start():
+    """The kernel after this one may start once all programs have said so; it waits for the end of this one itself."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def await_kernel_before():
+    """Wait until the kernel before has ended and all that it wrote is there."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -124,6 +143,7 @@ def bound_keys_kernel(
     Items are (batch, kv head) pairs. A key is lost if it or its value is not finite; it counts for no bound.
     Non-negative floats are compared as integers: NaN is above infinity.
     """
+    let_next_start()
     item = tl.program_id(0)
     batch_idx = (item // num_heads).to(tl.int64)
     head = (item % num_heads).to(tl.int64)
@@ -170,19 +190,19 @@ def bounds_of(bounds_ptr, item, num_keys):
 
 
 @triton.jit
-def usual_units(dout, delta, lse, bounds):
-    """(How many units make 1, whether that is right) for rows of dQ: BOUND_UNITS make a bound of what they can be."""
+def usual_units(dout, delta, lse, bounds, bound_units):
+    """(How many units make 1, whether that is right) for rows of dQ: bound_units make a bound of what they can be."""
     largest, longest, lost = bounds
     squares = tl.sum(dout * dout, 1)
     size = tl.sqrt(squares) * (longest * 16.0) + tl.abs(delta)
     bound = size * largest
     usual = (squares > LEAST_SQUARE) & (size < MOST_SIZE) & (bound > LEAST_BOUND) & (bound < MOST_BOUND)
     usual &= (tl.abs(lse) < USUAL_LSE) | (lse == float("inf"))
-    return BOUND_UNITS / bound, usual & (not lost)
+    return bound_units / bound, usual & (not lost)
 
 
 @triton.jit
-def units_at_the_ends(dout, delta, lse, bounds):
+def units_at_the_ends(dout, delta, lse, bounds, bound_bits):
     """The units of rows of any size, in logarithms: no factor of a bound has to be a number of fp32 for dQ to be one.
 
     NaN for rows that are not finite, or might not be in the main kernel, whose integers would hide it: where dS or the
@@ -196,7 +216,13 @@ def units_at_the_ends(dout, delta, lse, bounds):
     size = top + tl.log2(tl.exp2(products - top) + tl.exp2(deltas - top)) + slack
     bound = size + log2_of(largest)
     fits = (lse == lse) & (slack < MOST_SLACK) & (size < 127.0) & (bound < 127.0) & (not lost)
-    return tl.where(fits, tl.exp2(tl.minimum(BOUND_BITS - bound, MOST_BITS)), float("nan"))
+    return tl.where(fits, tl.exp2(tl.minimum(bound_bits - bound, MOST_BITS)), float("nan"))
+
+
+@triton.jit
+def odd(x):
+    """Floats with the last bit set: 24 bits of which the first and the last are ones divide neither 1 nor 3."""
+    return tl.cast(tl.cast(x, tl.int32, bitcast=True) | 1, tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -226,14 +252,16 @@ def in_register_order(units, BLOCK_M: tl.constexpr):
         "stats_items",
         "num_counts",
         "wave_items",
+        "bound_units",
+        "bound_bits",
     ],
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_seqlens", "cu_seqlens_k"],
 )
 def prepare_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, main_units_ptr, dq_acc_ptr, counts_ptr, bounds_ptr,
     cu_seqlens, cu_seqlens_k, out_strides, dout_strides, num_heads, group_size, seqlen_q, seqlen_k, window_right,
-    total_q, batch, num_items, cleared_items, stats_items, num_counts, wave_items, BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
+    total_q, batch, num_items, cleared_items, stats_items, num_counts, wave_items, bound_units, bound_bits,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """[lse * log2(e) | delta - dlse] of one query tile, packed for one TMA load; its tile of the accumulator zeroed.
 
@@ -270,21 +298,6 @@ def prepare_rows_kernel(
     stats = stats_ptr + tile * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     tl.store(stats, lse * LOG2E)
     tl.store(stats + BLOCK_M, delta)
-    if units_ptr is not None:
-        _, length_k = row_span(cu_seqlens_k, sequence, seqlen_k, PACKED)
-        num_keys = (m_block + 1) * BLOCK_M + (length_k - length) + window_right
-        bounds = bounds_of(bounds_ptr, (sequence * num_heads + head) // group_size, num_keys)
-        units, usual = usual_units(dout, delta, lse, bounds)
-        if (tl.min((usual | ~inside).to(tl.int32), 0) == 0) | bounds[2]:
-            # dO is read again, so that it need not be kept: 126 registers instead of 144.
-            dout = load_rows(dout_ptr, dout_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
-            units = tl.where(usual, units, units_at_the_ends(dout, delta, lse, bounds))
-        tl.store(units_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M), units)
-        if BLOCK_M == 128:
-            at = main_units_ptr + tile * (8 * BLOCK_M) + tl.arange(0, 8 * BLOCK_M)
-            tl.store(at, in_register_order(units, BLOCK_M))
-        else:
-            tl.store(main_units_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M), units)
     if counts_ptr is not None:
         for count in range(tl.program_id(0), num_counts, tl.num_programs(0)):
             tl.store(counts_ptr + count, 0)
@@ -292,6 +305,31 @@ def prepare_rows_kernel(
         for block in range(tl.where((item < cleared_items) & here, DQ_BLOCKS, 0)):
             zeros = dq_acc_ptr + (tile * DQ_BLOCKS + block) * 4096 + tl.arange(0, 4096)
             tl.store(zeros, tl.zeros([4096], dq_acc_ptr.dtype.element_ty))
+    if units_ptr is not None:
+        await_kernel_before()  # up to here nothing depends on the bounds
+        _, length_k = row_span(cu_seqlens_k, sequence, seqlen_k, PACKED)
+        num_keys = (m_block + 1) * BLOCK_M + (length_k - length) + window_right
+        bounds = bounds_of(bounds_ptr, (sequence * num_heads + head) // group_size, num_keys)
+        units, usual = usual_units(dout, delta, lse, bounds, bound_units)
+        if (tl.min((usual | ~inside).to(tl.int32), 0) == 0) | bounds[2]:
+            # dO is read again, so that it need not be kept: 126 registers instead of 144.
+            dout = load_rows(dout_ptr, dout_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
+            units = tl.where(usual, units, units_at_the_ends(dout, delta, lse, bounds, bound_bits))
+        units = odd(tl.where(inside, units, 1.0))
+        tl.store(units_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M), units)
+        if BLOCK_M == 128:
+            at = main_units_ptr + tile * (8 * BLOCK_M) + tl.arange(0, 8 * BLOCK_M)
+            tl.store(at, in_register_order(units * MAIN_UNIT, BLOCK_M))
+        else:
+            tl.store(main_units_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M), units * MAIN_UNIT)
+
+
+@triton.jit
+def parts_of(m_block, length_q, length_k, window_left, window_right, BLOCK_M: tl.constexpr):
+    """How many blocks of 128 keys add to a query tile: those whose schedule.query_tiles it is one of."""
+    first_key = m_block * BLOCK_M + (length_k - length_q)
+    end = tl.cdiv(tl.minimum(tl.maximum(first_key + BLOCK_M + window_right, 0), length_k), 128)
+    return tl.maximum(end - tl.maximum(first_key - window_left, 0) // 128, 0)
 
 
 @triton.jit(
@@ -304,13 +342,16 @@ def prepare_rows_kernel(
         "num_items",
         "first_item",
         "ring_items",
+        "seqlen_k",
+        "window_left",
+        "window_right",
     ],
-    do_not_specialize_on_alignment=["cu_seqlens"],
+    do_not_specialize_on_alignment=["cu_seqlens", "cu_seqlens_k"],
 )
 def finish_queries_kernel(
-    dq_acc_ptr, units_ptr, dq_ptr, cu_seqlens, scale, dq_strides, num_heads, seqlen_q, batch, num_items,
-    first_item, ring_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PACKED: tl.constexpr,
+    dq_acc_ptr, units_ptr, dq_ptr, cu_seqlens, cu_seqlens_k, scale, dq_strides, num_heads, seqlen_q, seqlen_k,
+    window_left, window_right, batch, num_items, first_item, ring_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """A query tile of dQ: scaled, rounded, in rows again. Programs: row tiles x items, in the order of memory.
 
@@ -321,12 +362,17 @@ def finish_queries_kernel(
     row_tiles = tl.num_programs(0) // num_items
     item = first_item + tl.program_id(0) // row_tiles
     row_tile = tl.program_id(0) % row_tiles
-    _, batch_idx, first, length, m_block = tile_of(
+    sequence, batch_idx, first, length, m_block = tile_of(
         item, row_tile, cu_seqlens, num_heads, seqlen_q, batch, BLOCK_M, PACKED
     )
     head = (item % num_heads).to(tl.int64)
     place = (item % ring_items).to(tl.int64) * row_tiles + row_tile
-    x = tl.load(dq_acc_ptr + place * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)) * scale
+    x = tl.load(dq_acc_ptr + place * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D))
+    if units_ptr is not None:
+        _, length_k = row_span(cu_seqlens_k, sequence, seqlen_k, PACKED)
+        parts = parts_of(m_block, length, length_k, window_left, window_right, BLOCK_M)
+        x -= tl.cast(parts * COUNT_BIAS, tl.int32)  # modulo 2^32
+    x = x * scale
     x = tl.reshape(x, [BLOCK_M * BLOCK_D // 4096, 8, 4, 8, 4, 2, 2])
     # The two blocks are rows of one another at 64 columns, else columns.
     x = tl.permute(x, (0, 2, 5, 3, 1, 4, 6) if BLOCK_D == 64 else (2, 5, 3, 0, 1, 4, 6))

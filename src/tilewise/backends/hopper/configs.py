@@ -204,6 +204,8 @@ class BackwardConfig:
 BACKWARD_BLOCK_M = {64: 128, 128: 64}
 # The longest sequences whose backward is faster with heads prepared beside it: under a causal mask, and without.
 AHEAD_SEQLEN_K, AHEAD_FULL_SEQLEN_K = 4096, 2048
+# The longest ones of these at D=128, under a causal mask, with sums in fixed point; longer ones were not timed.
+AHEAD_FIXED_SEQLEN_K = 1024
 # Keys of packed sequences, in the mean, from which it is not slower with sequences prepared beside it. D=128 causal,
 # 512/1024/2048/4096/8192 keys each: 204/305/393/470/519 -> 201/305/392/475/523 TFLOP/s.
 LISTED_KEYS = 1024
@@ -271,7 +273,7 @@ def descriptors_anew(problem: AttentionProblem) -> tuple[bool, bool]:
     if problem.softcap is not None:
         return True, not wide
     if wide:
-        return has_right(problem), has_right(problem) and not finishes_inside(problem)
+        return has_right(problem) or problem.deterministic, has_right(problem) and not finishes_inside(problem)
     if not has_right(problem):
         return False, True
     # Longer dense ones spill nothing in the loop without a mask or, with heads prepared beside it, cost less than this.
@@ -283,11 +285,13 @@ def prepares_ahead(problem: AttentionProblem) -> bool:
     """Whether heads are prepared beside the main kernel (preparing.py): where that was timed and is faster.
 
     TFLOP/s at N = 1024/2048/4096: D=64 causal 303/386/456 -> 328/410/488, D=128 causal 344/442/512 -> 357/451/525;
-    D=64 full 445/475/516 -> 450/474/506, D=128 full 468/574/570 -> 476/579/553.
+    D=64 full 445/475/516 -> 450/474/506, D=128 full 468/574/570 -> 476/579/553. In fixed point, D=128, N=1024, us:
+    causal 545 -> 536, full 811 -> 817.
     """
-    width = max(problem.head_dim, problem.head_dim_v)
     longest = AHEAD_SEQLEN_K if has_right(problem) else AHEAD_FULL_SEQLEN_K
-    return _is_plain(problem) and problem.seqlen_k <= longest and width <= (64 if problem.deterministic else 128)
+    if problem.deterministic and max(problem.head_dim, problem.head_dim_v) > 64:
+        longest = AHEAD_FIXED_SEQLEN_K if has_right(problem) else 0
+    return _is_plain(problem) and problem.seqlen_k <= longest
 
 
 def prepares_listed(problem: AttentionProblem) -> bool:
@@ -318,17 +322,16 @@ def ends_together(problem: AttentionProblem) -> bool:
     first, last = ENDING_SEQLEN_K
     few = problem.batch * problem.num_kv_heads * problem.seqlen_k // 128 <= ENDING_TILES
     square = problem.seqlen_q == problem.seqlen_k and first <= problem.seqlen_k <= last
-    return square and few and has_right(problem) and prepares_ahead(problem)
+    return square and few and has_right(problem) and prepares_ahead(problem) and not problem.deterministic
 
 
 def cuts_last_round(problem: AttentionProblem) -> bool:
     """Whether the last round of tiles may be cut in pieces (backward_pieces.py), if the plan finds that it pays.
 
     TFLOP/s without a mask, N = 4096/16384: D=128 566/598 -> 574/611, again 553/592 -> 560/610; D=64 at 16384
-    544 -> 558. Sums in fixed point were judged right, too, but not timed.
+    544 -> 558. Sums in fixed point were judged right, too; how much of their gain is this was not timed.
     """
-    plain = _is_plain(problem) and not has_right(problem) and not problem.deterministic
-    return plain and not prepares_ahead(problem)
+    return _is_plain(problem) and not has_right(problem) and not prepares_ahead(problem)
 
 
 def _is_plain(problem: AttentionProblem) -> bool:

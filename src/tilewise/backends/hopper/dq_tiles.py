@@ -4,29 +4,30 @@ The accumulator keeps each block in the order of a warpgroup's wgmma registers, 
 without bank conflicts (2-4 % at D=128); backward_rows.finish_queries_kernel puts rows together again.
 
 FIXED_POINT makes the sum independent of the order of the additions, hence repeatable bit by bit: a row of dQ is added
-in integers, in units of which 2^30 are a bound of the row (backward_rows.py). The rounding of a block is then 2^-31 of
-that bound, far below what rounding dS to 16 bits costs. At D=64 units come in the order of the registers, too, 16
+in integers, in units of which 2^28 or 2^30 are a bound of the row (backward_plan.BOUND_BITS). The rounding of a block
+is then 2^-29 of that bound or less, far below what rounding dS to 16 bits costs. Every integer has a bias, which
+finish_queries_kernel takes off as often as blocks were added. At D=64 units come in the order of the registers, too, 16
 bytes a thread: read by rows they need an address of their own, and more registers spill (14 instead of 6; D=64 causal,
 N=1024: the main kernel 478 -> 463 us). At D=128 it is the other way round (causal 362 -> 378 us).
 
 Integers would hide a dS that is not finite (fp16 ends at 65504). It makes its row's part of dQ not finite in every
-column, so that one of them tells: the row's units, by which its sum is divided in the end, become NaN (mark_rows).
+column, so that one of them tells: the row's units, by which its sum is divided in the end, become NaN.
 Where units_ptr is None no dS of a row with units can be infinite (backward_rows.units_at_the_ends).
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
-# ruff: noqa: N803
+# ruff: noqa: N803, N806, RET505
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.backends.hopper.layouts import accumulator_layout
-from tilewise.backends.hopper.primitives import mark_lost, round_scaled
+from tilewise.backends.hopper.primitives import count_units
 from tilewise.backends.hopper.reduction import reduce_add
 
-__all__ = ["add_block", "from_register_order", "in_register_order", "in_units", "mark_rows"]
+__all__ = ["add_block", "from_register_order", "in_register_order", "in_units", "load_units"]
 
 
 @gluon.jit
@@ -44,28 +45,36 @@ def from_register_order(smem, like):
 
 
 @gluon.jit
-def in_units(block, units_smem, slot, WARPGROUP: gl.constexpr, C: gl.constexpr):
-    """A block in register order; in fixed point as integers, in the units of the query tile in a slot."""
-    stored = in_register_order(block)
-    if C.FIXED_POINT and C.D == 64:
-        stored = gl.reshape(stored, [8, 16, 32])
-        units = units_smem.index(slot * 2 + WARPGROUP).load(gl.SliceLayout(0, stored.type.layout))
-        stored = gl.reshape(round_scaled(stored, units[None, :, :]), [128, 32])
-    elif C.FIXED_POINT:
-        units = units_smem.index(slot).load(gl.SliceLayout(1, accumulator_layout(64)))
-        stored = in_register_order(round_scaled(block, units[:, None]))
-    return stored
+def load_units(units_smem, slot, WARPGROUP: gl.constexpr, C: gl.constexpr):
+    """The units of the query tile in a slot, as in_units multiplies by them."""
+    if C.D == 64:
+        like = in_register_order(gl.zeros([64, 64], gl.float32, accumulator_layout(64)))
+        LAYOUT: gl.constexpr = gl.reshape(like, [8, 16, 32]).type.layout
+        return units_smem.index(slot * 2 + WARPGROUP).load(gl.SliceLayout(0, LAYOUT))
+    else:
+        return units_smem.index(slot).load(gl.SliceLayout(1, accumulator_layout(64)))
 
 
 @gluon.jit
-def mark_rows(block, units_ptr, dq_row, WARPGROUP: gl.constexpr, C: gl.constexpr):
-    """Make the units of rows NaN whose part of dQ is not finite; of 16 columns a thread looks at one."""
-    x = gl.permute(gl.reshape(block, [64, 2, 2, 2, 4, 2]), (0, 4, 1, 2, 3, 5))
-    for _ in gl.static_range(4):
-        x, _ = gl.split(x)
-    first = dq_row * C.BLOCK_M + (WARPGROUP * 64 if C.D == 64 else 0)
-    rows = first + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
-    mark_lost(x, rows[:, None], units_ptr)
+def in_units(block, units, units_ptr, dq_row, WARPGROUP: gl.constexpr, C: gl.constexpr):
+    """A block in register order; with units as integers that count these.
+
+    With units_ptr the units of rows that are not finite become NaN there.
+    """
+    stored = in_register_order(block)
+    if C.FIXED_POINT:
+        rows = None
+        if units_ptr is not None:
+            first = dq_row * C.BLOCK_M + (WARPGROUP * 64 if C.D == 64 else 0)
+            rows = (first + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(64))))[:, None]
+        if C.D == 64:
+            if units_ptr is not None:
+                rows = gl.reshape(in_register_order(gl.broadcast(rows, block)[0]), [8, 16, 32])
+            stored = count_units(gl.reshape(stored, [8, 16, 32]), units[None, :, :], rows, units_ptr, 32)
+            stored = gl.reshape(stored, [128, 32])
+        else:
+            stored = in_register_order(count_units(block, units[:, None], rows, units_ptr, 32))
+    return stored
 
 
 @gluon.jit

@@ -267,13 +267,16 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "stats_items": stats,
         "num_counts": 0 if config.IS_VARLEN else plan.num_counts,
         "wave_items": plan.key_sizes.items_per_wave,
+        "bound_units": 2.0**plan.bound_bits,
+        "bound_bits": plan.bound_bits,
         "BLOCK_M": config.BLOCK_M,
         "HEAD_DIM": problem.head_dim_v,
         "BLOCK_D": _power_of_two(problem.head_dim_v),
         "DQ_BLOCKS": dq_blocks(config),
         "PACKED": config.IS_VARLEN,
     }
-    return KernelCall(prepare_rows_kernel, (items * plan.key_sizes.row_tiles, 1, 1), arguments)
+    grid = (items * plan.key_sizes.row_tiles, 1, 1)
+    return KernelCall(prepare_rows_kernel, grid, arguments, overlaps=config.FIXED_POINT)
 
 
 def _tiles(
@@ -414,10 +417,14 @@ def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "units_ptr": plan.units,
         "dq_ptr": Address("dq", problem.dtype),
         "cu_seqlens": index_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": index_address(views, "cu_seqlens_k") if config.FIXED_POINT else None,
         "scale": problem.scale,
         "dq_strides": _stride_units(views["dq"]),
         "num_heads": problem.num_heads,
         "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "window_left": plan.key_sizes.window_left if config.HAS_LEFT else NO_EDGE,
+        "window_right": plan.key_sizes.window_right if config.HAS_RIGHT else NO_EDGE,
         "batch": problem.batch,
         "num_items": items,
         "first_item": finished,

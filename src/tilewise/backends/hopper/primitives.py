@@ -2,7 +2,7 @@
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, RET505
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,13 +15,12 @@ __all__ = [
     "barrier_arrive",
     "barrier_at",
     "barrier_sync",
+    "count_units",
     "exp2",
     "growth_of",
     "log2",
-    "mark_lost",
     "pin",
     "renormalised",
-    "round_scaled",
     "tanh",
     "uniform",
     "unless_neutral",
@@ -30,9 +29,6 @@ __all__ = [
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
-# round_scaled: 2^32 + 0x5A6000 * 512, and that with 1.5 * 2^23 added.
-COUNTS_512 = gl.constexpr(7327449088.0)
-COUNTS_BOTH = gl.constexpr(7340032000.0)
 
 
 @gluon.jit
@@ -94,37 +90,65 @@ def anew(index, slot, WANTED: gl.constexpr):
     return index
 
 
-@gluon.jit
-def round_scaled(x, factor):
-    """The integer nearest to x * factor, up to 1.1 * 2^30 in size, in four instructions of the ordinary pipes.
-
-    The unit that converts is a fourth as fast as these, and shared with exp2. A float between 2^32 and 2^33 counts
-    512s, one near 1.5 * 2^23 counts 1s: what is left of the product after the first addition is exact in the second.
-    2^32 + 0x5A6000 * 512 is such that its bits, times 512, and those of 1.5 * 2^23 cancel modulo 2^32.
-    """
-    coarse = gl.fma(x, factor, COUNTS_512)
-    fine = gl.fma(x, factor, COUNTS_BOTH - coarse)
-    return (gl.cast(coarse, gl.int32, bitcast=True) << 9) + gl.cast(fine, gl.int32, bitcast=True)
+@gluon.constexpr_function
+def _or_asm(count):
+    """PTX of a, the OR of $0 .. $count-1: four chains, because each step waits for the one before."""
+    chains = [f"or.b32 o{i}, ${i}, ${i + 4};" for i in range(4)]
+    chains += [f"lop3.b32 o{i // 2 % 4}, o{i // 2 % 4}, ${i}, ${i + 1}, 0xFE;" for i in range(8, count, 2)]
+    return ".reg .b32 o<4>; " + " ".join(chains) + " lop3.b32 o0, o0, o1, o2, 0xFE; or.b32 a, o0, o3;"
 
 
-@gluon.jit
-def mark_lost(x, rows, ptr):
-    """Store NaN at ptr + first + r for every row r of x [64, 4] that is not finite; the four are threads of a row.
-
-    A thread has two rows, 8 apart, of the 16 of its warp. Addresses are computed only where something is stored: what
-    every tile pays are two comparisons and a branch.
-    """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p, q, r; .reg .b64 a; .reg .f32 x, y; mov.b32 $0, 0; mov.b32 $1, 0; "
-        "abs.f32 x, $2; abs.f32 y, $3; setp.geu.f32 p, x, 0f7F800000; setp.geu.f32 q, y, 0f7F800000; or.pred r, p, q; "
-        "vote.sync.any.pred r, r, 0xffffffff; @!r bra.uni DONE; mad.wide.s32 a, $4, 4, $6; "
-        "@p st.global.b32 [a], 0x7FFFFFFF; @q st.global.b32 [a+32], 0x7FFFFFFF; DONE: }",
-        "=r,=r,f,f,r,r,l,l",
-        [x, rows, gl.cast(ptr, gl.int64)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=2,
+@gluon.constexpr_function
+def _count_asm(count, marks):
+    """PTX of integers $0.. out of products of $count.. and $2count..; marks: of rows $3count.. at $4count.., too."""
+    x, units, rows, ptr = (count * i for i in (1, 2, 3, 4))
+    quick = " ".join(f"fma.rn.f32 ${i}, ${x + i}, ${units + i}, 0f40400000;" for i in range(count))
+    exact = " ".join(
+        f"fma.rn.f32 c, ${x + i}, ${units + i}, 0f44C00000; sub.f32 d, 0f44C06000, c; "
+        f"fma.rn.f32 d, ${x + i}, ${units + i}, d; mov.b32 a, c; mov.b32 b, d; mad.lo.u32 a, a, 512, b; "
+        f"xor.b32 ${i}, a, 0x80000000;"
+        for i in range(count)
     )
+    marked = " ".join(
+        f"abs.f32 c, ${x + i}; setp.geu.f32 p, c, 0f7F800000; mad.wide.s32 at, ${rows + i}, 4, ${ptr}; "
+        "@p st.global.b32 [at], 0x7FFFFFFF;"
+        for i in (0, 2)
+        if marks
+    )
+    return (
+        f"{{ .reg .pred p; .reg .b32 a, b; .reg .f32 c, d; .reg .b64 at; {quick} {_or_asm(count)} "
+        "and.b32 a, a, 0xFF800000; setp.ne.u32 p, a, 0x40000000; "
+        f"vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE; {exact} {marked} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _count_constraints(count, marks):
+    return ",".join(["=&r"] * count + ["f"] * (2 * count) + (["r"] * count + ["l"] * count if marks else []))
+
+
+@gluon.jit
+def count_units(x, units, rows, ptr, COUNT: gl.constexpr):
+    """COUNT_BIAS + the integer nearest to x * units * 2^22, of COUNT elements a thread at a time.
+
+    A float between 2 and 4 counts 2^-22: one addition of 3 rounds, and its bits are the integer. That is right if all
+    results lie there, which the OR of their exponents tells: 128 is a bit that no other number below 256 has alone. (A
+    result of 0 would be missed; units with an odd last bit, so no divisor of 3, make none.) Else, in a warp with a part
+    beyond 2^22, a float near 1536 counts 512s first, and what is left is exact in the second addition: up to 2^31.
+    The unit that converts is an eighth as fast as these, and shared with exp2.
+
+    With ptr also, in such a warp: NaN is stored at ptr + row for each of a thread's two rows, its first and third
+    element, that is not finite.
+    """
+    MARKS: gl.constexpr = ptr is not None
+    ASM: gl.constexpr = _count_asm(COUNT, MARKS)
+    CONSTRAINTS: gl.constexpr = _count_constraints(COUNT, MARKS)
+    if MARKS:
+        return gl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, [x, units, rows, gl.cast(ptr, gl.int64)], dtype=gl.int32, is_pure=False, pack=COUNT
+        )
+    else:
+        return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, units], dtype=gl.int32, is_pure=True, pack=COUNT)
 
 
 @gluon.constexpr_function
