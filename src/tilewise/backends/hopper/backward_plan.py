@@ -21,10 +21,6 @@ __all__ = ["QUERY_BLOCK", "BackwardPlan", "backward_plan"]
 
 # Heads walked together under a causal mask: what their key tiles (query tiles, for dQ alone) share, in this much of L2.
 L2_BYTES = 32 << 20
-# Of groups at D=128 in half of it: 128 tiles, a round of CTAs, which begin together. N=4096, 32 query heads on 8, 8 K/V
-# heads a wave and 4: 562 -> 583 and 563 -> 585 TFLOP/s, deterministic 541 -> 560. Longer ones were not timed, and by
-# count wait 0.6 % more for the last tiles.
-GROUPED_SEQLEN_K = 4096
 # At most so many where later heads are prepared beside the main kernel, and in half of L2: a small wave has a short
 # front. D=128 causal, N=1024, 4/8/16: 340/357/349 TFLOP/s; N=4096, 4/8: 525/523.
 AHEAD_HEADS = 8
@@ -32,6 +28,10 @@ AHEAD_HEADS = 8
 # tiles on. D=128 full, N=1024, 1/2/4: 403/475/473; causal, N=512, 1/2: 218/223, N=1024 357/353; D=64 330/323.
 AHEAD_ROUNDS, CAUSAL_AHEAD_ROUNDS = 2, 1
 CAUSAL_BLOCKS = 8
+# The same of packed sequences, listed by heads: what heads that are walked together share, and how many rounds of
+# CTAs a head is prepared before it is needed. D=128 causal, the next tile taken early, 16/32/64 MiB: mix 450/455/449
+# TFLOP/s, 4 x 4096 486/504/- and -/507/503, 7 x 2304 440/461/- and -/454/449; half a round: mix 417 instead of 458.
+PACKED_L2_BYTES, PACKED_AHEAD_ROUNDS = 32 << 20, 1
 # How many rounds after a wave a share of dQ is finished, and how many after that its place in the ring is used again:
 # more or fewer, at N=1024, where dQ is no longer finished beside, had 288 to 329 TFLOP/s, these 329.
 FINISH_ROUNDS = 1.5
@@ -162,36 +162,30 @@ class BackwardPlan(NamedTuple):
 
     @property
     def num_counts(self) -> int:
-        """Of both; packed, of every sequence, which begin with what is said of it (work_list.mark_beside)."""
+        """Of both; packed, two of every head of a sequence (work_list.mark_beside)."""
         if not self.config.AHEAD:
             return 0
         if self.config.IS_VARLEN:
-            return self.problem.batch * self.count_width
+            return self.problem.batch * self.key_sizes.num_items * 2
         return self.key_sizes.num_items * (1 + self.config.FINISHES)
-
-    @property
-    def count_width(self) -> int:
-        """Words of a packed sequence's counts."""
-        return self.key_sizes.num_items + 1
-
-    @property
-    def lead(self) -> int:
-        """How many entries of the list earlier a packed sequence is prepared: as many as the longest one has, and those
-        that are walked together.
-        """
-        return max(-(-self.problem.seqlen_k // self.config.BLOCK_N), self.together(of_keys=True) // self.config.BLOCK_N)
 
     def together(self, *, of_keys: bool) -> int:
         """Queries (keys, for dQ alone) of packed sequences of one length that are walked together."""
         sizes = self.key_sizes if of_keys else self.query_sizes
         banded = self.config.HAS_RIGHT or self.config.HAS_LEFT
-        return rows_together(streamed_bytes(self.problem, of_keys=of_keys), sizes.items_per_wave, banded=banded)
+        row_bytes = streamed_bytes(self.problem, of_keys=of_keys)
+        if not self.config.WIDE:
+            return PACKED_L2_BYTES // row_bytes if banded else 0
+        return rows_together(row_bytes, sizes.items_per_wave, banded=banded)
 
     @property
     def front_tiles(self) -> int:
-        """How many tiles before its own a share is prepared."""
+        """How many tiles before its own a share is prepared: packed, as many as the longest head has, and those that
+        are walked together, and a round of CTAs.
+        """
         if self.config.IS_VARLEN:
-            return self.lead * self.key_sizes.items_per_wave
+            rows = max(self.problem.seqlen_k, self.together(of_keys=True))
+            return -(-rows // self.config.BLOCK_N) + int(PACKED_AHEAD_ROUNDS * self.key_grid[0])
         return self.front_items * self.key_sizes.num_blocks
 
     @property
@@ -321,12 +315,14 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
     num_blocks = -(-longest // block)
     streamed = streamed_bytes(problem, of_keys=of_keys) * (problem.seqlen_q if of_keys else problem.seqlen_k)
     most = min(num_items, AHEAD_HEADS) if config.AHEAD else num_items
-    halved = config.AHEAD or (of_keys and _walks_groups(problem, config))
-    most = min(most, (L2_BYTES // 2 if halved else L2_BYTES) // streamed)
+    most = min(most, (L2_BYTES // 2 if config.AHEAD else L2_BYTES) // streamed)
     wave = max(1, most) if config.HAS_RIGHT or config.HAS_LEFT else 1
     if packed:
         wave = heads_per_wave(heads, num_blocks, streamed)
         num_blocks = most_blocks(total, block, problem.batch)
+    num_tiles = num_blocks * num_items
+    if packed and of_keys and not config.WIDE:  # listed for every head
+        num_blocks, wave = num_tiles, 1
     rows = config.BLOCK_M
     return Sizes(
         num_heads=heads,
@@ -336,19 +332,12 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
         seqlen_k=problem.seqlen_k,
         total_q=problem.total_q,
         num_blocks=num_blocks,
-        num_tiles=num_blocks * num_items,
+        num_tiles=num_tiles,
         items_per_wave=wave,
         row_tiles=most_blocks(problem.total_q, rows, problem.batch) if packed else -(-problem.seqlen_q // rows),
         window_left=(left or 0) if config.HAS_LEFT else 0,
         window_right=(right or 0) if config.HAS_RIGHT else 0,
     )
-
-
-def _walks_groups(problem: AttentionProblem, config: BackwardConfig) -> bool:
-    """Whether waves are a round of CTAs long: see GROUPED_SEQLEN_K."""
-    dense = problem.kind == "dense" and config.HAS_RIGHT and not config.HAS_LEFT
-    narrow = config.D == 128 and not config.WIDE
-    return dense and narrow and problem.group_size > 1 and problem.seqlen_k <= GROUPED_SEQLEN_K
 
 
 def streamed_bytes(problem: AttentionProblem, *, of_keys: bool) -> int:
