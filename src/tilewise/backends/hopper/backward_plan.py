@@ -21,6 +21,10 @@ __all__ = ["QUERY_BLOCK", "BackwardPlan", "backward_plan"]
 
 # Heads walked together under a causal mask: what their key tiles (query tiles, for dQ alone) share, in this much of L2.
 L2_BYTES = 32 << 20
+# Of groups at D=128 in half of it: 128 tiles, a round of CTAs, which begin together. N=4096, 32 query heads on 8, 8 K/V
+# heads a wave and 4: 562 -> 583 and 563 -> 585 TFLOP/s, deterministic 541 -> 560. Longer ones were not timed, and by
+# count wait 0.6 % more for the last tiles.
+GROUPED_SEQLEN_K = 4096
 # At most so many where later heads are prepared beside the main kernel, and in half of L2: a small wave has a short
 # front. D=128 causal, N=1024, 4/8/16: 340/357/349 TFLOP/s; N=4096, 4/8: 525/523.
 AHEAD_HEADS = 8
@@ -315,7 +319,8 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
     num_blocks = -(-longest // block)
     streamed = streamed_bytes(problem, of_keys=of_keys) * (problem.seqlen_q if of_keys else problem.seqlen_k)
     most = min(num_items, AHEAD_HEADS) if config.AHEAD else num_items
-    most = min(most, (L2_BYTES // 2 if config.AHEAD else L2_BYTES) // streamed)
+    halved = config.AHEAD or (of_keys and _walks_groups(problem, config))
+    most = min(most, (L2_BYTES // 2 if halved else L2_BYTES) // streamed)
     wave = max(1, most) if config.HAS_RIGHT or config.HAS_LEFT else 1
     if packed:
         wave = heads_per_wave(heads, num_blocks, streamed)
@@ -338,6 +343,13 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
         window_left=(left or 0) if config.HAS_LEFT else 0,
         window_right=(right or 0) if config.HAS_RIGHT else 0,
     )
+
+
+def _walks_groups(problem: AttentionProblem, config: BackwardConfig) -> bool:
+    """Whether waves are a round of CTAs long: see GROUPED_SEQLEN_K."""
+    dense = problem.kind == "dense" and config.HAS_RIGHT and not config.HAS_LEFT
+    narrow = config.D == 128 and not config.WIDE
+    return dense and narrow and problem.group_size > 1 and problem.seqlen_k <= GROUPED_SEQLEN_K
 
 
 def streamed_bytes(problem: AttentionProblem, *, of_keys: bool) -> int:
