@@ -32,10 +32,6 @@ AHEAD_HEADS = 8
 # tiles on. D=128 full, N=1024, 1/2/4: 403/475/473; causal, N=512, 1/2: 218/223, N=1024 357/353; D=64 330/323.
 AHEAD_ROUNDS, CAUSAL_AHEAD_ROUNDS = 2, 1
 CAUSAL_BLOCKS = 8
-# The same of packed sequences, listed by heads: what heads that are walked together share, and how many rounds of
-# CTAs a head is prepared before it is needed. D=128 causal, the next tile taken early, 16/32/64 MiB: mix 450/455/449
-# TFLOP/s, 4 x 4096 486/504/- and -/507/503, 7 x 2304 440/461/- and -/454/449; half a round: mix 417 instead of 458.
-PACKED_L2_BYTES, PACKED_AHEAD_ROUNDS = 32 << 20, 1
 # How many rounds after a wave a share of dQ is finished, and how many after that its place in the ring is used again:
 # more or fewer, at N=1024, where dQ is no longer finished beside, had 288 to 329 TFLOP/s, these 329.
 FINISH_ROUNDS = 1.5
@@ -166,30 +162,36 @@ class BackwardPlan(NamedTuple):
 
     @property
     def num_counts(self) -> int:
-        """Of both; packed, two of every head of a sequence (work_list.mark_beside)."""
+        """Of both; packed, of every sequence, which begin with what is said of it (work_list.mark_beside)."""
         if not self.config.AHEAD:
             return 0
         if self.config.IS_VARLEN:
-            return self.problem.batch * self.key_sizes.num_items * 2
+            return self.problem.batch * self.count_width
         return self.key_sizes.num_items * (1 + self.config.FINISHES)
+
+    @property
+    def count_width(self) -> int:
+        """Words of a packed sequence's counts."""
+        return self.key_sizes.num_items + 1
+
+    @property
+    def lead(self) -> int:
+        """How many entries of the list earlier a packed sequence is prepared: as many as the longest one has, and those
+        that are walked together.
+        """
+        return max(-(-self.problem.seqlen_k // self.config.BLOCK_N), self.together(of_keys=True) // self.config.BLOCK_N)
 
     def together(self, *, of_keys: bool) -> int:
         """Queries (keys, for dQ alone) of packed sequences of one length that are walked together."""
         sizes = self.key_sizes if of_keys else self.query_sizes
         banded = self.config.HAS_RIGHT or self.config.HAS_LEFT
-        row_bytes = streamed_bytes(self.problem, of_keys=of_keys)
-        if not self.config.WIDE:
-            return PACKED_L2_BYTES // row_bytes if banded else 0
-        return rows_together(row_bytes, sizes.items_per_wave, banded=banded)
+        return rows_together(streamed_bytes(self.problem, of_keys=of_keys), sizes.items_per_wave, banded=banded)
 
     @property
     def front_tiles(self) -> int:
-        """How many tiles before its own a share is prepared: packed, as many as the longest head has, and those that
-        are walked together, and a round of CTAs.
-        """
+        """How many tiles before its own a share is prepared."""
         if self.config.IS_VARLEN:
-            rows = max(self.problem.seqlen_k, self.together(of_keys=True))
-            return -(-rows // self.config.BLOCK_N) + int(PACKED_AHEAD_ROUNDS * self.key_grid[0])
+            return self.lead * self.key_sizes.items_per_wave
         return self.front_items * self.key_sizes.num_blocks
 
     @property
@@ -325,9 +327,6 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
     if packed:
         wave = heads_per_wave(heads, num_blocks, streamed)
         num_blocks = most_blocks(total, block, problem.batch)
-    num_tiles = num_blocks * num_items
-    if packed and of_keys and not config.WIDE:  # listed for every head
-        num_blocks, wave = num_tiles, 1
     rows = config.BLOCK_M
     return Sizes(
         num_heads=heads,
@@ -337,7 +336,7 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
         seqlen_k=problem.seqlen_k,
         total_q=problem.total_q,
         num_blocks=num_blocks,
-        num_tiles=num_tiles,
+        num_tiles=num_blocks * num_items,
         items_per_wave=wave,
         row_tiles=most_blocks(problem.total_q, rows, problem.batch) if packed else -(-problem.seqlen_q // rows),
         window_left=(left or 0) if config.HAS_LEFT else 0,

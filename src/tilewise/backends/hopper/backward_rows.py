@@ -18,6 +18,8 @@ once, so P sums to 2^(5 * 2^-24 |lse|) at most. That is 1.17 at 5e5 nats; SLACK 
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.work_list import BESIDE, LATE
+
 __all__ = ["bound_keys_kernel", "finish_queries_kernel", "prepare_rows_kernel"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -249,6 +251,7 @@ def in_register_order(units, BLOCK_M: tl.constexpr):
         "cleared_items",
         "stats_items",
         "num_counts",
+        "wave_items",
         "bound_units",
         "bound_bits",
     ],
@@ -257,7 +260,7 @@ def in_register_order(units, BLOCK_M: tl.constexpr):
 def prepare_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, main_units_ptr, dq_acc_ptr, counts_ptr, bounds_ptr,
     cu_seqlens, cu_seqlens_k, out_strides, dout_strides, num_heads, group_size, seqlen_q, seqlen_k, window_right,
-    total_q, batch, num_items, cleared_items, stats_items, num_counts, bound_units, bound_bits,
+    total_q, batch, num_items, cleared_items, stats_items, num_counts, wave_items, bound_units, bound_bits,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """[lse * log2(e) | delta - dlse] of one query tile, packed for one TMA load; its tile of the accumulator zeroed.
@@ -266,7 +269,8 @@ def prepare_rows_kernel(
     copy of them for the main kernel, which may write NaN into the others (dq_tiles.py). Programs: row tiles x items;
     packed, an item is a head. Only the first `cleared_items` are zeroed, and the first `stats_items` have statistics,
     if others are prepared beside the main kernel (preparing.py), which counts in counts_ptr, from 0 on. Packed, that
-    says of every head of a sequence whether it is prepared there (work_list.mark_beside).
+    says of every sequence whether it is prepared there (work_list.mark_beside),
+    with wave_items heads a wave.
     """
     item = tl.program_id(0) % num_items
     row_tile = tl.program_id(0) // num_items
@@ -275,11 +279,12 @@ def prepare_rows_kernel(
     )
     head = (item % num_heads).to(tl.int64)
     rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    here = True
     if PACKED and counts_ptr is not None:
-        beside = tl.load(counts_ptr + (sequence * (num_items // group_size) + item // group_size) * 2) != 0
-        if beside & (m_block * BLOCK_M < length):  # tiles behind its last one are nobody's, and have no rows here
-            return
-    inside = (rows < length) & (item < stats_items)
+        said = tl.load(counts_ptr + sequence * (num_items // group_size + 1))
+        said |= tl.where(item // group_size >= wave_items, LATE, 0)
+        here = said != BESIDE + LATE
+    inside = (rows < length) & (item < stats_items) & here
     memory_rows = (first + rows).to(tl.int64)
     out = load_rows(out_ptr, out_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
     dout = load_rows(dout_ptr, dout_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
@@ -297,7 +302,7 @@ def prepare_rows_kernel(
         for count in range(tl.program_id(0), num_counts, tl.num_programs(0)):
             tl.store(counts_ptr + count, 0)
     if dq_acc_ptr is not None:
-        for block in range(tl.where(item < cleared_items, DQ_BLOCKS, 0)):
+        for block in range(tl.where((item < cleared_items) & here, DQ_BLOCKS, 0)):
             zeros = dq_acc_ptr + (tile * DQ_BLOCKS + block) * 4096 + tl.arange(0, 4096)
             tl.store(zeros, tl.zeros([4096], dq_acc_ptr.dtype.element_ty))
     if units_ptr is not None:

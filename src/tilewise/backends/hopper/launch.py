@@ -82,8 +82,7 @@ def forward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw:
 def unaddressable(problem: AttentionProblem, views: dict[str, View], names: Sequence[str]) -> list[str]:
     """Which of these TMA cannot address, and a table of pages whose rows the kernels cannot read."""
     shapes = shapes_of(problem)
-    rows = {name: packed_rows(problem, name, views[name]) for name in names}
-    found = [name for name in names if not addressable(rows[name], shapes[name], shared=True)]
+    found = [name for name in names if not addressable(packed_rows(problem, name, views[name]), shapes[name])]
     if "block_table" in views and views["block_table"].strides[1] != 1:
         found.append("block_table")
     return found

@@ -202,8 +202,7 @@ def _list_call(plan: BackwardPlan, work: Address, views: dict[str, View], *, of_
         together=plan.together(of_keys=of_keys),
         of_keys=of_keys,
         cleared=("dq" if "dq" in views else None, None, "dk", "dv") if of_keys else (None, None, None, None),
-        heads=problem.num_kv_heads if of_keys and not config.WIDE else 1,
-        beside=(counts, plan.front_tiles) if of_keys and counts is not None else None,
+        beside=(counts, plan.count_width, plan.lead) if of_keys and counts is not None else None,
     )
 
 
@@ -267,6 +266,7 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "cleared_items": cleared,
         "stats_items": stats,
         "num_counts": 0 if config.IS_VARLEN else plan.num_counts,
+        "wave_items": plan.key_sizes.items_per_wave,
         "bound_units": 2.0**plan.bound_bits,
         "bound_bits": plan.bound_bits,
         "BLOCK_M": config.BLOCK_M,

@@ -250,24 +250,23 @@ def growth_of(top):
 
 
 @gluon.constexpr_function
-def _renormalised_asm(bound, kept):
+def _renormalised_asm():
     step = (
-        f"shr.s32 a, a, 23; min.s32 a, a, 253; sub.s32 b, a, {127 + kept}; "
-        f"cvt.rn.f32.s32 x, b; selp.f32 {{growth}}, x, 0f00000000, p; sub.s32 b, {254 + kept}, a; shl.b32 b, b, 23; "
+        "shr.s32 a, a, 23; min.s32 a, a, 253; sub.s32 b, a, 127; "
+        "cvt.rn.f32.s32 x, b; selp.f32 {growth}, x, 0f00000000, p; sub.s32 b, 254, a; shl.b32 b, b, 23; "
         "mov.b32 x, b; selp.f32 {factor}, x, 0f3F800000, p;"
     )
-    return _where_rows_pass(bound, step)
+    return _where_rows_pass("0x49800000", step)
 
 
 @gluon.jit
-def renormalised(total, MENDS: gl.constexpr = False):
+def renormalised(total):
     """(e, 2^-e) of rows: the exponent of the largest of the four threads' `total`, or 0 where that is at most 2^20.
 
-    MENDS: the exponent less 7, or 0 where the sum is at most 2^15. `total` [64, 4] holds the bits of sums, none of them
-    negative; of infinity and NaN e is 126 (119). Not pure, so that it stays behind the products issued before it, and
-    what depends on it too: ptxas moves nothing across its branch.
+    `total` [64, 4] holds the bits of sums, none of them negative; of infinity and NaN e is 126. Not pure, so that it
+    stays behind the products issued before it, and what depends on it too: ptxas moves nothing across its branch.
     """
-    ASM: gl.constexpr = _renormalised_asm("0x47000000", 7) if MENDS else _renormalised_asm("0x49800000", 0)
+    ASM: gl.constexpr = _renormalised_asm()
     return gl.inline_asm_elementwise(
         ASM, "=&f,=&f,=&f,=&f,r,r", [total], dtype=(gl.float32, gl.float32), is_pure=False, pack=2
     )

@@ -12,13 +12,6 @@ With AT_ONCE no maximum is looked for. The sums of the tiles before say how far 
 and scores that are further above the reference in one tile are lost: O or the row's sum is not finite then. Rows whose
 sums end over 2^100 are given up, too: nearer to 2^126 the last factors, of a sink or the reciprocal of a sum, would be
 subnormal, which the GPU takes for 0. A lost row is marked in its lse, and computed again by the next kernel (again.py).
-
-With MENDS_P the sums are looked at before the P of the same tile are rounded, and what moves into the reference leaves
-these, too: over 2^15 in a thread, which has 16 or 32 of a row's keys, all but 2^7 of it. So P fit into fp16, which ends
-at 2^16. They reach down to 2^-24 there, with all bits to 2^-14: the reference is at most log2(keys) - 9 above the
-largest score so far, 2^8 with 131072 keys, and what is lost below is 2^-17 of the row's largest P. Only scores 2^127
-above the reference are lost, for no sum stays over 2^15.
-
 row_ref and row_sum are [64, 4]: a row has four threads, each with a quarter of its keys.
 """
 
@@ -47,7 +40,6 @@ __all__ = [
     "finish_rows",
     "lost_rows",
     "mask_scores",
-    "mended",
     "no_rows",
     "rescale",
     "sink_weight",
@@ -140,11 +132,7 @@ def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.con
     BLOCK_N: gl.constexpr = C.BLOCK_N
     LAYOUT: gl.constexpr = row_sum.type.layout
     x = quads(scores, BLOCK_N)
-    if C.MENDS_P and not MASKED:  # all that has to shrink does so with P, in `mended`
-        new_ref = row_ref
-        factor = gl.full([64, 4], 1.0, gl.float32, LAYOUT)
-        x = x * scale_log2 - over(row_ref, x)
-    elif C.AT_ONCE and not MASKED:
+    if C.AT_ONCE and not MASKED:
         growth, factor = renormalised(gl.cast(row_sum, gl.int32, bitcast=True))
         growth, factor = gl.convert_layout(growth, LAYOUT), gl.convert_layout(factor, LAYOUT)
         new_ref = row_ref + growth
@@ -171,19 +159,6 @@ def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.con
     p = gl.convert_layout(gl.reshape(exp2(x), [64, BLOCK_N]), accumulator_layout(BLOCK_N))
     tile_sum = sum_rows(p, C) if C.SPLIT_SUM else beside(gl.sum(p, axis=1), row_sum)
     return p, factor, new_ref, row_sum * factor + tile_sum
-
-
-@gluon.jit
-def mended(p, row_ref, row_sum, C: gl.constexpr):
-    """(P, factor by which all before shrinks, row_ref, row_sum) of a tile AT_ONCE, such that its P fit into fp16."""
-    BLOCK_N: gl.constexpr = C.BLOCK_N
-    LAYOUT: gl.constexpr = row_sum.type.layout
-    growth, factor = renormalised(gl.cast(row_sum, gl.int32, bitcast=True), True)
-    growth, factor = gl.convert_layout(growth, LAYOUT), gl.convert_layout(factor, LAYOUT)
-    x = quads(p, BLOCK_N)
-    x = unless_neutral(x, over(factor, x), "mul", "0f3F800000", BLOCK_N // 2)
-    p = gl.convert_layout(gl.reshape(x, [64, BLOCK_N]), accumulator_layout(BLOCK_N))
-    return p, factor, row_ref + growth, row_sum * factor
 
 
 @gluon.jit

@@ -81,8 +81,6 @@ def forward_calls(plan: Plan, views: Views) -> list[KernelCall]:
         config = config_of(problem, plan.device, "forward", general=True, one_tile=False)
     boxes = box_descriptors(plan, arguments, config)
     boxed = boxes["q_desc"] is not None
-    if config.boxes and not boxed:  # under the limit that was measured with boxes, pointers spill 0.8 to 1.1 KB (D=64)
-        config = replace(config, max_registers=None)
     streamed = key_descriptors(plan, arguments, config)
     arguments |= streamed | boxes if boxed else boxes | streamed
     # Queries that pointers brought stay in shared memory: in registers ptxas waits after every wgmma (C7515).
