@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.problem import AttentionProblem
+
 __all__ = [
     "KINDS",
     "Inputs",
@@ -28,6 +30,7 @@ __all__ = [
     "made",
     "overflow",
     "small_scores",
+    "unmet_rows",
 ]
 
 # Of the largest element of a row: roundings to bf16, which the two ways share, and the last bit of dQ.
@@ -218,3 +221,17 @@ def check(ordinary: Tensor, integers: Tensor, x: Inputs, scale: float, judged: T
 def small_scores(x: Inputs, scale: float) -> Tensor:
     """With `large_key`: rows that it does not take. P of the others is what rounding makes of it, 0 or infinite."""
     return (x.q.double() * x.k[:, :1, 100:101].double()).sum(-1) * scale < 0
+
+
+def unmet_rows(problem: AttentionProblem, seqlen_q: int, seqlen_k: int, key: int) -> Tensor:
+    """Rows of a sequence whose query tile sees no key of the block of 128 that `key` is in."""
+    left, right = problem.band
+    own = torch.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
+    keys = torch.arange(key // 128 * 128, min(key // 128 * 128 + 128, seqlen_k))
+    seen = torch.ones(seqlen_q, len(keys), dtype=torch.bool)
+    if left is not None:
+        seen &= keys >= own - left
+    if right is not None:
+        seen &= keys <= own + right
+    block = 128 if problem.head_dim <= 64 else 64
+    return torch.cat([(~tile.any()).expand(len(tile)) for tile in seen.split(block)])

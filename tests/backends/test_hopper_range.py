@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,9 +25,10 @@ from extreme_inputs import (
     made,
     overflow,
     small_scores,
+    unmet_rows,
 )
 from gluon_emulator import MODE
-from test_hopper_protocol import Case, emulated, in_double, reference  # noqa: F401  (a fixture)
+from test_hopper_protocol import PACKED, Case, emulated, expected, in_double, reference  # noqa: F401  (a fixture)
 from tilewise.operands import Operands, Wanted
 
 pytestmark = pytest.mark.slow
@@ -114,3 +116,48 @@ def test_lost_keys_are_lost_for_the_rows_that_meet_them(
     assert bool(ordinary[:, 0, :128].isfinite().all())
     assert not bool(ordinary[:, 0, 210:].isfinite().all(-1).any())
     check(ordinary, integers, x, case.problem.scale)
+
+
+# A sequence and a key of it that some query tiles, or all, do not meet.
+EDGES = {
+    "d64 window": (Case(heads=(2, 1), seqlens=(300, 600), window=(100, 0)), 0, 3),
+    "d128 window": (Case(128, seqlens=(300, 500), window=(70, 20)), 0, 300),
+    "d64 left edge": (Case(heads=(1, 1), seqlens=(400, 400), window=(50, None)), 0, 140),
+    "d64 causal": (Case(heads=(1, 1), seqlens=(400, 400), causal=True), 0, 300),
+    "d128 more queries": (Case(128, heads=(1, 1), seqlens=(500, 200), causal=True), 0, 190),
+    "d128, 33 blocks and a window": (Case(128, heads=(1, 1), seqlens=(130, 4200), window=(4000, 0)), 0, 60),
+    "d64 packed window": (Case(lengths=PACKED, padding=3, window=(100, 0)), 3, 10),
+    "d128 packed causal": (Case(128, lengths=PACKED, padding=3, causal=True), 3, 290),
+}
+
+
+# Of a long key all rows of the head know where there is no left edge.
+UNMET = [(n, s) for n in EDGES for s in (math.nan, -math.inf, 1e8) if s != 1e8 or EDGES[n][0].window[0] is not None]
+
+
+@pytest.mark.parametrize(("name", "size"), UNMET)
+def test_keys_that_a_tile_does_not_meet_take_nothing_from_it(
+    name: str,
+    size: float,
+    emulated: Callable[[str], Any],  # noqa: F811
+) -> None:
+    """Not a bit, and nothing of other sequences: behind a left edge 1e8 left dQ an error of 100 %, NaN made it NaN."""
+    MODE.late_loads = False
+    case, sequence, key = EDGES[name]
+    problem, operands = replace(case.problem, deterministic=True), case.inputs()
+    out, lse = expected(case, operands)
+    given = (out.bfloat16(), lse.float(), torch.randn(out.shape).bfloat16(), None, Wanted(True, False, False))
+    spoilt = operands._replace(k=operands.k.clone(), v=operands.v.clone())
+    lengths = case.lengths or ((case.seqlens[0],), (case.seqlens[1],))
+    first_q, first_k = (sum(n[:sequence]) for n in lengths)
+    rows = slice(first_q, first_q + lengths[0][sequence])
+    for tensor in (spoilt.k, spoilt.v):
+        (tensor if case.lengths else tensor[0].transpose(0, 1))[first_k + key, 0, 5] = size
+    run = emulated("launch_backward").run_backward
+    whole, found = (run(problem, x, *given).dq for x in (operands, spoilt))
+    whole, found = (t if case.lengths else t[0].transpose(0, 1) for t in (whole, found))
+    kept = torch.ones(sum(lengths[0]), dtype=torch.bool)
+    kept[rows] = unmet_rows(problem, lengths[0][sequence], lengths[1][sequence], key)
+    assert bool(kept[rows].any())
+    assert bool(whole[: len(kept)].isfinite().all())
+    assert torch.equal(found[: len(kept)][kept], whole[: len(kept)][kept])

@@ -32,6 +32,10 @@ AHEAD_HEADS = 8
 # tiles on. D=128 full, N=1024, 1/2/4: 403/475/473; causal, N=512, 1/2: 218/223, N=1024 357/353; D=64 330/323.
 AHEAD_ROUNDS, CAUSAL_AHEAD_ROUNDS = 2, 1
 CAUSAL_BLOCKS = 8
+# The same of packed sequences, listed by heads: what heads that are walked together share, and how many rounds of
+# CTAs a head is prepared before it is needed. D=128 causal, the next tile taken early, 16/32/64 MiB: mix 450/455/449
+# TFLOP/s, 4 x 4096 486/504/- and -/507/503, 7 x 2304 440/461/- and -/454/449; half a round: mix 417 instead of 458.
+PACKED_L2_BYTES, PACKED_AHEAD_ROUNDS = 32 << 20, 1
 # How many rounds after a wave a share of dQ is finished, and how many after that its place in the ring is used again:
 # more or fewer, at N=1024, where dQ is no longer finished beside, had 288 to 329 TFLOP/s, these 329.
 FINISH_ROUNDS = 1.5
@@ -123,9 +127,29 @@ class BackwardPlan(NamedTuple):
 
     @property
     def num_bounds(self) -> int:
-        """Of every head of keys."""
-        heads = self.problem.batch * self.problem.num_kv_heads
-        return int(NUM_BOUNDS) * int(BOUND_PARTS) * heads if self.config.FIXED_POINT else 0
+        """Of every head of keys, or of its blocks."""
+        problem = self.problem
+        places = self.bound_slots if self.bound_keys else problem.batch * int(BOUND_PARTS)
+        return int(NUM_BOUNDS) * places * problem.num_kv_heads if self.config.FIXED_POINT else 0
+
+    @property
+    def bound_keys(self) -> int:
+        """Keys of a block that has bounds of its own, where queries do not see all keys before them; 0 without.
+
+        Not for a right edge alone: D=64 causal, N = 1024/4096 577/1476 -> 592/1489 us, where it would save bits of the
+        rows before a long key. With a window of 1024 keys at 16384 1003 -> 1009.
+        """
+        return self.config.BLOCK_N if self.config.HAS_LEFT else 0
+
+    @property
+    def bound_slots(self) -> int:
+        """Blocks of keys of all sequences that may have bounds."""
+        problem, keys = self.problem, self.bound_keys
+        if not keys:
+            return 0
+        if self.config.IS_VARLEN:
+            return most_blocks(problem.total_k, keys, problem.batch)
+        return problem.batch * -(-problem.seqlen_k // keys)
 
     @property
     def fixed_words(self) -> int:
@@ -162,36 +186,30 @@ class BackwardPlan(NamedTuple):
 
     @property
     def num_counts(self) -> int:
-        """Of both; packed, of every sequence, which begin with what is said of it (work_list.mark_beside)."""
+        """Of both; packed, two of every head of a sequence (work_list.mark_beside)."""
         if not self.config.AHEAD:
             return 0
         if self.config.IS_VARLEN:
-            return self.problem.batch * self.count_width
+            return self.problem.batch * self.key_sizes.num_items * 2
         return self.key_sizes.num_items * (1 + self.config.FINISHES)
-
-    @property
-    def count_width(self) -> int:
-        """Words of a packed sequence's counts."""
-        return self.key_sizes.num_items + 1
-
-    @property
-    def lead(self) -> int:
-        """How many entries of the list earlier a packed sequence is prepared: as many as the longest one has, and those
-        that are walked together.
-        """
-        return max(-(-self.problem.seqlen_k // self.config.BLOCK_N), self.together(of_keys=True) // self.config.BLOCK_N)
 
     def together(self, *, of_keys: bool) -> int:
         """Queries (keys, for dQ alone) of packed sequences of one length that are walked together."""
         sizes = self.key_sizes if of_keys else self.query_sizes
         banded = self.config.HAS_RIGHT or self.config.HAS_LEFT
-        return rows_together(streamed_bytes(self.problem, of_keys=of_keys), sizes.items_per_wave, banded=banded)
+        row_bytes = streamed_bytes(self.problem, of_keys=of_keys)
+        if not self.config.WIDE:
+            return PACKED_L2_BYTES // row_bytes if banded else 0
+        return rows_together(row_bytes, sizes.items_per_wave, banded=banded)
 
     @property
     def front_tiles(self) -> int:
-        """How many tiles before its own a share is prepared."""
+        """How many tiles before its own a share is prepared: packed, as many as the longest head has, and those that
+        are walked together, and a round of CTAs.
+        """
         if self.config.IS_VARLEN:
-            return self.lead * self.key_sizes.items_per_wave
+            rows = max(self.problem.seqlen_k, self.together(of_keys=True))
+            return -(-rows // self.config.BLOCK_N) + int(PACKED_AHEAD_ROUNDS * self.key_grid[0])
         return self.front_items * self.key_sizes.num_blocks
 
     @property
@@ -327,6 +345,9 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
     if packed:
         wave = heads_per_wave(heads, num_blocks, streamed)
         num_blocks = most_blocks(total, block, problem.batch)
+    num_tiles = num_blocks * num_items
+    if packed and of_keys and not config.WIDE:  # listed for every head
+        num_blocks, wave = num_tiles, 1
     rows = config.BLOCK_M
     return Sizes(
         num_heads=heads,
@@ -336,7 +357,7 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
         seqlen_k=problem.seqlen_k,
         total_q=problem.total_q,
         num_blocks=num_blocks,
-        num_tiles=num_blocks * num_items,
+        num_tiles=num_tiles,
         items_per_wave=wave,
         row_tiles=most_blocks(problem.total_q, rows, problem.batch) if packed else -(-problem.seqlen_q // rows),
         window_left=(left or 0) if config.HAS_LEFT else 0,

@@ -13,12 +13,10 @@ once, so P sums to 2^(5 * 2^-24 |lse|) at most. That is 1.17 at 5e5 nats; SLACK 
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
-# ruff: noqa: N803, RET505
+# ruff: noqa: N803, N806, RET505
 
 import triton
 import triton.language as tl
-
-from tilewise.backends.gpu.work_list import BESIDE, LATE
 
 __all__ = ["bound_keys_kernel", "finish_queries_kernel", "prepare_rows_kernel"]
 
@@ -28,6 +26,8 @@ UNIT = tl.constexpr(8)
 # Programs that share the keys of a head when these are searched for their bounds, and what each finds.
 BOUND_PARTS = tl.constexpr(32)
 NUM_BOUNDS = tl.constexpr(3)
+# Bounds of blocks of keys that are read at a time.
+READ_BOUNDS = tl.constexpr(32)
 # The bits of infinity; NaN has more.
 INFINITE = tl.constexpr(0x7F800000)
 NEVER = tl.constexpr(2147483647)
@@ -39,6 +39,9 @@ MAIN_UNIT, COUNT_BIAS = tl.constexpr(2.0**-22), tl.constexpr(0x40400000)
 # these are 0.01, for which there is room anyway.
 SLACK, MOST_SLACK = tl.constexpr(2.0**-21), tl.constexpr(100.0)
 USUAL_LSE = tl.constexpr(2.0**13)
+# Beyond these nats a row counts as empty: lse is a multiple of 4 there, and P, 2^(score - lse), a power of two of
+# anything.
+LARGEST_LSE = tl.constexpr(2.0**25)
 # Rows between these are bounded without logarithms: squares of lengths, sizes of dS and bounds.
 LEAST_SQUARE, MOST_SIZE = tl.constexpr(2.0**-80), tl.constexpr(2.0**100)
 LEAST_BOUND, MOST_BOUND = tl.constexpr(2.0**-90), tl.constexpr(2.0**90)
@@ -129,45 +132,74 @@ def lengths_of(x):
     return tl.sqrt(tl.sum(x * x, 1)) * 0.0625 * tl.cast(exponent << 23, tl.float32, bitcast=True)
 
 
-@triton.jit(
-    do_not_specialize=["k_strides", "v_strides", "num_heads", "seqlen_k"],
-    do_not_specialize_on_alignment=["cu_seqlens"],
-)
-def bound_keys_kernel(
-    k_ptr, v_ptr, bounds_ptr, cu_seqlens, k_strides, v_strides, num_heads, seqlen_k,
+@triton.jit
+def bound_rows(
+    k_ptr, v_ptr, k_strides, v_strides, memory_batch, head, first, begin, end, STEP: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Max |K_jd|, max |V_j| / 16 and the first lost key of every BOUND_PARTS-th block of BLOCK_N keys.
+    """Max |K_jd|, max |V_j| / 16 and the first lost key of blocks of BLOCK_N keys, from `begin` to `end` by STEP.
 
-    Items are (batch, kv head) pairs. A key is lost if it or its value is not finite; it counts for no bound.
-    Non-negative floats are compared as integers: NaN is above infinity.
+    A key is lost if it or its value is not finite; it counts for no bound. Non-negative floats are compared as
+    integers: NaN is above infinity.
     """
-    let_next_start()
-    item = tl.program_id(0)
-    batch_idx = (item // num_heads).to(tl.int64)
-    head = (item % num_heads).to(tl.int64)
-    first, length = row_span(cu_seqlens, batch_idx, seqlen_k, PACKED)
-    memory_batch = batch_idx * 0 if PACKED else batch_idx
     largest = tl.zeros([BLOCK_N], tl.int32)
     longest = tl.zeros([BLOCK_N], tl.int32)
     lost = tl.zeros([BLOCK_N], tl.int32) + NEVER
-    part = tl.program_id(1)
-    for row in range(part * BLOCK_N, length, BOUND_PARTS * BLOCK_N):
+    for row in range(begin, end, STEP):
         rows = row + tl.arange(0, BLOCK_N)
         memory_rows = (first + rows).to(tl.int64)
-        k = load_rows(k_ptr, k_strides, memory_batch, head, memory_rows, rows < length, HEAD_DIM, BLOCK_D)
+        k = load_rows(k_ptr, k_strides, memory_batch, head, memory_rows, rows < end, HEAD_DIM, BLOCK_D)
         size = tl.max(tl.cast(tl.abs(k), tl.int32, bitcast=True), 1)
-        v = load_rows(v_ptr, v_strides, memory_batch, head, memory_rows, rows < length, HEAD_DIM_V, BLOCK_DV)
+        v = load_rows(v_ptr, v_strides, memory_batch, head, memory_rows, rows < end, HEAD_DIM_V, BLOCK_DV)
         reach = tl.cast(lengths_of(v), tl.int32, bitcast=True) & NEVER  # NaN may have a sign
         finite = tl.maximum(size, reach) < INFINITE
         largest = tl.maximum(largest, tl.where(finite, size, 0))
         longest = tl.maximum(longest, tl.where(finite, reach, 0))
         lost = tl.minimum(lost, tl.where(finite, NEVER, rows.to(tl.int32)))
-    at = bounds_ptr + item * (NUM_BOUNDS * BOUND_PARTS) + part
-    tl.store(at, tl.max(largest, 0))
-    tl.store(at + BOUND_PARTS, tl.max(longest, 0))
-    tl.store(at + 2 * BOUND_PARTS, tl.min(lost, 0))
+    return tl.max(largest, 0), tl.max(longest, 0), tl.min(lost, 0)
+
+
+@triton.jit(
+    do_not_specialize=["k_strides", "v_strides", "num_heads", "seqlen_k", "batch"],
+    do_not_specialize_on_alignment=["cu_seqlens"],
+)
+def bound_keys_kernel(
+    k_ptr, v_ptr, bounds_ptr, cu_seqlens, k_strides, v_strides, num_heads, seqlen_k, batch,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, BOUND_KEYS: tl.constexpr,
+):  # fmt: skip
+    """The bounds (bound_rows) of every BOUND_PARTS-th block of BLOCK_N keys of a head, or of BOUND_KEYS keys.
+
+    Programs: (batch, kv head) pairs x parts. With BOUND_KEYS: blocks of all sequences x kv heads, where packed ones
+    have room as query tiles have (row_tile_at).
+    """
+    let_next_start()
+    STEP: tl.constexpr = BLOCK_N if BOUND_KEYS else BOUND_PARTS * BLOCK_N
+    if BOUND_KEYS:
+        blocks = (seqlen_k + BOUND_KEYS - 1) // BOUND_KEYS
+        head = tl.program_id(1).to(tl.int64)
+        slot = tl.program_id(0)
+        _, memory_batch, first, length, block = tile_of(
+            slot // blocks * num_heads, slot if PACKED else slot % blocks, cu_seqlens, num_heads, seqlen_k, batch,
+            BOUND_KEYS, PACKED)  # fmt: skip
+        begin, end = block * BOUND_KEYS, tl.minimum(block * BOUND_KEYS + BOUND_KEYS, length)
+        at, between = bounds_ptr + head * (NUM_BOUNDS * tl.num_programs(0)) + slot, tl.num_programs(0)
+    else:
+        item = tl.program_id(0)
+        batch_idx = (item // num_heads).to(tl.int64)
+        head = (item % num_heads).to(tl.int64)
+        part = tl.program_id(1)
+        first, end = row_span(cu_seqlens, batch_idx, seqlen_k, PACKED)
+        memory_batch = batch_idx * 0 if PACKED else batch_idx
+        begin = part * BLOCK_N
+        at, between = bounds_ptr + item * (NUM_BOUNDS * BOUND_PARTS) + part, BOUND_PARTS
+    largest, longest, lost = bound_rows(
+        k_ptr, v_ptr, k_strides, v_strides, memory_batch, head, first, begin, end, STEP, BLOCK_N, HEAD_DIM, HEAD_DIM_V,
+        BLOCK_D, BLOCK_DV)  # fmt: skip
+    tl.store(at, largest)
+    tl.store(at + between, longest)
+    tl.store(at + 2 * between, lost)
 
 
 @triton.jit
@@ -187,6 +219,46 @@ def bounds_of(bounds_ptr, item, num_keys):
     longest = tl.cast(tl.max(tl.load(at + BOUND_PARTS), 0), tl.float32, bitcast=True)
     lost = tl.min(tl.load(at + 2 * BOUND_PARTS), 0)
     return largest, longest, lost // 128 * 128 < num_keys
+
+
+@triton.jit
+def bounds_between(bounds_ptr, first_slot, begin, end, num_slots):
+    """The same of blocks `begin` to `end` of a sequence, whose first one is first_slot of num_slots."""
+    at = bounds_ptr + first_slot
+    largest = tl.zeros([READ_BOUNDS], tl.int32)
+    longest = tl.zeros([READ_BOUNDS], tl.int32)
+    lost = tl.zeros([READ_BOUNDS], tl.int32) + NEVER
+    for block in range(begin, end, READ_BOUNDS):
+        blocks = block + tl.arange(0, READ_BOUNDS)
+        inside = blocks < end
+        largest = tl.maximum(largest, tl.load(at + blocks, mask=inside, other=0))
+        longest = tl.maximum(longest, tl.load(at + num_slots + blocks, mask=inside, other=0))
+        lost = tl.minimum(lost, tl.load(at + 2 * num_slots + blocks, mask=inside, other=NEVER))
+    largest = tl.cast(tl.max(largest, 0), tl.float32, bitcast=True)
+    return largest, tl.cast(tl.max(longest, 0), tl.float32, bitcast=True), tl.min(lost, 0) < NEVER
+
+
+@triton.jit
+def tile_bounds(
+    bounds_ptr, cu_seqlens_k, sequence, head, num_heads, group_size, m_block, length, seqlen_k, window_left,
+    window_right, num_slots, BLOCK_M: tl.constexpr, PACKED: tl.constexpr, BOUND_KEYS: tl.constexpr,
+):  # fmt: skip
+    """The bounds of the blocks of BOUND_KEYS keys that a query tile is multiplied with; no other key takes bits of it.
+
+    Without BOUND_KEYS of all keys of its head, but a lost one counts only for tiles that meet it.
+    """
+    first_key, length_k = row_span(cu_seqlens_k, sequence, seqlen_k, PACKED)
+    if BOUND_KEYS:
+        own = m_block * BLOCK_M + (length_k - length)
+        begin, end = tl.maximum(own - window_left, 0), tl.minimum(own + BLOCK_M + window_right, length_k)
+        blocks = (seqlen_k + BOUND_KEYS - 1) // BOUND_KEYS
+        first_slot = first_key // BOUND_KEYS + sequence if PACKED else sequence * blocks
+        first_slot += head // group_size * (NUM_BOUNDS * num_slots)
+        stop = (end + BOUND_KEYS - 1) // BOUND_KEYS
+        return bounds_between(bounds_ptr, first_slot, begin // BOUND_KEYS, stop, num_slots)
+    else:
+        num_keys = (m_block + 1) * BLOCK_M + (length_k - length) + window_right
+        return bounds_of(bounds_ptr, (sequence * num_heads + head) // group_size, num_keys)
 
 
 @triton.jit
@@ -244,14 +316,15 @@ def in_register_order(units, BLOCK_M: tl.constexpr):
         "group_size",
         "seqlen_q",
         "seqlen_k",
+        "window_left",
         "window_right",
+        "bound_slots",
         "total_q",
         "batch",
         "num_items",
         "cleared_items",
         "stats_items",
         "num_counts",
-        "wave_items",
         "bound_units",
         "bound_bits",
     ],
@@ -259,18 +332,19 @@ def in_register_order(units, BLOCK_M: tl.constexpr):
 )
 def prepare_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, main_units_ptr, dq_acc_ptr, counts_ptr, bounds_ptr,
-    cu_seqlens, cu_seqlens_k, out_strides, dout_strides, num_heads, group_size, seqlen_q, seqlen_k, window_right,
-    total_q, batch, num_items, cleared_items, stats_items, num_counts, wave_items, bound_units, bound_bits,
-    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr, PACKED: tl.constexpr,
+    cu_seqlens, cu_seqlens_k, out_strides, dout_strides, num_heads, group_size, seqlen_q, seqlen_k, window_left,
+    window_right, bound_slots, total_q, batch, num_items, cleared_items, stats_items, num_counts, bound_units,
+    bound_bits, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr,
+    PACKED: tl.constexpr, BOUND_KEYS: tl.constexpr,
 ):  # fmt: skip
     """[lse * log2(e) | delta - dlse] of one query tile, packed for one TMA load; its tile of the accumulator zeroed.
 
     dlse enters here: dS = P (dP - delta + dlse). With units_ptr also the rows' units of a sum in fixed point, and a
-    copy of them for the main kernel, which may write NaN into the others (dq_tiles.py). Programs: row tiles x items;
-    packed, an item is a head. Only the first `cleared_items` are zeroed, and the first `stats_items` have statistics,
-    if others are prepared beside the main kernel (preparing.py), which counts in counts_ptr, from 0 on. Packed, that
-    says of every sequence whether it is prepared there (work_list.mark_beside),
-    with wave_items heads a wave.
+    copy of them for the main kernel, which may write NaN into the others (dq_tiles.py). They come from bounds of a head
+    of keys or, with BOUND_KEYS, of its blocks, of which there are bound_slots. Programs: row tiles x items; packed, an
+    item is a head. Only the first `cleared_items` are zeroed, and the first `stats_items` have statistics, if others
+    are prepared beside the main kernel (preparing.py), which counts in counts_ptr, from 0 on. Packed, that says of
+    every head of a sequence whether it is prepared there (work_list.mark_beside).
     """
     item = tl.program_id(0) % num_items
     row_tile = tl.program_id(0) // num_items
@@ -279,13 +353,18 @@ def prepare_rows_kernel(
     )
     head = (item % num_heads).to(tl.int64)
     rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    here = True
     if PACKED and counts_ptr is not None:
-        said = tl.load(counts_ptr + sequence * (num_items // group_size + 1))
-        said |= tl.where(item // group_size >= wave_items, LATE, 0)
-        here = said != BESIDE + LATE
-    inside = (rows < length) & (item < stats_items) & here
+        beside = tl.load(counts_ptr + (sequence * (num_items // group_size) + item // group_size) * 2) != 0
+        if beside & (m_block * BLOCK_M < length):  # tiles behind its last one are nobody's, and have no rows here
+            return
+    inside = (rows < length) & (item < stats_items)
     memory_rows = (first + rows).to(tl.int64)
+    if units_ptr is not None and BOUND_KEYS:
+        # Before the rows are here: behind them a loop takes 141 registers instead of 80.
+        await_kernel_before()
+        bounds = tile_bounds(
+            bounds_ptr, cu_seqlens_k, sequence, head, num_heads, group_size, m_block, length, seqlen_k, window_left,
+            window_right, bound_slots, BLOCK_M, PACKED, BOUND_KEYS)  # fmt: skip
     out = load_rows(out_ptr, out_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
     dout = load_rows(dout_ptr, dout_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
     delta = tl.sum(out * dout, 1)
@@ -293,7 +372,7 @@ def prepare_rows_kernel(
     lse = tl.load(lse_ptr + at, mask=inside, other=float("inf"))
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + at, mask=inside, other=0.0)
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    lse = tl.where(tl.abs(lse) > LARGEST_LSE, float("inf"), lse)
     tile = item.to(tl.int64) * (tl.num_programs(0) // num_items) + row_tile
     stats = stats_ptr + tile * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     tl.store(stats, lse * LOG2E)
@@ -302,14 +381,15 @@ def prepare_rows_kernel(
         for count in range(tl.program_id(0), num_counts, tl.num_programs(0)):
             tl.store(counts_ptr + count, 0)
     if dq_acc_ptr is not None:
-        for block in range(tl.where((item < cleared_items) & here, DQ_BLOCKS, 0)):
+        for block in range(tl.where(item < cleared_items, DQ_BLOCKS, 0)):
             zeros = dq_acc_ptr + (tile * DQ_BLOCKS + block) * 4096 + tl.arange(0, 4096)
             tl.store(zeros, tl.zeros([4096], dq_acc_ptr.dtype.element_ty))
     if units_ptr is not None:
-        await_kernel_before()  # up to here nothing depends on the bounds
-        _, length_k = row_span(cu_seqlens_k, sequence, seqlen_k, PACKED)
-        num_keys = (m_block + 1) * BLOCK_M + (length_k - length) + window_right
-        bounds = bounds_of(bounds_ptr, (sequence * num_heads + head) // group_size, num_keys)
+        if not BOUND_KEYS:
+            await_kernel_before()  # up to here nothing depends on the bounds
+            bounds = tile_bounds(
+                bounds_ptr, cu_seqlens_k, sequence, head, num_heads, group_size, m_block, length, seqlen_k, window_left,
+                window_right, bound_slots, BLOCK_M, PACKED, BOUND_KEYS)  # fmt: skip
         units, usual = usual_units(dout, delta, lse, bounds, bound_units)
         if (tl.min((usual | ~inside).to(tl.int32), 0) == 0) | bounds[2]:
             # dO is read again, so that it need not be kept: 126 registers instead of 144.

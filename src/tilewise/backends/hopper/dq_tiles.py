@@ -7,8 +7,8 @@ FIXED_POINT makes the sum independent of the order of the additions, hence repea
 in integers, in units of which 2^28 or 2^30 are a bound of the row (backward_plan.BOUND_BITS). The rounding of a block
 is then 2^-29 of that bound or less, far below what rounding dS to 16 bits costs. Every integer has a bias, which
 finish_queries_kernel takes off as often as blocks were added. At D=64 units come in the order of the registers, too, 16
-bytes a thread: read by rows they need an address of their own, and more registers spill (14 instead of 6; D=64 causal,
-N=1024: the main kernel 478 -> 463 us). At D=128 it is the other way round (causal 362 -> 378 us).
+bytes a thread: read by rows they need an address of their own (D=64 causal, N=1024: the main kernel 478 -> 463 us, when
+8 registers less were spilled; its loops spill none now). At D=128 it is the other way round (causal 362 -> 378 us).
 
 Integers would hide a dS that is not finite (fp16 ends at 65504). It makes its row's part of dQ not finite in every
 column, so that one of them tells: the row's units, by which its sum is divided in the end, become NaN.

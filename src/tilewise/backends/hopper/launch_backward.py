@@ -71,7 +71,7 @@ STRIDE_UNIT = 8
 # Keys that a program of bound_keys_kernel reads at a time. N=1024, 64/32/16: D=64 51.6/48.8/43.8 us, D=128
 # 57.5/49.3/47.3; N=16384: 47.2/47.6/45.3 and 60.4/63.1/67.1 of 5 ms.
 BOUND_BLOCK_N = 16
-# A right edge that no row has: more than any number of keys.
+# An edge that no row has: more than any number of keys.
 NO_EDGE = 1 << 30
 # In which order tensors are handed to the launches.
 GIVEN = (*Operands._fields, "out", "lse", "dout", "dlse")
@@ -202,7 +202,8 @@ def _list_call(plan: BackwardPlan, work: Address, views: dict[str, View], *, of_
         together=plan.together(of_keys=of_keys),
         of_keys=of_keys,
         cleared=("dq" if "dq" in views else None, None, "dk", "dv") if of_keys else (None, None, None, None),
-        beside=(counts, plan.count_width, plan.lead) if of_keys and counts is not None else None,
+        heads=problem.num_kv_heads if of_keys and not config.WIDE else 1,
+        beside=(counts, plan.front_tiles) if of_keys and counts is not None else None,
     )
 
 
@@ -218,15 +219,19 @@ def _bound_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "v_strides": _stride_units(views["v"]),
         "num_heads": problem.num_kv_heads,
         "seqlen_k": problem.seqlen_k,
+        "batch": problem.batch,
         "BLOCK_N": BOUND_BLOCK_N,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": _power_of_two(problem.head_dim),
         "BLOCK_DV": _power_of_two(problem.head_dim_v),
         "PACKED": plan.config.IS_VARLEN,
+        "BOUND_KEYS": plan.bound_keys,
     }
-    heads = problem.batch * problem.num_kv_heads
-    return KernelCall(bound_keys_kernel, (heads, int(BOUND_PARTS), 1), arguments)
+    grid = (problem.batch * problem.num_kv_heads, int(BOUND_PARTS), 1)
+    if plan.bound_keys:
+        grid = (plan.bound_slots, problem.num_kv_heads, 1)
+    return KernelCall(bound_keys_kernel, grid, arguments)
 
 
 def _power_of_two(width: int) -> int:
@@ -259,14 +264,15 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "group_size": problem.group_size,
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,
+        "window_left": plan.key_sizes.window_left if config.HAS_LEFT else NO_EDGE,
         "window_right": plan.key_sizes.window_right if config.HAS_RIGHT else NO_EDGE,
+        "bound_slots": plan.bound_slots,
         "total_q": problem.total_q,
         "batch": problem.batch,
         "num_items": items,
         "cleared_items": cleared,
         "stats_items": stats,
         "num_counts": 0 if config.IS_VARLEN else plan.num_counts,
-        "wave_items": plan.key_sizes.items_per_wave,
         "bound_units": 2.0**plan.bound_bits,
         "bound_bits": plan.bound_bits,
         "BLOCK_M": config.BLOCK_M,
@@ -274,6 +280,7 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "BLOCK_D": _power_of_two(problem.head_dim_v),
         "DQ_BLOCKS": dq_blocks(config),
         "PACKED": config.IS_VARLEN,
+        "BOUND_KEYS": plan.bound_keys,
     }
     grid = (items * plan.key_sizes.row_tiles, 1, 1)
     return KernelCall(prepare_rows_kernel, grid, arguments, overlaps=config.FIXED_POINT)

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 __all__ = [
+    "LARGEST_LSE",
     "LN2",
     "LOG2E",
     "NEG_INF",
@@ -20,7 +21,9 @@ __all__ = [
     "growth_of",
     "log2",
     "pin",
+    "power_over",
     "renormalised",
+    "rounded_product",
     "tanh",
     "uniform",
     "unless_neutral",
@@ -29,6 +32,9 @@ __all__ = [
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
+# lse, in nats, from which the backward takes rows for empty: it is a multiple of 4 there, and P, 2^(score - lse), a
+# power of two of anything.
+LARGEST_LSE = gl.constexpr(2.0**25)
 
 
 @gluon.jit
@@ -41,6 +47,19 @@ def exp2(x):
 def log2(x):
     """log2 of a normal x as one MUFU.LG2, off by at most 2^-22."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def power_over(x):
+    """The least power of two that is not below x > 0."""
+    bits = gl.cast(gl.to_tensor(x), gl.int32, bitcast=True)
+    return gl.cast((bits + 0x7FFFFF) & 0x7F800000, gl.float32, bitcast=True)
+
+
+@gluon.jit
+def rounded_product(x, y):
+    """X * y, rounded: no compiler makes one instruction of it and an addition."""
+    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -250,23 +269,24 @@ def growth_of(top):
 
 
 @gluon.constexpr_function
-def _renormalised_asm():
+def _renormalised_asm(bound, kept):
     step = (
-        "shr.s32 a, a, 23; min.s32 a, a, 253; sub.s32 b, a, 127; "
-        "cvt.rn.f32.s32 x, b; selp.f32 {growth}, x, 0f00000000, p; sub.s32 b, 254, a; shl.b32 b, b, 23; "
+        f"shr.s32 a, a, 23; min.s32 a, a, 253; sub.s32 b, a, {127 + kept}; "
+        f"cvt.rn.f32.s32 x, b; selp.f32 {{growth}}, x, 0f00000000, p; sub.s32 b, {254 + kept}, a; shl.b32 b, b, 23; "
         "mov.b32 x, b; selp.f32 {factor}, x, 0f3F800000, p;"
     )
-    return _where_rows_pass("0x49800000", step)
+    return _where_rows_pass(bound, step)
 
 
 @gluon.jit
-def renormalised(total):
+def renormalised(total, MENDS: gl.constexpr = False):
     """(e, 2^-e) of rows: the exponent of the largest of the four threads' `total`, or 0 where that is at most 2^20.
 
-    `total` [64, 4] holds the bits of sums, none of them negative; of infinity and NaN e is 126. Not pure, so that it
-    stays behind the products issued before it, and what depends on it too: ptxas moves nothing across its branch.
+    MENDS: the exponent less 7, or 0 where the sum is at most 2^15. `total` [64, 4] holds the bits of sums, none of them
+    negative; of infinity and NaN e is 126 (119). Not pure, so that it stays behind the products issued before it, and
+    what depends on it too: ptxas moves nothing across its branch.
     """
-    ASM: gl.constexpr = _renormalised_asm()
+    ASM: gl.constexpr = _renormalised_asm("0x47000000", 7) if MENDS else _renormalised_asm("0x49800000", 0)
     return gl.inline_asm_elementwise(
         ASM, "=&f,=&f,=&f,=&f,r,r", [total], dtype=(gl.float32, gl.float32), is_pure=False, pack=2
     )

@@ -16,7 +16,7 @@ from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.hopper.channels import Ring, make_ring
 from tilewise.backends.hopper.layouts import slots_shape, tile_at
-from tilewise.backends.hopper.primitives import LOG2E
+from tilewise.backends.hopper.primitives import LARGEST_LSE, LOG2E
 
 __all__ = ["RowTiles", "compute_statistics", "load_rows", "make_row_tiles"]
 
@@ -75,7 +75,7 @@ def compute_statistics(lse_ptr, dlse_ptr, stats_ptr, tiles, at, first_row, left,
     dout = tiles.dout_smem.index(0).reshape([C.BLOCK_M, C.D])
     rows = gl.arange(0, C.BLOCK_M, ALL)
     lse = gl.load(lse_ptr + first_row + rows, mask=rows < left, other=float("inf"))
-    gl.store(stats_ptr + rows, gl.where(lse == float("-inf"), float("inf"), lse) * LOG2E)
+    gl.store(stats_ptr + rows, gl.where(gl.abs(lse) > LARGEST_LSE, float("inf"), lse) * LOG2E)
     tiles.ring.wait(at)
     for i in gl.static_range(C.BLOCK_M // ROWS):
         sums = partial_sums(out, dout, i, 0, LAYOUT)
