@@ -6,10 +6,11 @@ far above a row whose reference lags. The forward writes LOST_MARK as the lse of
 one kernel says to the next lies in the results of this very call, and there is nothing to clear, to share between
 streams or to keep.
 
-Programs: one for every SPAN rows of lse, which nearly always finds no mark and ends. It starts while the forward ends
-(programmatic dependent launch) and waits for its last store. Where there are marks, 64 rows from the first one on are
-computed, and those with a mark are written: what a row gets does not depend on other rows. Plain and slow, 64 keys a
-step: that is rare.
+Programs: P, each for every P-th block of 64 rows of lse, so that those of a causal mask are equally long. It looks at
+SPAN rows at a time, nearly always finds no mark and ends. It starts while the forward ends (programmatic dependent
+launch) and waits for its last store. Of a block with a mark all rows of one sequence are computed, and those with a
+mark are written: what a row gets depends on no other row, and on no key but those that its block sees. Plain and slow,
+64 keys a step: that is rare.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -19,11 +20,11 @@ step: that is rare.
 import triton
 import triton.language as tl
 
-__all__ = ["LOST_MARK", "SPAN", "again_kernel"]
+__all__ = ["LOST_MARK", "ROWS", "again_kernel"]
 
 # The bits of a NaN that no arithmetic of the GPU makes: its own NaN is 0x7FFFFFFF.
 LOST_MARK = tl.constexpr(0x7FC10057)
-# Rows of lse that a program looks at: 16 of a thread, of 16384 tokens and 16 heads 128 programs.
+# Rows of lse that a program looks at: 16 of a thread.
 SPAN = tl.constexpr(2048)
 ROWS, KEYS = tl.constexpr(64), tl.constexpr(64)
 # Sequences that are compared at a time.
@@ -76,13 +77,13 @@ def rows_at(ptr, strides, batch_idx, head, rows, inside, width, COLUMNS: tl.cons
 
 
 @triton.jit
-def seen(rows, keys, seqlen_q, seqlen_k, sizes, C: tl.constexpr):
+def seen(rows, keys, seqlen_q, seqlen_k, sizes, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """Which keys each row sees."""
     shown = (keys < seqlen_k)[None, :] & (rows >= 0)[:, None]
     own = rows + (seqlen_k - seqlen_q)
-    if C.HAS_RIGHT:
+    if HAS_RIGHT:
         shown = shown & (keys[None, :] <= (own + sizes.window_right)[:, None])
-    if C.HAS_LEFT:
+    if HAS_LEFT:
         shown = shown & (keys[None, :] >= (own - sizes.window_left)[:, None])
     return shown
 
@@ -90,33 +91,36 @@ def seen(rows, keys, seqlen_q, seqlen_k, sizes, C: tl.constexpr):
 @triton.jit
 def attend(
     q, k_ptr, v_ptr, k_strides, v_strides, batch_idx, kv_head, row, queries, keys, widths, scale_log2, sizes,
-    COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr, C: tl.constexpr,
+    COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """(O, largest score, sum) of 64 rows from `row` on."""
+    """(O, largest score, sum) of 64 rows from `row` on, which may be negative: rows of another sequence see nothing."""
     seqlen_q, seqlen_k = queries[1], keys[1]
     rows = row + tl.arange(0, ROWS)
     begin, stop = 0, seqlen_k
-    if C.HAS_RIGHT:
+    if HAS_RIGHT:
         stop = tl.minimum(stop, row + ROWS + (seqlen_k - seqlen_q) + sizes.window_right)
-    if C.HAS_LEFT:
-        begin = tl.maximum(row + (seqlen_k - seqlen_q) - sizes.window_left, 0) // KEYS * KEYS
+    if HAS_LEFT:
+        begin = tl.maximum(row + (seqlen_k - seqlen_q) - sizes.window_left, 0)
     acc = tl.zeros([ROWS, COLUMNS_V], tl.float32)
     row_max = tl.zeros([ROWS], tl.float32) + NEG_INF
     row_sum = tl.zeros([ROWS], tl.float32)
-    for first in range(begin, stop, KEYS):
+    for first in range(begin // KEYS * KEYS, stop, KEYS):
         cols = first + tl.arange(0, KEYS)
-        there = cols < seqlen_k
+        # No value that all 64 rows are hidden from: 0 times infinity is NaN.
+        there = cols < stop
+        if HAS_LEFT:
+            there = there & (cols >= begin)
         at, inside = rows_at(k_ptr, k_strides, batch_idx, kv_head, keys[0] + cols, there, widths[0], COLUMNS)
         scores = tl.dot(q, tl.trans(tl.load(at, mask=inside, other=0.0))) * scale_log2
-        scores = tl.where(seen(rows, cols, seqlen_q, seqlen_k, sizes, C), scores, NEG_INF)
+        shown = seen(rows, cols, seqlen_q, seqlen_k, sizes, HAS_LEFT, HAS_RIGHT)
+        # The product is rounded before the maximum is subtracted: fused, scores past 1e9 would leave any power of two.
+        scores = tl.where(shown, scores, NEG_INF)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = tl.where(new_max == NEG_INF, 0.0, new_max)
         p = exp2(scores - shift[:, None])
         factor = exp2(row_max - shift)
         row_sum = row_sum * factor + tl.sum(p, 1)
-        at, inside = rows_at(
-            v_ptr, v_strides, batch_idx, kv_head, keys[0] + cols, cols < seqlen_k, widths[1], COLUMNS_V
-        )
+        at, inside = rows_at(v_ptr, v_strides, batch_idx, kv_head, keys[0] + cols, there, widths[1], COLUMNS_V)
         v = tl.load(at, mask=inside, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * factor[:, None])
         row_max = new_max
@@ -124,12 +128,12 @@ def attend(
 
 
 @triton.jit
-def finish(row_max, row_sum, sinks_ptr, head, HAS_SINKS: tl.constexpr):
+def finish(row_max, row_sum, sinks_ptr, head):
     """(factor that normalises O, lse); a row that saw nothing gets 0 and -inf."""
     shift = row_max
     weight = row_sum * 0.0 + 1.0
     total = row_sum
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         top = tl.maximum(row_max, sink)
         shift = tl.where(top == NEG_INF, 0.0, top)
@@ -139,6 +143,30 @@ def finish(row_max, row_sum, sinks_ptr, head, HAS_SINKS: tl.constexpr):
     return tl.where(empty, 0.0, weight / total), tl.where(empty, NEG_INF, (shift + tl.log2(total)) * LN2)
 
 
+@triton.jit
+def mend_block(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, marks_ptr, sinks_ptr, q_strides, k_strides, v_strides, out_strides, block,
+    batch_idx, head, row, queries, keys, widths, lse_rows, scale_log2, sizes,
+    COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Write the marked rows of a sequence that are among the 64 of lse from `block` on; the first one is its `row`."""
+    rows = row + tl.arange(0, ROWS)
+    lse_at = block + tl.arange(0, ROWS)
+    there = (rows >= 0) & (rows < queries[1])
+    marked = there & (lse_at < lse_rows)
+    marked = marked & (tl.load(marks_ptr + lse_at, mask=marked, other=0) == LOST_MARK)
+    where, inside = rows_at(q_ptr, q_strides, batch_idx, head, queries[0] + rows, there, widths[0], COLUMNS)
+    q = tl.load(where, mask=inside, other=0.0)
+    acc, row_max, row_sum = attend(
+        q, k_ptr, v_ptr, k_strides, v_strides, batch_idx, head // sizes.group_size, row, queries, keys, widths,
+        scale_log2, sizes, COLUMNS, COLUMNS_V, HAS_LEFT, HAS_RIGHT)  # fmt: skip
+    factor, lse = finish(row_max, row_sum, sinks_ptr, head)
+    where, inside = rows_at(out_ptr, out_strides, batch_idx, head, queries[0] + rows, marked, widths[1], COLUMNS_V)
+    tl.store(where, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # all threads have read the marks that lse takes the place of
+    tl.store(lse_ptr + lse_at, lse, mask=marked)
+
+
 @triton.jit(
     do_not_specialize=["widths", "batch", "num_rows", "lse_rows", "scale_log2", "sizes"],
     do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "cu_seqlens_k"],
@@ -146,7 +174,8 @@ def finish(row_max, row_sum, sinks_ptr, head, HAS_SINKS: tl.constexpr):
 def again_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, marks_ptr, sinks_ptr, cu_seqlens_q, cu_seqlens_k,
     q_strides, k_strides, v_strides, out_strides, widths, batch, num_rows, lse_rows, scale_log2, sizes,
-    COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr, C: tl.constexpr,
+    COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr, IS_VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """Compute the rows of out and lse again that are marked in lse, whose bits are at marks_ptr.
 
@@ -154,33 +183,24 @@ def again_kernel(
     widths of rows of K and V, which COLUMNS and COLUMNS_V cover.
     """
     await_forward()
-    begin = tl.program_id(0).to(tl.int64) * SPAN
-    end = tl.minimum(begin + SPAN, lse_rows)
     places = tl.arange(0, SPAN)
-    bits = tl.load(marks_ptr + begin + places, mask=places < end - begin, other=0)
-    lost = tl.where(bits == LOST_MARK, places, SPAN)
-    first = tl.min(lost, 0)
-    while first < SPAN:
-        at = begin + first
-        batch_idx, head, row, queries, keys = place_of(
-            at, num_rows, cu_seqlens_q, cu_seqlens_k, batch, sizes, C.IS_VARLEN)  # fmt: skip
-        rows = row + tl.arange(0, ROWS)
-        lse_at = at + tl.arange(0, ROWS)
-        there = rows < queries[1]
-        marked = there & (lse_at < end)
-        marked = marked & (tl.load(marks_ptr + lse_at, mask=marked, other=0) == LOST_MARK)
-        where, inside = rows_at(
-            q_ptr, q_strides, batch_idx, head, queries[0] + rows, rows < queries[1], widths[0], COLUMNS
-        )
-        q = tl.load(where, mask=inside, other=0.0)
-        acc, row_max, row_sum = attend(
-            q, k_ptr, v_ptr, k_strides, v_strides, batch_idx, head // sizes.group_size, row, queries, keys, widths,
-            scale_log2, sizes, COLUMNS, COLUMNS_V, C)  # fmt: skip
-        factor, lse = finish(row_max, row_sum, sinks_ptr, head, C.HAS_SINKS)
-        where, inside = rows_at(out_ptr, out_strides, batch_idx, head, queries[0] + rows, marked, widths[1], COLUMNS_V)
-        tl.store(where, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
-        tl.debug_barrier()  # all threads have read the marks that lse takes the place of
-        tl.store(lse_ptr + lse_at, lse, mask=marked)
-        # A row that no sequence has, which only memory that nobody wrote can have marked, is passed over.
-        lost = tl.where(places < first + tl.maximum(tl.minimum(queries[1] - row, ROWS), 1), SPAN, lost)
+    programs = tl.num_programs(0)
+    for first_row in range(0, lse_rows, programs * SPAN):
+        begin = first_row + tl.program_id(0).to(tl.int64) * ROWS
+        at = begin + places // ROWS * (programs * ROWS) + places % ROWS
+        bits = tl.load(marks_ptr + at, mask=at < lse_rows, other=0)
+        lost = tl.where(bits == LOST_MARK, places, SPAN)
         first = tl.min(lost, 0)
+        while first < SPAN:
+            block = begin + first // ROWS * (programs * ROWS)
+            batch_idx, head, row, queries, keys = place_of(
+                block + first % ROWS, num_rows, cu_seqlens_q, cu_seqlens_k, batch, sizes, IS_VARLEN)  # fmt: skip
+            row -= first % ROWS
+            mend_block(
+                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, marks_ptr, sinks_ptr, q_strides, k_strides, v_strides,
+                out_strides, block, batch_idx, head, row, queries, keys, widths, lse_rows, scale_log2, sizes, COLUMNS,
+                COLUMNS_V, HAS_LEFT, HAS_RIGHT)  # fmt: skip
+            # A row that no sequence has, which only memory that nobody wrote can have marked, is passed over.
+            done = first // ROWS * ROWS + tl.minimum(queries[1] - row, ROWS)
+            lost = tl.where(places < tl.maximum(done, first + 1), SPAN, lost)
+            first = tl.min(lost, 0)

@@ -16,7 +16,7 @@ from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, R
 from tilewise.backends.gpu.listing import heads_per_wave, list_allocation, list_call, most_blocks, rows_together
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.backends.gpu.tails import clear_tail_kernel
-from tilewise.backends.hopper.again import SPAN, again_kernel
+from tilewise.backends.hopper.again import ROWS, again_kernel
 from tilewise.backends.hopper.configs import PANEL, ForwardConfig, forward_config, registers
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.forward_quad import forward_quad_kernel
@@ -55,6 +55,9 @@ __all__ = [
 
 # Heads walked together under a causal mask: their K and V in this much of the 50 MiB of L2, and at most so many.
 L2_BYTES, MAX_WAVE_ITEMS = 48 << 20, 64
+# Programs of an SM that compute lost rows again: so many run at a time. Of D=128 causal, N=4096, 4 take 0.4 % of a call
+# that loses none, 8 take 1 %.
+AGAIN_PROGRAMS = 2
 # Programs that clear packed rows past the last sequence.
 TAIL_PROGRAMS = 132
 
@@ -82,7 +85,8 @@ def forward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw:
 def unaddressable(problem: AttentionProblem, views: dict[str, View], names: Sequence[str]) -> list[str]:
     """Which of these TMA cannot address, and a table of pages whose rows the kernels cannot read."""
     shapes = shapes_of(problem)
-    found = [name for name in names if not addressable(packed_rows(problem, name, views[name]), shapes[name])]
+    rows = {name: packed_rows(problem, name, views[name]) for name in names}
+    found = [name for name in names if not addressable(rows[name], shapes[name], shared=True)]
     if "block_table" in views and views["block_table"].strides[1] != 1:
         found.append("block_table")
     return found
@@ -137,10 +141,12 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
         max_registers=None if ctas == 1 else registers(config.NUM_WARPGROUPS, ctas)[0],
     )
     listing = [] if work is None else [listing_call(problem, config, sizes, problem.dtype.itemsize)]
-    return [*listing, call, *([_again_call(problem, config, sizes, views)] if config.AT_ONCE else [])]
+    return [*listing, call, *([_again_call(problem, config, sizes, device, views)] if config.AT_ONCE else [])]
 
 
-def _again_call(problem: AttentionProblem, config: ForwardConfig, sizes: Sizes, views: dict[str, View]) -> KernelCall:
+def _again_call(
+    problem: AttentionProblem, config: ForwardConfig, sizes: Sizes, device: DeviceSpec, views: dict[str, View]
+) -> KernelCall:
     """Compute the rows again that the forward has marked in lse."""
     names = ("q", "k", "v", "out")
     lse_rows = math.prod(problem.lse_shape)
@@ -162,9 +168,12 @@ def _again_call(problem: AttentionProblem, config: ForwardConfig, sizes: Sizes, 
         "sizes": sizes,
         "COLUMNS": columns[0],
         "COLUMNS_V": columns[1],
-        "C": config,
+        "IS_VARLEN": config.IS_VARLEN,
+        "HAS_LEFT": config.HAS_LEFT,
+        "HAS_RIGHT": config.HAS_RIGHT,
     }
-    return KernelCall(again_kernel, (-(-lse_rows // int(SPAN)), 1, 1), arguments, num_stages=2, overlaps=True)
+    programs = min(-(-lse_rows // int(ROWS)), AGAIN_PROGRAMS * device.num_sms)
+    return KernelCall(again_kernel, (programs, 1, 1), arguments, num_stages=2, overlaps=True)
 
 
 def _row_strides(problem: AttentionProblem, view: View) -> tuple[Multiple, ...]:
