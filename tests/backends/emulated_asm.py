@@ -8,19 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EIGHT, MILLION = 0x41000000, 0x49800000  # the bits of 8.0 and of 2^20
+EIGHT, MILLION, HALF = 0x41000000, 0x49800000, 0x47000000  # the bits of 8.0, of 2^20 and of 2^15
 
 
 def computed(text: str, args: list[Any]) -> Any:
     """The results of a piece of assembly; one that computes nothing gives its first argument back."""
     if "shfl" in text:
-        return growth(args[0]) if f"{EIGHT:#x}" in text else exponents(args[0])
+        if f"{EIGHT:#x}" in text:
+            return growth(args[0])
+        return exponents(args[0], HALF, 7) if f"{HALF:#x}" in text else exponents(args[0], MILLION, 0)
     if "lop3" in text:
         return units_counted(args[0], args[1])
     if found := re.search(r"DONE; (mul|sub)\.f32", text):
         return applied(found.group(1), *args)
     if found := re.match(r"shr\.u32 \$0, \$1, (\d+);", text):
         return args[0] >> int(found.group(1))
+    if text.startswith("mul.rn.f32"):
+        return args[0] * args[1]
     known = {"ex2": torch.exp2, "lg2": torch.log2, "rcp": torch.reciprocal}
     if text[:3] not in known:
         return args[0]
@@ -45,10 +49,10 @@ def growth(top: Tensor) -> tuple[Tensor, Tensor]:
     return grown, torch.exp2(-grown)
 
 
-def exponents(total: Tensor) -> tuple[Tensor, Tensor]:
-    """(e, 2^-e) of the rows of [64, 4], as `growth`: the exponents of sums that are over 2^20."""
+def exponents(total: Tensor, bound: int, kept: int) -> tuple[Tensor, Tensor]:
+    """(e, 2^-e) of the rows of [64, 4], as `growth`: the exponents, less `kept`, of sums that are over a bound."""
     most = total.amax(1, keepdim=True).expand(total.shape)
-    e = torch.where(most > MILLION, (most >> 23).clamp(max=253) - 127, 0).float()
+    e = torch.where(most > bound, (most >> 23).clamp(max=253) - 127 - kept, 0).float()
     return e, torch.exp2(-e)
 
 

@@ -144,7 +144,24 @@ CASES = {
         _long(8190, 8192, (8, 8), causal=True, deterministic=True), "own", AT_ONCE,
         {"FIXED_POINT": True, "FINISHES": False}, 4,
     ),
+    "d192 at once, causal, sinks": Long(
+        _lost(3000, 3100, (4, 2), 192, causal=True, sinks=True), "lost", AT_ONCE | {"PASSES_OVER": True}
+    ),
 }  # fmt: skip
+# In fp16 P are mended before they are rounded: without it all that is over 2^16 would be infinite.
+HALF = (
+    "d128 at once", "d128 at once, causal, sinks", "d64 at once", "d64 at once, causal, sinks",
+    "d64 at once, four warpgroups", "d64 at once, packed", "d64 at once, window", "d192 at once, causal, sinks",
+    "infinite V",
+)  # fmt: skip
+CASES |= {
+    f"{name}, fp16": dataclasses.replace(
+        CASES[name],
+        case=dataclasses.replace(CASES[name].case, dtype=torch.float16),
+        forward=CASES[name].forward | {"MENDS_P": True},
+    )
+    for name in HALF
+}
 
 
 # ---- values

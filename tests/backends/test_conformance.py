@@ -228,6 +228,52 @@ def test_a_sink_of_plus_infinity_takes_all(name: str, backend: str, device: str)
             assert bool(found[result][:, 1].isfinite().all()), result
 
 
+PLAIN = dataclasses.replace(HALF, sinks=False)
+LARGE_SCORES = {
+    "full": PLAIN,
+    "causal": dataclasses.replace(PLAIN, seqlens_q=(200, 200), seqlens_k=(300, 300), causal=True),
+    "window": dataclasses.replace(PLAIN, seqlens_q=(130, 130), seqlens_k=(300, 300), window=(100, 20)),
+    "decode": dataclasses.replace(PLAIN, seqlens_q=(1, 1), seqlens_k=(700, 700), grad_of=()),
+    "128 columns": dataclasses.replace(PLAIN, head_dim=128, head_dim_v=128, seqlens_q=(70, 70), seqlens_k=(260, 260)),
+    "fp16": dataclasses.replace(PLAIN, dtype=torch.float16, seqlens_q=(70, 70), seqlens_k=(260, 260), causal=True),
+    "many keys": dataclasses.replace(PLAIN, seqlens_q=(66,), seqlens_k=(1200,), num_heads=1, num_kv_heads=1),
+}
+
+
+# In Triton's backward, interpreted, P of a key that is hidden is infinite before it is masked.
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+@pytest.mark.parametrize("scale", [1e6, 1e9, 1e10, 1e15, 1e30])
+@pytest.mark.parametrize("name", LARGE_SCORES)
+def test_large_scores_take_all_or_share(name: str, scale: float, backend: str, device: str) -> None:
+    """Every key is there twice. A fused multiply-add left of the largest score what its product had lost: NaN, or 0."""
+    case, implementation = runnable(dataclasses.replace(LARGE_SCORES[name], scale=scale), backend, device)
+    inputs = make_inputs(case, device)
+    k = inputs.k.clone()
+    k[:, :, 1::2] = k[:, :, 0 : k.shape[2] // 2 * 2 : 2]
+    found = implementation.run(case, dataclasses.replace(inputs, k=k))
+    q, k, v = (t.double().cpu() for t in (inputs.q, k, inputs.v))
+    k, v = (t.repeat_interleave(case.num_heads // case.num_kv_heads, 1) for t in (k, v))
+    scores = q @ k.mT
+    own = torch.arange(q.shape[2])[:, None] + (k.shape[2] - q.shape[2])
+    left, right = case.window or (None, 0 if case.causal else None)
+    keys = torch.arange(k.shape[2])
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    seen &= (keys <= own + right) if right is not None else True
+    seen &= (keys >= own - left) if left is not None else True
+    scores = scores.masked_fill(~seen, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    # Others are so much smaller that fp32 sees it.
+    clear = scores.masked_fill(scores == top, -torch.inf).amax(-1) < (top - top.abs() * 1e-5)[..., 0]
+    assert float(clear.double().mean()) > 0.9
+    shares = (scores == top).double()
+    expected = shares @ v / shares.sum(-1, keepdim=True)
+    torch.testing.assert_close(found["out"].double().cpu()[clear], expected[clear], rtol=0.02, atol=1e-3)
+    torch.testing.assert_close(found["lse"].double().cpu(), top[..., 0] * scale, rtol=1e-6, atol=1.0)
+    # Times such a scale, dQ and dK may pass what 16 bits hold.
+    assert not any(bool(result.isnan().any()) for result in found.values())
+    assert "dv" not in found or bool(found["dv"].isfinite().all())
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_results_are_contiguous_in_the_callers_layout(layout: Layout, backend: str, device: str) -> None:
     case, implementation = runnable(Case(layout=layout, strides="transposed"), backend, device)

@@ -29,6 +29,7 @@ class Entry(NamedTuple):
     """What an entry of the list says."""
 
     block: int
+    head: int
     sequence: int
     q_first: int
     q_rows: int
@@ -57,15 +58,16 @@ def listed(
     tensors = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "seqlens_k": torch.tensor(lengths[1]).to(torch.int32)}
     tensors |= others or {}
     total = problem.total_k if options.get("of_keys") else problem.total_q
-    most = listing.most_blocks(total, BLOCK, problem.batch)
+    most = listing.most_blocks(total, BLOCK, problem.batch) * options.get("heads", 1)
     tensors["work"] = torch.full((listing.list_size(most),), -1, dtype=torch.int32)
     call = listing.list_call(problem, listing.Address("work", torch.int32), BLOCK, **options)
     call.kernel[call.grid](*[tensors[a.name] if hasattr(a, "name") else a for a in call.ordered])
     words = tensors["work"].view(-1, 8).tolist()
     assert words[0][0] >= 0  # written, also when there is nothing to list
-    return [Entry(w[1], *w[3:]) for w in words[1 : 1 + words[0][0]]]
+    return [Entry(*w[1:]) for w in words[1 : 1 + words[0][0]]]
 
 
+@pytest.mark.parametrize("heads", [1, 3], ids=["all heads", "each head"])
 @pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
 @pytest.mark.parametrize("together", [0, 1000], ids=["full", "banded"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
@@ -73,22 +75,30 @@ def test_every_block_is_listed_once(
     lengths: tuple[list[int], list[int]],
     together: int,
     of_keys: bool,
+    heads: int,
     emulated: Callable[[str], Any],  # noqa: F811
 ) -> None:
-    entries = listed(lengths, emulated, together=together, of_keys=of_keys)
-    own, other = lengths[::-1] if of_keys else lengths
-    wanted = {(i, b) for i, n in enumerate(own) for b in range(-(-n // BLOCK))}
+    entries = listed(lengths, emulated, together=together, of_keys=of_keys, heads=heads)
+    own = lengths[of_keys]
+    wanted = {(i, h, b) for i, n in enumerate(own) for h in range(heads) for b in range(-(-n // BLOCK))}
     assert len(entries) == len(wanted)
-    assert {(e.sequence, e.block) for e in entries} == wanted
+    assert {(e.sequence, e.head, e.block) for e in entries} == wanted
     for e in entries:
         assert (e.q_rows, e.keys) == (lengths[0][e.sequence], lengths[1][e.sequence])
         assert (e.q_first, e.k_first) == tuple(sum(n[: e.sequence]) for n in lengths)
-    order = []
-    for e in entries:
-        passed = -(-other[e.sequence] // BLOCK)
-        group_size = max(together // max(passed * BLOCK, 1), 1)
-        order.append((-passed, e.sequence // group_size, -weight(e, of_keys), e.sequence))
+    groups = groups_of(entries, together, heads, of_keys)
+    order = [(*g, -weight(e, of_keys), e.sequence, e.head) for e, g in zip(entries, groups, strict=True)]
     assert order == sorted(order)
+
+
+def groups_of(entries: list[Entry], together: int, heads: int, of_keys: bool) -> list[tuple[int, int, int]]:
+    """What every entry is walked with: blocks that pass by, group of sequences and wave of heads, `together` rows."""
+    passed = [-(-(e.q_rows if of_keys else e.keys) // BLOCK) for e in entries]
+    rooms = [max(together // max(n * BLOCK, 1), 1) for n in passed]
+    groups = [(-n, e.sequence // max(room // heads, 1)) for e, n, room in zip(entries, passed, rooms, strict=True)]
+    last = max(groups, default=None)  # has room for twice as many heads
+    waves = [-(-heads // (room * (1 + (g == last)))) for g, room in zip(groups, rooms, strict=True)]
+    return [(*g, e.head // -(-heads // wave)) for e, g, wave in zip(entries, groups, waves, strict=True)]
 
 
 def weight(entry: Entry, of_keys: bool) -> int:
@@ -116,8 +126,8 @@ def test_bounds_that_are_too_small_leave_no_entry_unwritten(
     """
     lengths, most = ([9000, 3, 4097, 700], [9000, 5, 4096, 800]), 4096
     bounds = (100 - 9000, 100 - 9000)
-    said = torch.full((len(lengths[0]) * 3,), -1, dtype=torch.int32)
-    beside = (emulated("listing").Address("said", torch.int32), 3, 40) if of_keys else None
+    said = torch.full((len(lengths[0]) * 2,), -1, dtype=torch.int32)
+    beside = (emulated("listing").Address("said", torch.int32), 40) if of_keys else None
     options: Any = {"together": together, "of_keys": of_keys, "beside": beside}
     entries = listed(lengths, emulated, {"said": said}, slack=bounds, **options)
     wanted = [(i, b) for i, n in enumerate(lengths[of_keys]) for b in range(-(-min(n, most) // BLOCK))]
@@ -127,7 +137,7 @@ def test_bounds_that_are_too_small_leave_no_entry_unwritten(
         whole[of_keys] = min(whole[of_keys], most)
         assert [e.q_rows, e.keys] == whole
         assert (e.q_first, e.k_first) == tuple(sum(n[: e.sequence]) for n in lengths)
-    assert not of_keys or all(0 <= mark <= 3 for mark in said.view(-1, 3)[:, 0].tolist())
+    assert not of_keys or all(0 <= mark <= 1 for mark in said.view(-1, 2)[:, 0].tolist())
 
 
 @pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
@@ -151,6 +161,7 @@ def test_row_tiles_have_room_for_every_sequence(emulated: Callable[[str], Any]) 
         assert all(first == sum(lengths[:s]) for s, first, length, m in found if m * 64 < length)
 
 
+@pytest.mark.parametrize("heads", [1, 5])
 @pytest.mark.parametrize("lead", [1, 3, 40])
 @pytest.mark.parametrize("together", [0, 1000], ids=["full", "banded"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
@@ -158,23 +169,25 @@ def test_what_is_prepared_beside_is_handed_out_before_it_is_waited_for(
     lengths: tuple[list[int], list[int]],
     together: int,
     lead: int,
+    heads: int,
     emulated: Callable[[str], Any],  # noqa: F811
 ) -> None:
-    """Whoever takes tile t from the counter prepares tile t + lead * heads a wave (preparing.py)."""
-    said = torch.full((len(lengths[0]) * 3,), -1, dtype=torch.int32)
-    beside = (emulated("listing").Address("said", torch.int32), 3, lead)
-    entries = listed(lengths, emulated, {"said": said}, together=together, of_keys=True, beside=beside)
-    assert not said.view(-1, 3)[:, 1:].any()
-    marks = said.view(-1, 3)[:, 0].tolist()
-    assert all(0 <= mark <= 3 for mark in marks)
-    assert not any(mark & 1 for mark, keys in zip(marks, lengths[1], strict=True) if keys == 0)
-    for heads, wave in ((5, 5), (5, 2), (4, 2)):
-        tiles: dict[tuple[int, int], list[int]] = {}
-        for tile in range(len(entries) * heads):
-            first = tile // (wave * len(entries)) * wave
-            entry, head = divmod(tile - first * len(entries), min(wave, heads - first))
-            tiles.setdefault((entries[entry].sequence, first + head), []).append(tile)
-        for (sequence, head), of in tiles.items():
-            if marks[sequence] | 2 * (head >= wave) == 3:
-                assert min(of) >= lead * wave
-                assert max(of) - lead * wave < min(of)
+    """Whoever takes tile t from the counter prepares tile t + lead (preparing.py)."""
+    said = torch.full((len(lengths[0]) * heads * 2,), -1, dtype=torch.int32)
+    beside = (emulated("listing").Address("said", torch.int32), lead)
+    entries = listed(lengths, emulated, {"said": said}, together=together, of_keys=True, heads=heads, beside=beside)
+    assert not said.view(-1, 2)[:, 1].any()
+    marks = said.view(-1, heads, 2)[:, :, 0].tolist()
+    assert all(mark in (0, 1) for of_heads in marks for mark in of_heads)
+    assert not any(any(of_heads) for of_heads, keys in zip(marks, lengths[1], strict=True) if keys == 0)
+    tiles: dict[tuple[int, int], list[int]] = {}
+    for tile, entry in enumerate(entries):
+        tiles.setdefault((entry.sequence, entry.head), []).append(tile)
+    groups = groups_of(entries, together, heads, of_keys=True)
+    for (sequence, head), of in tiles.items():
+        group = [tile for tile, other in enumerate(groups) if other == groups[of[0]]]
+        if marks[sequence][head]:
+            assert min(of) >= lead
+            assert max(of) - lead < min(of)
+        else:  # not left to the row kernel without a reason
+            assert min(group) < lead or len(group) > lead

@@ -129,36 +129,35 @@ def test_a_share_is_handed_out_before_a_tile_that_waits_for_it(
 # Without queries, without keys, of one length, and one that has as many keys as the longest but comes late.
 LENGTHS = ((260, 140, 0, 70, 129, 1, 50), (260, 300, 200, 0, 100, 64, 260))
 LISTED = {
-    "d64, a wave": (Case(heads=(2, 2), lengths=LENGTHS, causal=True, padding=5), 2, True),
-    "d64, waves of 2 and 1": (Case(heads=(3, 3), lengths=LENGTHS, causal=True), 2, False),
-    "d128, waves of 1": (Case(128, heads=(2, 2), lengths=LENGTHS, causal=True), 1, False),
+    "d64, two heads together": (Case(heads=(2, 2), lengths=LENGTHS, causal=True, padding=5), 512, True),
+    "d64, groups": (Case(heads=(6, 3), lengths=LENGTHS, causal=True), 256, False),
+    "d128, one by one": (Case(128, heads=(2, 2), lengths=LENGTHS, causal=True), 0, False),
 }
 
 
-@pytest.mark.parametrize(("case", "heads_a_wave", "late_loads"), LISTED.values(), ids=LISTED.keys())
+@pytest.mark.parametrize(("case", "together", "late_loads"), LISTED.values(), ids=LISTED.keys())
 def test_packed_sequences_behind_the_front(
     case: Case,
-    heads_a_wave: int,
+    together: int,
     late_loads: bool,
     emulated: Callable[[str], Any],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     MODE.late_loads = late_loads
-    plans = emulated("backward_plan")
-    monkeypatch.setattr(plans, "heads_per_wave", lambda *_: heads_a_wave)
-    monkeypatch.setattr(plans, "rows_together", lambda *_, **__: 0)
-    monkeypatch.setattr(emulated("configs"), "LISTED_KEYS", 0)
+    monkeypatch.setattr(emulated("backward_plan").BackwardPlan, "together", lambda *_, **__: together)
+    monkeypatch.setattr(emulated("configs"), "prepares_listed", lambda _: True)
     prepared = emulated("launch_backward").backward_pass
     prepared.cache_clear()
-    sequences = set()
+    heads = set()
     prepare = emulated("preparing").prepare_tiles.function
 
     def noted(*args: Any) -> Any:
-        sequences.add(int(args[4][0]))
+        heads.add((int(args[4][0]), int(args[2])))
         return prepare(*args)
 
     monkeypatch.setattr(emulated("preparing"), "prepare_tiles", noted)
     check_backward(case, emulated)
     prepared.cache_clear()
-    assert sequences >= {2, 4, 5, 6}
-    assert (0 in sequences) == (heads_a_wave < case.heads[1])
+    pairs = {(sequence, head) for sequence, keys in enumerate(LENGTHS[1]) for head in range(case.heads[1]) if keys}
+    assert heads < pairs
+    assert heads >= {(sequence, head) for sequence, head in pairs if LENGTHS[0][sequence] <= 70}

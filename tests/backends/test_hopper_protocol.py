@@ -79,6 +79,7 @@ class Case:
     sinks: bool = False
     padding: int = 0
     deterministic: bool = False
+    dtype: torch.dtype = torch.bfloat16
     tile: str | None = None  # a row of the table of tiles, whatever the problem's own is
     rising: float = 0.0  # scores grow this much towards the first key, which is visited last
 
@@ -88,7 +89,7 @@ class Case:
         seqlens = self.seqlens if lengths is None else (max(lengths[0]), max(lengths[1]))
         totals = [self.batch * n for n in seqlens] if lengths is None else [sum(n) + self.padding for n in lengths]
         return AttentionProblem(
-            kind="dense" if lengths is None else "varlen", dtype=torch.bfloat16,
+            kind="dense" if lengths is None else "varlen", dtype=self.dtype,
             batch=self.batch if lengths is None else len(lengths[0]), seqlen_q=seqlens[0], seqlen_k=seqlens[1],
             total_q=totals[0], total_k=totals[1], num_heads=self.heads[0], num_kv_heads=self.heads[1],
             head_dim=self.head_dim, head_dim_v=self.head_dim_v or self.head_dim, scale=self.head_dim**-0.5,
@@ -103,7 +104,7 @@ class Case:
         def rows(heads: int, seqlen: int, total: int, width: int) -> Tensor:
             packed = problem.kind == "varlen"
             shape = (total, heads, width) if packed else (problem.batch, heads, seqlen, width)
-            values = torch.randn(shape, generator=generator).bfloat16()
+            values = torch.randn(shape, generator=generator).to(self.dtype)
             if packed and self.padding:
                 values[-self.padding :] = math.nan
             return values
@@ -115,7 +116,7 @@ class Case:
         k = rows(problem.num_kv_heads, problem.seqlen_k, problem.total_k, problem.head_dim)
         if self.rising:
             steps = (-1, 1, 1) if self.lengths is not None else (-1, 1)
-            k = k * torch.linspace(self.rising, 0.1, k.shape[-len(steps)]).reshape(steps).bfloat16()
+            k = k * torch.linspace(self.rising, 0.1, k.shape[-len(steps)]).reshape(steps).to(self.dtype)
         return Operands(
             q,
             k,
@@ -264,7 +265,8 @@ def check_forward(case: Case, emulated: Callable[[str], Any]) -> None:
     out, lse = emulated("launch").run_forward(case.problem, operands)
     assert emulated("launching").counter_for(out) == 0, "the tile counter must come back to zero"
     ref, ref_lse = expected(case, operands)
-    torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
+    error = 0.02 if case.dtype == torch.bfloat16 else 0.0025
+    torch.testing.assert_close(out.double(), ref, atol=error, rtol=error)
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
 
 

@@ -145,4 +145,4 @@ def test_a_missing_record_is_named(lost: str, monkeypatch: pytest.MonkeyPatch) -
     else:
         monkeypatch.setattr(configs, "D128_FULL", configs.ForwardTile(NUM_STAGES=3))
         fresh = {choices["tile"] for choices in missing(problems, [], forward_choices).values()}
-        assert fresh == {"D128_FULL", "D128_AT_ONCE"}
+        assert fresh == {"D128_FULL", "D128_MENDED"}

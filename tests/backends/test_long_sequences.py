@@ -36,8 +36,8 @@ def test_a_plan_of_another_kernel_is_noticed() -> None:
     long = CASES["d128 at once"]
     short = dataclasses.replace(long, case=dataclasses.replace(long.case, seqlens_k=(2047,)))
     assert misplaced(short, plan_of(short, "h200")) == ["forward: AT_ONCE=False"]
-    half = dataclasses.replace(long, case=dataclasses.replace(long.case, dtype=torch.float16))
-    assert misplaced(half, plan_of(half, "h200")) == ["forward: AT_ONCE=False"]
+    wide = dataclasses.replace(long, case=dataclasses.replace(long.case, head_dim=256))
+    assert misplaced(wide, plan_of(wide, "h200")) == ["forward: AT_ONCE=False"]
     assert misplaced(long, plan_of(long, "a100"))[0] == "backend triton"
 
 

@@ -222,6 +222,23 @@ def test_forward_on_hopper(packed: bool, head_dim: int, programs: int, seqlen_k:
         assert programs * 128 * -(-built.registers // 8) * 8 <= 65536
 
 
+@pytest.mark.parametrize("rows", ["odd", "expanded"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_forward_of_rows_that_lie_otherwise(packed: bool, rows: str) -> None:
+    """Rows that boxes cannot address have no limit on registers that was measured with boxes (0.8 to 1.1 KB spilled
+    under it); heads that share their keys, a stride of 0, have boxes.
+    """
+    q, k = (torch.zeros(4096, 4, 67 if rows == "odd" else 64, dtype=BF16)[..., :64] for _ in range(2))
+    k = k[:, :1].expand(-1, 4, -1) if rows == "expanded" else k
+    if packed:
+        bounds = torch.tensor([0, 4000, 4096], dtype=torch.int32)
+        call = calls_with("varlen", Operands(q, k, k, cu_seqlens_q=bounds, cu_seqlens_k=bounds), "h200", causal=True)[1]
+    else:
+        call = calls_with("dense", Operands(*(t.transpose(0, 1)[None] for t in (q, k, k))), "h200", causal=True)[0]
+    assert (call.arguments["k_desc"] is None) == (rows == "odd")
+    assert build(call, "h200").spilled == 0
+
+
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (128, BF16), (128, torch.float16)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_short_backward(causal: bool, head_dim: int, dtype: torch.dtype) -> None:

@@ -40,12 +40,12 @@ REPEATED_BACKWARDS = {"dq finished beside": ("dk", "dv"), "deterministic": ("dq"
 
 @pytest.fixture(autouse=True)
 def exact_sums() -> Iterator[None]:
-    """Plain PyTorch in bf16 adds in fp32, as the tolerance supposes."""
+    """Plain PyTorch in 16 bits adds in fp32, as the tolerance supposes."""
     settings = torch.backends.cuda.matmul
-    before = settings.allow_bf16_reduced_precision_reduction
-    settings.allow_bf16_reduced_precision_reduction = False
+    before = settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = settings.allow_fp16_reduced_precision_reduction = False
     yield
-    settings.allow_bf16_reduced_precision_reduction = before
+    settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction = before
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -187,6 +187,16 @@ def _varlen() -> Iterator[Case]:
             implementations=(*OURS, "fa2", "fa3", "sdpa-padded"),
             bars=tuple(Bar(who, limit, case=c, by="rate") for who, limit in VARLEN_LIMITS for c in (dense, equal)),
         )  # fmt: skip
+        # What packing itself costs, read plainly: dense cases in the packed layout.
+        grouped = f"gqa-32-8-{direction}-causal-n4096"
+        for heads, lengths, same in (
+            ((16, 16), (4096,) * 4, dense), ((16, 16), (seqlen,) * batch, equal), ((32, 8), (4096,) * 2, grouped),
+        ):  # fmt: skip
+            yield _case(
+                f"varlen-{same}", "varlen", measure=direction, kind="varlen", batch=len(lengths), num_heads=heads[0],
+                num_kv_heads=heads[1], seqlens=lengths, seqlen_q=lengths[0], seqlen_k=lengths[0], causal=True,
+                implementations=OURS, bars=(Bar(HOPPER, 0.95, case=same, by="rate"),),
+            )  # fmt: skip
 
 
 def _short() -> Iterator[Case]:

@@ -21,6 +21,9 @@ __all__ = [
 
 # At least so many programs, to share the rows past the last sequence.
 CLEARING_PROGRAMS = 132
+# At most so many programs for the heads of few sequences, which would else be listed one after the other (of 16 4 us of
+# 7). Every one compares its sequence with all others, so that many sequences have one each.
+LISTING_PROGRAMS = 512
 # Tiles that a wave of heads should have of the longest sequence, or the last wave ends late: backward, 16 sequences of
 # 7 to 4096 tokens, 8 of 16 heads a wave 419 TFLOP/s, all 16 (512 tiles) 426.
 BUSY_TILES = 512
@@ -87,15 +90,17 @@ def list_call(
     together: int,
     of_keys: bool = False,
     cleared: tuple[str | None, str | None, str | None, str | None] = (None, None, None, None),
-    beside: tuple[Address, int, int] | None = None,
+    heads: int = 1,
+    beside: tuple[Address, int] | None = None,
 ) -> KernelCall:
-    """List the blocks of queries (of keys) at `work`.
+    """List the blocks of queries (of keys) at `work`, for all heads or, if there are several, for each.
 
     Sequences of one length are walked together up to `together` keys (queries), see `rows_together`. `cleared` names
     what has rows past the last sequence: rows of queries and their lse, and two tensors of rows of keys. `beside`:
-    where, and in how many words, it is said which sequences may be made ready while blocks so many entries earlier run.
+    where it is said which heads of which sequences may be made ready while blocks so many entries earlier run.
     """
     parts = listed_parts(problem.seqlen_k if of_keys else problem.seqlen_q, block)
+    shares = max(1, min(heads, LISTING_PROGRAMS // max(problem.batch * parts, 1)))
     dtypes = (problem.dtype, torch.float32, problem.dtype, problem.dtype)
     rows = [name and Address(name, dtype, aligned=False) for name, dtype in zip(cleared, dtypes, strict=True)]
     paged = problem.page_size is not None
@@ -110,12 +115,14 @@ def list_call(
         "totals": (problem.total_q, problem.total_k),
         "widths": _widths(problem, cleared[1] is not None),
         "num_heads": problem.num_heads,
-        **dict(zip(("beside_ptr", "beside_width", "lead"), beside or (None, 0, 0), strict=True)),
+        "heads": heads,
+        "shares": shares,
+        **dict(zip(("beside_ptr", "lead"), beside or (None, 0), strict=True)),
         "BLOCK": block,
         "OF_KEYS": of_keys,
         "IS_PAGED": paged,
     }
-    return KernelCall(list_blocks_kernel, (max(problem.batch * parts, CLEARING_PROGRAMS), 1, 1), arguments)
+    return KernelCall(list_blocks_kernel, (max(problem.batch * parts * shares, CLEARING_PROGRAMS), 1, 1), arguments)
 
 
 def _widths(problem: AttentionProblem, forward: bool) -> tuple[int, int, int]:

@@ -2,16 +2,17 @@
 
 Only the device knows the lengths. A grid made for the longest sequence would be mostly empty (16 sequences of 7 to 4096
 tokens: 6096 of 8192 tiles, 45 us of taking and skipping in a forward of 260), so the blocks that exist are listed: one
-entry for a block of a sequence, for all heads. What an entry holds is said in schedule.LIST_WORDS; the first entry's
-place holds the number of entries. Every program computes where its entries belong from cu_seqlens alone, so none waits
-for another one.
+entry for a block of a sequence, for all heads or for each. What an entry holds is said in schedule.LIST_WORDS; the
+first entry's place holds the number of entries. Every program computes where its entries belong from cu_seqlens alone,
+so none waits for another one.
 
 The lengths are the device's, how many programs list a sequence follows from what the caller said of the longest one. If
 that was too little, the rest of a sequence is left out of everything: what is not listed must not be read.
 
 Order. Long sequences come first, and of a sequence its heavy blocks, so that the last tiles are light ones. Under a
 causal mask sequences of the same length are walked together, heavy blocks first, as many as fit into L2: one alone may
-have too few heavy blocks for all SMs.
+have too few heavy blocks for all SMs. Where every head has entries, those of a sequence that does not fit with all of
+its heads come in waves of heads, one after the other.
 
 Rows past the last sequence belong to no block: the same launch clears them.
 """
@@ -25,14 +26,12 @@ import triton.language as tl
 
 from tilewise.backends.gpu.tails import clear_rows
 
-__all__ = ["BESIDE", "ENTRY_WORDS", "LATE", "LISTED_BLOCKS", "list_blocks", "list_blocks_kernel", "listed_item"]
+__all__ = ["ENTRY_WORDS", "LISTED_BLOCKS", "list_blocks", "list_blocks_kernel", "listed_item"]
 
 # As schedule.LIST_WORDS.
 ENTRY_WORDS = tl.constexpr(8)
 # Blocks that a program lists, and sequences it compares them with at a time.
 LISTED_BLOCKS, COMPARED = tl.constexpr(32), tl.constexpr(64)
-# What is said of a sequence that may be made ready beside the blocks of earlier ones.
-BESIDE, LATE = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -72,19 +71,35 @@ def blocks_of(lengths, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
 
 
 @triton.jit
+def heads_together(passed, rows_together, BLOCK: tl.constexpr):
+    """Heads of sequences that are walked together, where blocks are passed by so many others."""
+    return tl.maximum(rows_together // tl.maximum(passed * BLOCK, 1), 1)
+
+
+@triton.jit
+def wave_of(room, follow, heads):
+    """Heads of a wave, in equal waves: as many as there is room for, of what the list ends with twice as many."""
+    return tl.cdiv(heads, tl.cdiv(heads, tl.where(follow > 0, room, 2 * room)))
+
+
+@triton.jit
 def list_blocks(
     sequence, part, parts, work_ptr, cu_seqlens_q, seqlens_k, batch, rows_together,
-    BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr,
+    BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr, first_head=0, shares=1, heads=1,
 ):  # fmt: skip
-    """Write LISTED_BLOCKS entries of a sequence, one of `parts`, where they belong; the first program also writes the
-    number of all.
+    """Write LISTED_BLOCKS entries of a sequence, one of `parts`, where they belong, for `first_head` and every one
+    `shares` heads further of `heads` (1 where entries are for all of them); the first program also writes the number
+    of all.
     """
     most = parts * (LISTED_BLOCKS * BLOCK)
     lengths = lengths_at(sequence, sequence >= 0, cu_seqlens_q, seqlens_k, most, OF_KEYS, IS_PAGED)
     count, lightest, passed = blocks_of(lengths, BLOCK, OF_KEYS)
-    group_size = tl.maximum(rows_together // tl.maximum(passed * BLOCK, 1), 1)
+    room = heads_together(passed, rows_together, BLOCK)
+    group_size = tl.maximum(room // heads, 1)
     ranks = part * LISTED_BLOCKS + tl.arange(0, LISTED_BLOCKS)  # from the lightest block on
-    place = tl.zeros([LISTED_BLOCKS], tl.int32)
+    place = tl.zeros([LISTED_BLOCKS], tl.int32)  # in its group
+    ahead_of = tl.zeros([COMPARED], tl.int32)
+    behind = tl.zeros([COMPARED], tl.int32)
     total = tl.zeros([COMPARED], tl.int32)
     for first in range(0, batch, COMPARED):
         others = first + tl.arange(0, COMPARED)
@@ -97,7 +112,8 @@ def list_blocks(
         alike = other_passed == passed
         together = alike & (others // group_size == sequence // group_size)
         ahead = (other_passed > passed) | (alike & (others // group_size < sequence // group_size))
-        place += tl.sum(tl.where(ahead, counts, 0), 0)
+        ahead_of += tl.where(ahead, counts, 0)
+        behind += tl.where(ahead | together, 0, counts)
         rank = (lightest + ranks)[:, None] - floors[None, :]  # of a block that weighs as much
         heavier = tl.minimum(tl.maximum(counts[None, :] - 1 - rank, 0), counts[None, :])
         heavier += ((others < sequence)[None, :] & (rank >= 0) & (rank < counts[None, :])).to(tl.int32)
@@ -105,80 +121,93 @@ def list_blocks(
     blocks = ranks
     if OF_KEYS:
         blocks = count - 1 - ranks
-    entry = work_ptr + (place + 1) * ENTRY_WORDS
     exists = ranks < count
-    tl.store(entry + 1, blocks, mask=exists)
-    tl.store(entry + 3, ranks * 0 + sequence, mask=exists)
-    tl.store(entry + 4, ranks * 0 + lengths[0], mask=exists)
-    tl.store(entry + 5, ranks * 0 + lengths[1], mask=exists)
-    tl.store(entry + 6, ranks * 0 + lengths[2], mask=exists)
-    tl.store(entry + 7, ranks * 0 + lengths[3], mask=exists)
-    if (sequence == 0) & (part == 0):
-        tl.store(work_ptr, tl.sum(total, 0))
+    before = tl.sum(ahead_of, 0)
+    wave = wave_of(room, tl.sum(behind, 0), heads)
+    for head in range(first_head, heads, shares):
+        first = head // wave * wave
+        at = before * heads + first * count + place * tl.minimum(wave, heads - first) + (head - first)
+        entry = work_ptr + (at + 1) * ENTRY_WORDS
+        tl.store(entry + 1, blocks, mask=exists)
+        tl.store(entry + 2, ranks * 0 + head, mask=exists)
+        tl.store(entry + 3, ranks * 0 + sequence, mask=exists)
+        tl.store(entry + 4, ranks * 0 + lengths[0], mask=exists)
+        tl.store(entry + 5, ranks * 0 + lengths[1], mask=exists)
+        tl.store(entry + 6, ranks * 0 + lengths[2], mask=exists)
+        tl.store(entry + 7, ranks * 0 + lengths[3], mask=exists)
+    if (sequence == 0) & (part == 0) & (first_head == 0):
+        tl.store(work_ptr, tl.sum(total, 0) * heads)
 
 
 @triton.jit
 def mark_beside(
-    sequence, parts, beside_ptr, width, lead, cu_seqlens_q, seqlens_k, batch, rows_together,
+    sequence, parts, beside_ptr, heads, lead, cu_seqlens_q, seqlens_k, batch, rows_together,
     BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Say of a sequence whether it can be made ready while blocks `lead` entries earlier run: BESIDE if those that are
-    walked together with it have at most `lead` blocks, of as many at least, and LATE if the first of them comes no
-    earlier.
-
-    A sequence has `width` words at beside_ptr: this one, and zeros.
+    """Say of every head of a sequence whether it can be made ready while blocks `lead` entries earlier run: if those
+    that are walked together with it have at most so many entries, and as many come before them. A head has two words:
+    this, and 0.
     """
     most = parts * (LISTED_BLOCKS * BLOCK)
     lengths = lengths_at(sequence, sequence >= 0, cu_seqlens_q, seqlens_k, most, OF_KEYS, IS_PAGED)
     own = blocks_of(lengths, BLOCK, OF_KEYS)
     passed = own[2]
-    group_size = tl.maximum(rows_together // tl.maximum(passed * BLOCK, 1), 1)
-    before = tl.zeros([COMPARED], tl.int32)
-    total = tl.zeros([COMPARED], tl.int32)
-    companions = tl.zeros([COMPARED], tl.int32)
+    room = heads_together(passed, rows_together, BLOCK)
+    group_size = tl.maximum(room // heads, 1)
+    ahead_of = tl.zeros([COMPARED], tl.int32)
+    alongside = tl.zeros([COMPARED], tl.int32)
+    behind = tl.zeros([COMPARED], tl.int32)
     for first in range(0, batch, COMPARED):
         others = first + tl.arange(0, COMPARED)
         inside = others < batch
         others_lengths = lengths_at(others, inside, cu_seqlens_q, seqlens_k, most, OF_KEYS, IS_PAGED)
         others_own = blocks_of(others_lengths, BLOCK, OF_KEYS)
         counts = tl.where(inside, others_own[0], 0)
-        total += counts
         alike = others_own[2] == passed
         ahead = (others_own[2] > passed) | (alike & (others // group_size < sequence // group_size))
-        before += tl.where(ahead, counts, 0)
-        companions += tl.where(alike & (others // group_size == sequence // group_size), counts, 0)
-    said = tl.where((own[0] > 0) & (tl.sum(companions, 0) <= lead) & (tl.sum(total, 0) >= lead), BESIDE, 0)
-    said += tl.where(tl.sum(before, 0) >= lead, LATE, 0)
-    for first in range(0, width, COMPARED):
-        words = first + tl.arange(0, COMPARED)
-        tl.store(beside_ptr + sequence * width + words, tl.where(words == 0, said, 0), mask=words < width)
+        together = alike & (others // group_size == sequence // group_size)
+        ahead_of += tl.where(ahead, counts, 0)
+        alongside += tl.where(together, counts, 0)
+        behind += tl.where(ahead | together, 0, counts)
+    before, companions = tl.sum(ahead_of, 0), tl.sum(alongside, 0)
+    wave = wave_of(room, tl.sum(behind, 0), heads)
+    for first in range(0, heads, COMPARED):
+        head = first + tl.arange(0, COMPARED)
+        first_head = head // wave * wave
+        fits = companions * tl.minimum(wave, heads - first_head) <= lead
+        late = before * heads + first_head * own[0] >= lead
+        at = beside_ptr + (sequence * heads + head) * 2
+        tl.store(at, ((own[0] > 0) & fits & late).to(tl.int32), mask=head < heads)
+        tl.store(at + 1, head * 0, mask=head < heads)
 
 
 @triton.jit(
-    do_not_specialize=["batch", "parts", "rows_together", "totals", "widths", "num_heads", "beside_width", "lead"],
+    do_not_specialize=["batch", "parts", "rows_together", "totals", "widths", "num_heads", "heads", "shares", "lead"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "seqlens_k", "q_rows_ptr", "lse_ptr", "k_rows_ptr", "v_rows_ptr"],
 )
 def list_blocks_kernel(
     work_ptr, cu_seqlens_q, seqlens_k, q_rows_ptr, lse_ptr, k_rows_ptr, v_rows_ptr, batch, parts, rows_together,
-    totals, widths, num_heads, beside_ptr, beside_width, lead,
+    totals, widths, num_heads, beside_ptr, heads, shares, lead,
     BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr,
 ):  # fmt: skip
     """List the blocks of BLOCK queries (keys); zero rows past the last sequence, -inf in their lse.
 
-    Programs: at least batch x parts of a sequence's blocks; all together clear. seqlens_k is cu_seqlens_k, or the
-    lengths of paged keys. rows_together: of sequences of one length, 0 without a causal mask. totals and widths are of
-    (queries, keys, values); a tensor that is None is not cleared. beside_ptr: see mark_beside, or None.
+    Programs: at least batch x parts of a sequence's blocks x shares of its heads; all together clear. seqlens_k is
+    cu_seqlens_k, or the lengths of paged keys. rows_together: of sequences of one length, 0 without a causal mask.
+    totals and widths are of (queries, keys, values); a tensor that is None is not cleared. beside_ptr: see mark_beside,
+    or None. heads: 1 where an entry is for all of them.
     """
     program = tl.program_id(0)
     if beside_ptr is not None:  # noqa: SIM102  (this one is for the compiler)
         if program < batch:
             mark_beside(
-                program, parts, beside_ptr, beside_width, lead, cu_seqlens_q, seqlens_k, batch, rows_together,
+                program, parts, beside_ptr, heads, lead, cu_seqlens_q, seqlens_k, batch, rows_together,
                 BLOCK, OF_KEYS, IS_PAGED)  # fmt: skip
-    if program < batch * parts:
+    if program < batch * parts * shares:
+        item = program // shares
         list_blocks(
-            program // parts, program % parts, parts, work_ptr, cu_seqlens_q, seqlens_k, batch, rows_together,
-            BLOCK, OF_KEYS, IS_PAGED)  # fmt: skip
+            item // parts, item % parts, parts, work_ptr, cu_seqlens_q, seqlens_k, batch, rows_together,
+            BLOCK, OF_KEYS, IS_PAGED, program % shares, shares, heads)  # fmt: skip
     if q_rows_ptr is not None:
         clear_rows(q_rows_ptr, lse_ptr, tl.load(cu_seqlens_q + batch), totals[0], num_heads, widths[0])
     if k_rows_ptr is not None:

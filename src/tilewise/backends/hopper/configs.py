@@ -34,10 +34,10 @@ class ForwardTile:
     MERGE_KV: K_i and V_{i-1} share a slot, one barrier less per tile; PIN_EXP: keep the exponentials ahead of the wait
     for P V; IS_LAZY: the reference of a row's softmax and O move only when scores outgrow it (see scores.py), VOTES:
     which a thread sees by its own scores; AT_ONCE: which the sums tell afterwards, and rows that are lost by it get a
-    second kernel (again.py); RESCALE_EARLY: rescale O between
-    Q K^T and P V; SPLIT_SUM: no shuffles in the row sums; OUT_IN_Q: O leaves through Q's buffer; CTAS_PER_SM: more than
-    one run the kernel of forward_quad.py; PASSES_OVER: a warpgroup passes over key tiles that only others of its CTA
-    see; TAKES_LATE: a CTA takes its next tile at the end of this one's keys, not at their start.
+    second kernel (again.py); MENDS_P: before P of the same tile are rounded, so that they fit into fp16; RESCALE_EARLY:
+    rescale O between Q K^T and P V; SPLIT_SUM: no shuffles in the row sums; OUT_IN_Q: O leaves through Q's buffer;
+    CTAS_PER_SM: more than one run the kernel of forward_quad.py; PASSES_OVER: a warpgroup passes over key tiles that
+    only others of its CTA see; TAKES_LATE: a CTA takes its next tile at the end of this one's keys, not at their start.
     """
 
     NUM_WARPGROUPS: int = 2
@@ -49,6 +49,7 @@ class ForwardTile:
     IS_LAZY: bool = False
     VOTES: bool = False
     AT_ONCE: bool = False
+    MENDS_P: bool = False
     RESCALE_EARLY: bool = False
     SPLIT_SUM: bool = True
     OUT_IN_Q: bool = False
@@ -66,16 +67,23 @@ D64_QUAD_BANDED = replace(D64_QUAD, IS_LAZY=True, VOTES=True)
 # At once: full N = 512/1024/2048 157/295/507 -> 148/267/487 us (2048: three warpgroups before), packed mix 566 -> 535;
 # causal 512/2048 107/271 -> 103/266, mix 305 -> 299; a window of 1024 at 16384 359 -> 325.
 D64_QUAD_AT_ONCE = replace(D64_QUAD, IS_LAZY=True, AT_ONCE=True)
+# P mended: fp16 full N = 1024 315 -> 290 us, causal 1024/4096 187/607 -> 177/549 (bf16 at once 284, 174/531).
+D64_QUAD_MENDED = replace(D64_QUAD_AT_ONCE, MENDS_P=True)
 # Three warpgroups, 4 stages: 412/506/541 full, 428/520 causal at 4k/16k. Merged barriers pay with three consumers.
 D64_BANDED = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False, SPLIT_SUM=False)
 # Lazy: full at 4k/16k 499/511 -> 505/539, causal at 16k 541 -> 514. With split sums 489/525.
 D64_FULL = replace(D64_BANDED, IS_LAZY=True)
 # At once: full at 2k/4k/16k 474/488/514 -> 531/551/602 (cuDNN 446/447/452), packed mix 503 -> 543.
 D64_AT_ONCE = replace(D64_FULL, AT_ONCE=True, PIN_EXP=True, SPLIT_SUM=True)
+# P mended: fp16 full at 4k/16k 1165/4365 -> 1012/3761 us (bf16 at once 1008/3788).
+D64_MENDED = replace(D64_AT_ONCE, MENDS_P=True)
 # Causal at 16k 544 -> 560, again 510 -> 533. Pinned, its loops spill (107 times).
 D64_BANDED_AT_ONCE = replace(D64_AT_ONCE, PIN_EXP=False)
 # Dense and causal, tiles that 64 rows do not see (a third of the masked ones) passed over: 2038 -> 1845 us at 16k.
 D64_CAUSAL = replace(D64_BANDED_AT_ONCE, PASSES_OVER=True)
+# P mended: fp16 causal at 16k 2188 -> 2056 us (bf16 at once 1928); pinned 2004, with 16 spills, four warpgroups 2069.
+D64_BANDED_MENDED = replace(D64_BANDED_AT_ONCE, MENDS_P=True)
+D64_CAUSAL_MENDED = replace(D64_CAUSAL, MENDS_P=True)
 # Separate K and V barriers: 419/576/623 -> 454/597/656 causal.
 D128_BANDED = ForwardTile()
 # Lazy and early: full at 4k/16k 724/666 -> 745/698, causal 643/667 -> 660/644.
@@ -83,17 +91,31 @@ D128_FULL = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
 # At once: causal N = 1024/2048/4096/16384 142/251/437/1493 -> 140/236/421/1483 us, packed mix 245 -> 232; full
 # 1024/2048/4096 204/380/717 -> 206/374/706, packed mix 461 -> 435. (From 4096 on at once before, lost rows in place.)
 D128_AT_ONCE = ForwardTile(IS_LAZY=True, AT_ONCE=True)
+# P mended: fp16 causal at 1k/4k/16k 160/461/1744 -> 157/426/1545 us (bf16 at once 156/421/1537, mended 157/437/1553);
+# full 2k and more: at 4k/16k fp16 836/3262 -> 790/3010, bf16 at once 801/3076 -> 791/3022.
+D128_MENDED = replace(D128_AT_ONCE, MENDS_P=True)
 # As two column parts 128 + 64 instead of padding to 256. Voting: 4k 672 -> 757 full (cuDNN 670), 579 -> 648 causal.
 D192 = ForwardTile(
     BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True, IS_LAZY=True, VOTES=True
 )
-# At once: full at 1k/2k/4k/16k 159/290/546/2336 -> 157/280/527/2219 us, packed mix 321 -> 310; with a mask not timed.
-D192_AT_ONCE = replace(D192, VOTES=False, AT_ONCE=True)
+# At once: full at 1k/2k/4k/16k 159/290/546/2336 -> 157/280/527/2219 us, packed mix 321 -> 310. P mended, full at 4k:
+# 743 -> 727, from voting 786; in fp16 781 -> 728.
+D192_MENDED = replace(D192, VOTES=False, AT_ONCE=True, MENDS_P=True, PIN_EXP=True)
+# Dense and causal at 4k: 459 -> 422 us, in fp16 464 -> 424 (at once, P not mended 421; tiles not passed over 440).
+D192_CAUSAL_MENDED = replace(D192_MENDED, PASSES_OVER=True)
 # O takes 128 registers of a thread, so the key tile is halved. Lazy: 4k/16k 748/708 -> 778/746 full, 1k/16k 473/662 ->
 # 485/668 causal.
 D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True, IS_LAZY=True)
 # Dense and causal: at 16k 1620 -> 1493 us; tiles passed over alone 453 -> 442 at 4k, 151 -> 146 at 1k.
 D256_CAUSAL = replace(D256, PASSES_OVER=True, TAKES_LATE=True)
+# What fp16, which ends at 2^16, has in the places of rows of bf16.
+HALVES = {
+    D64_QUAD_AT_ONCE: D64_QUAD_MENDED,
+    D64_AT_ONCE: D64_MENDED,
+    D64_BANDED_AT_ONCE: D64_BANDED_MENDED,
+    D64_CAUSAL: D64_CAUSAL_MENDED,
+    D128_AT_ONCE: D128_MENDED,
+}
 
 # Keys up to which four warpgroups an SM beat three that overlap more (D=64), with a band and without: causal 611 us
 # instead of 619 at 4096, 2373 instead of 2123 at 16384; full 308 instead of 338 at 1024, 588 instead of 578 at 2048, at
@@ -106,12 +128,17 @@ QUAD_BANDED_ROWS, QUAD_ROWS, QUAD_PACKED_ROWS = 2048, 512, 2048
 # Keys from which P at once is ahead of what it adds: the end of a query block, and 2 us for the kernel that looks for
 # lost rows. By width and whether there is a band. D=64 N = 256 full 89.3 -> 89.9 us, causal 75.8 -> 75.9; D=128 full
 # 1024 204 -> 206, causal 512 95.5 -> 95.7. D=256 1024/4096 full 195/684 -> 200/688, causal 128/370 -> 134/379.
-AT_ONCE_KEYS = {(64, False): 512, (64, True): 512, (128, False): 2048, (128, True): 1024, (192, False): 1024}
+AT_ONCE_KEYS = {
+    (64, False): 512, (64, True): 512, (128, False): 2048, (128, True): 1024, (192, False): 1024, (192, True): 2048,
+}  # fmt: skip
 # Keys of packed sequences, in the mean. D=64 32 x 512 full 164 -> 154 us, causal 111 -> 109; D=128 causal 64 x 256,
-# 32 x 512, 16 x 1024 81/100/149 -> 84/104/145, full 16 x 1024 228 -> 218.
-AT_ONCE_PACKED_KEYS = {64: 512, 128: 1024, 192: 1024}
+# 32 x 512, 16 x 1024 81/100/149 -> 84/104/145, full 16 x 1024 228 -> 218. D=192 with a mask was not timed.
+AT_ONCE_PACKED_KEYS = {(64, False): 512, (64, True): 512, (128, False): 1024, (128, True): 1024, (192, False): 1024}
 # Keys of a window, D=64. 128/256/512/1024/4096 at 16384: 132/152/213/349/1052 -> 135/151/201/316/907 us.
 AT_ONCE_WINDOW = 512
+# A scale from which on scores of ordinary q and k may pass 2^31. To be right there takes 2 to 6 % of a forward whose
+# references are maxima (D=128, N=1024 full 210 -> 222 us), which no other scale pays.
+LARGE_SCALE = 1024.0
 # dK and dV of wider heads do not fit into the registers of one warpgroup. Resting at D=128 (N=1k/4k/16k, causal):
 # 343/511/577 -> 343/521/599; at D=64, where half a warpgroup's tile is hidden, it cost 6 to 10 %.
 MAX_NARROW_HEAD_DIM = 128
@@ -138,7 +165,8 @@ CONSUMER_REGS = {warpgroups: registers(warpgroups)[1] for warpgroups in (2, 3)}
 class ForwardConfig(ForwardTile):
     """Everything the forward kernel is compiled for; head dims are pairs of column parts (see `column_parts`).
 
-    IS_PAGED: queries are packed, keys come from pages of PAGE_SIZE rows, CHUNK rows at a time.
+    IS_PAGED: queries are packed, keys come from pages of PAGE_SIZE rows, CHUNK rows at a time. EXACT: scores of any
+    size are right also where a row's reference is its maximum (scores.row_scale).
     """
 
     D: int = 128
@@ -155,6 +183,7 @@ class ForwardConfig(ForwardTile):
     IS_PAGED: bool = False
     PAGE_SIZE: int = 0
     CHUNK: int = 0
+    EXACT: bool = False
 
 
 @dataclass(frozen=True)
@@ -400,11 +429,17 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         IS_PAGED=problem.page_size is not None,
         PAGE_SIZE=problem.page_size or 0,
         CHUNK=math.gcd(problem.page_size or 0, tile.BLOCK_N),
+        EXACT=_is_exact(problem, tile),
     )
 
 
+def _is_exact(problem: AttentionProblem, tile: ForwardTile) -> bool:
+    """Whether scores may be so large that they need it, by the scale, and the tile does not do without."""
+    return problem.scale >= LARGE_SCALE and problem.softcap is None and not (tile.AT_ONCE or tile.VOTES)
+
+
 def _at_once(problem: AttentionProblem, keys: int, width: int) -> bool:
-    """Whether P may be as large as fp32 goes, what is lost nevertheless can be computed again, and it was timed.
+    """Whether P at once is there for the problem, what it loses can be computed again, and it was timed.
 
     Not from pages. Left edges at D=64 alone: D=128 with a window of 1024 at 16384 249 -> 250 us.
     """
@@ -414,15 +449,19 @@ def _at_once(problem: AttentionProblem, keys: int, width: int) -> bool:
         keys = min(keys, left + 1 + (right or 0))
     windowed = (has_left(problem) and width != 64) or (has_right(problem) and right != 0)
     plain = problem.page_size is None and problem.softcap is None and not windowed
-    fits = problem.dtype == torch.bfloat16 and problem.head_dim == problem.head_dim_v == width
+    fits = problem.head_dim == problem.head_dim_v == width
     banded, packed = has_right(problem) or has_left(problem), problem.kind != "dense"
-    least = AT_ONCE_KEYS.get((width, banded), math.inf)
-    if packed and least < math.inf:
-        least = AT_ONCE_PACKED_KEYS[width]
+    least = (AT_ONCE_PACKED_KEYS if packed else AT_ONCE_KEYS).get((width, banded), math.inf)
     return plain and fits and keys >= (max(least, AT_ONCE_WINDOW) if has_left(problem) else least)
 
 
 def _forward_tile(problem: AttentionProblem) -> ForwardTile:
+    tile = _wide_tile(problem)
+    return HALVES.get(tile, tile) if problem.dtype == torch.float16 else tile
+
+
+def _wide_tile(problem: AttentionProblem) -> ForwardTile:
+    """Of P in bf16."""
     width = max(sum(column_parts(problem.head_dim)), sum(column_parts(problem.head_dim_v)))
     banded = has_right(problem) or has_left(problem)
     packed = problem.kind != "dense"
@@ -443,8 +482,8 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
         return D64_AT_ONCE if at_once else D64_FULL
     if width == 128:
         if at_once:
-            return D128_AT_ONCE
+            return D128_AT_ONCE if banded else D128_MENDED
         return D128_BANDED if banded else D128_FULL
     if width == 192:
-        return D192_AT_ONCE if at_once else D192
+        return (D192_CAUSAL_MENDED if plain_causal else D192_MENDED) if at_once else D192
     return D256_CAUSAL if plain_causal else D256

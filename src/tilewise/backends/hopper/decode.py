@@ -298,7 +298,9 @@ def attend(
     pipe.k_ring.release(at)
     if C.IS_FP8:
         scores = scores * scales[0][:, None] * units[None, :]
-    scores = mask_keys(capped(scores, cap_scale, C), row, seqlen_q, seqlen_k, sizes, C) * scale_log2
+    # Masked behind the product, which so is rounded before the maximum is subtracted: fused, the largest of scores past
+    # 1e9 would leave any power of two.
+    scores = mask_keys(capped(scores, cap_scale, C) * scale_log2, row, seqlen_q, seqlen_k, sizes, C)
     weighted = scores
     if C.IS_FP8:
         weighted = scores + log2(gl.maximum(scales[1], MIN_SCALE))[:, None]

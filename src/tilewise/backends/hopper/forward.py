@@ -49,7 +49,16 @@ from tilewise.backends.hopper.schedule import (
     take_tile,
     whole_tiles,
 )
-from tilewise.backends.hopper.scores import capped, finish_rows, lost_rows, mask_scores, no_rows, soften, whole_rows
+from tilewise.backends.hopper.scores import (
+    capped,
+    finish_rows,
+    lost_rows,
+    mask_scores,
+    mended,
+    no_rows,
+    soften,
+    whole_rows,
+)
 from tilewise.backends.hopper.signals import let_next_start
 
 __all__ = ["forward_kernel"]
@@ -276,9 +285,13 @@ def attend(
         scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
     p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
     if not MASKED:
-        if C.PIN_EXP:
+        if C.MENDS_P and C.PIN_EXP:  # its branch pins as well
+            p, factor, row_ref, row_sum = mended(p, row_ref, row_sum, C)
+        elif C.PIN_EXP:
             row_sum = pin(row_sum)
         acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
+        if C.MENDS_P and not C.PIN_EXP:
+            p, factor, row_ref, row_sum = mended(p, row_ref, row_sum, C)
     if C.MERGE_KV:
         pipe.k_ring.release(at)
     else:
@@ -386,7 +399,7 @@ def consumer(
         if C.RESCALE_EARLY:
             acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
         acc, acc_rest = issue_output(p_operand, pipe.v_smem, at.slot, acc, acc_rest, C)
-        row_ref, row_sum = whole_rows(row_ref, row_sum, C)
+        row_ref, row_sum = whole_rows(row_ref, row_sum, scale_log2, C)
         factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
         if DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)

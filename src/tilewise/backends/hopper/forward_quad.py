@@ -42,7 +42,16 @@ from tilewise.backends.hopper.schedule import (
     spans_at,
     take_tile,
 )
-from tilewise.backends.hopper.scores import capped, finish_rows, lost_rows, mask_scores, no_rows, soften, whole_rows
+from tilewise.backends.hopper.scores import (
+    capped,
+    finish_rows,
+    lost_rows,
+    mask_scores,
+    mended,
+    no_rows,
+    soften,
+    whole_rows,
+)
 from tilewise.backends.hopper.signals import let_next_start
 
 __all__ = ["forward_quad_kernel"]
@@ -112,6 +121,8 @@ def attend(
     if MASKED:
         scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
     p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
+    if C.MENDS_P and not MASKED:
+        p, factor, row_ref, row_sum = mended(p, row_ref, row_sum, C)
     acc, _ = rescale_output(acc, 0, factor, C)
     p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), P_LAYOUT)
     acc, _ = issue_output(p_operand, pipe.v_smem, at.slot, acc, 0, C)
@@ -170,7 +181,7 @@ def consumer(
         head, q_span, kv_span = spans_at(item, pipe.tiles, turn, sizes, 4, C)
         turn = turn.next()
         tile = pipe.tiles.word(turn, 0, 4)
-        row_ref, row_sum = whole_rows(row_ref, row_sum, C)
+        row_ref, row_sum = whole_rows(row_ref, row_sum, scale_log2, C)
         pipe.q_ring.release(q_lane)
         q_at = q_at.next()
         factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)

@@ -118,11 +118,16 @@ def bind_pass(prepare: Prepare, problem: AttentionProblem, operands: Operands, *
     return BoundPass(ready.launches, Operands._fields, made, index, counter_maker(q, ready.num_counters), unread=unread)
 
 
-def addressable(view: View, shape: tuple[int, ...]) -> bool:
-    """Whether TMA can address a tensor (else it is copied): base and strides multiples of 16 bytes, none 0."""
-    step = TMA_BYTES // view.dtype.itemsize
-    sides = zip(shape[:-1], view.strides, strict=False)
-    return view.aligned and all(size == 1 or (stride > 0 and stride % step == 0) for size, stride in sides)
+def addressable(view: View, shape: tuple[int, ...], *, shared: bool = False) -> bool:
+    """Whether TMA can address a tensor (else it is copied): base and strides multiples of 16 bytes.
+
+    `shared`: those of heads and sequences may be 0, which is one, too.
+    """
+    step, rows = TMA_BYTES // view.dtype.itemsize, 2 if len(shape) == 4 else 0
+    sides = enumerate(zip(shape[:-1], view.strides, strict=False))
+    return view.aligned and all(
+        size == 1 or (stride % step == 0 and (stride > 0 or (shared and at != rows))) for at, (size, stride) in sides
+    )
 
 
 def packed_rows(problem: AttentionProblem, name: str, view: View) -> View:

@@ -13,11 +13,11 @@ sees to it that the front is at least the largest wave and num_programs long (ba
 went to a tile with a smaller number than t, which was taken before t, by a CTA that runs. Preparers wait for TMA alone,
 but where they finish dQ, too: for whom, finishing.py says.
 
-Packed, a head of a sequence takes the place of a head, an entry of the list that of a block, and all tiles come from
-the counter. A share is prepared `front_tiles` numbers before its tile: a wave's heads times as many entries as the
-longest sequence may have (backward_plan.lead). Which sequences that serves only the device knows, and says of each
-(work_list.mark_beside): not those that the list begins with, and not one whose companions, walked together with it,
-have more entries, whose last share would be handed out after its first tile. The row kernel prepares these.
+Packed, a head of a sequence takes the place of a head, an entry of the list is a tile, and all tiles come from the
+counter. A share is prepared `front_tiles` numbers before its tile: as many as heads that are walked together may have,
+and a round of CTAs (backward_plan.front_tiles). Which heads of sequences that serves only the device knows, and says of
+each (work_list.mark_beside): not those that the list begins with, and not one whose companions, walked together with
+it, have more entries, whose last share would be handed out after its first tile. The row kernel prepares these.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -36,9 +36,6 @@ from tilewise.backends.hopper.schedule import first_turn, listed_rows, place_of,
 from tilewise.backends.hopper.signals import load_acquire, publish
 
 __all__ = ["Ahead", "await_listed", "await_prepared", "preparer"]
-
-# As work_list.BESIDE and LATE.
-BESIDE, LATE = gl.constexpr(1), gl.constexpr(2)
 
 
 class Ahead(NamedTuple):
@@ -103,25 +100,25 @@ def prepare_share(
 
 @gluon.jit
 def prepare_listed(
-    share, num_entries, work_ptr, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles,
-    counts_ptr, sizes, C: gl.constexpr,
+    share, work_ptr, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, counts_ptr, sizes,
+    C: gl.constexpr,
 ):  # fmt: skip
-    """One share of a head of a packed sequence, counted if that sequence is prepared beside; the turn of the tiles."""
-    block, head, span, num_keys = listed_rows(share, num_entries, work_ptr, sizes)
-    if is_beside(span[0], head, counts_ptr, sizes):
+    """One share of a head of a packed sequence, counted if that one is prepared beside; the turn of the tiles."""
+    block, head, span, num_keys = listed_rows(share, work_ptr)
+    counts = counts_of(span[0], head, counts_ptr, sizes)
+    if gl.load(counts) != 0:
         turn = prepare_tiles(
             block, gl.cdiv(num_keys, C.BLOCK_N), head, head, span, turn, out_desc, dout_desc, lse_ptr, dlse_ptr,
             stats_ptr, sums_ptr, row_tiles, sizes, C)  # fmt: skip
         publish()
-        gl.atomic_add(counts_ptr + span[0] * (sizes.num_items + 1) + 1 + head, 1, sem="relaxed")
+        gl.atomic_add(counts + 1, 1, sem="relaxed")
     return turn
 
 
 @gluon.jit
-def is_beside(sequence, head, counts_ptr, sizes):
-    """Whether a head of a packed sequence is prepared here: LATE matters only in the first wave of heads."""
-    said = gl.load(counts_ptr + sequence * (sizes.num_items + 1))
-    return (said | gl.where(head >= sizes.items_per_wave, LATE, 0)) == (BESIDE | LATE)
+def counts_of(sequence, head, counts_ptr, sizes):
+    """Where it is said whether a head of a packed sequence is prepared here, and then how many shares are."""
+    return counts_ptr + (sequence * sizes.num_items + head) * 2
 
 
 @gluon.jit
@@ -135,8 +132,7 @@ def preparer(
     tile = gl.program_id(0) * 0
     num_tiles = sizes.num_tiles
     if C.IS_VARLEN:
-        num_entries = gl.load(work_ptr)
-        num_tiles = num_entries * sizes.num_items
+        num_tiles = gl.load(work_ptr)
     while tile < sizes.num_tiles:
         tiles.wait(tile_turn)
         tile = tiles.word(tile_turn, 0, 2)
@@ -148,8 +144,8 @@ def preparer(
         if share < num_tiles:
             if C.IS_VARLEN:
                 turn = prepare_listed(
-                    share, num_entries, work_ptr, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr,
-                    row_tiles, counts_ptr, sizes, C)  # fmt: skip
+                    share, work_ptr, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles,
+                    counts_ptr, sizes, C)  # fmt: skip
             else:
                 turn = prepare_share(
                     share, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, counts_ptr,
@@ -174,7 +170,7 @@ def await_prepared(item, counts_ptr, ahead, sizes, C: gl.constexpr):
 @gluon.jit
 def await_listed(head, q_span, kv_span, counts_ptr, sizes, C: gl.constexpr):
     """Producer: wait until all shares of a head of a packed sequence are counted."""
-    if is_beside(q_span[0], head, counts_ptr, sizes):
-        at = counts_ptr + q_span[0] * (sizes.num_items + 1) + 1 + head
-        while load_acquire(at) < gl.cdiv(kv_span[2], C.BLOCK_N):
+    counts = counts_of(q_span[0], head, counts_ptr, sizes)
+    if gl.load(counts) != 0:
+        while load_acquire(counts + 1) < gl.cdiv(kv_span[2], C.BLOCK_N):
             pass

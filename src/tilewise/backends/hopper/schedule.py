@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 # Words of an entry of the list, and of the mailbox: the tile's number, block, head, sequence, first query row, query
-# rows, first key row, keys. A head is not part of an entry, the number neither.
+# rows, first key row, keys. The number is not part of an entry, the head only where every one has entries of its own.
 LIST_WORDS = gl.constexpr(8)
 # The words of a tile stay until its consumers are done; the producer is at most two tiles ahead of them.
 LIST_SLOTS = gl.constexpr(3)
@@ -149,33 +149,41 @@ def following_tile(tiles, at, C: gl.constexpr):
 
 
 @gluon.jit
-def announce(tile, num_entries, work_ptr, tiles, at, sizes):
+def announce(tile, num_entries, work_ptr, tiles, at, sizes, BY_HEAD: gl.constexpr = False):
     """Producer: send a tile of the list; its number, or sizes.num_tiles if the list has no such tile."""
-    number, words = listed_words(tile, num_entries, work_ptr, sizes)
+    number, words = listed_words(tile, num_entries, work_ptr, sizes, BY_HEAD)
     tiles.send(at, words)
     return number
 
 
 @gluon.jit
-def listed_words(tile, num_entries, work_ptr, sizes):
-    """(number, words) of a tile of the list; the number is sizes.num_tiles if the list has no such tile."""
+def listed_words(tile, num_entries, work_ptr, sizes, BY_HEAD: gl.constexpr = False):
+    """(number, words) of a tile of the list; the number is sizes.num_tiles if the list has no such tile.
+
+    BY_HEAD: a tile is an entry, of one head.
+    """
     WORDS: gl.constexpr = LIST_WORDS
     words = gl.arange(0, WORDS, gl.BlockedLayout([1], [32], [1], [0]))
-    num_tiles = num_entries * sizes.num_items
-    exists = tile < num_tiles
-    entry, head = _place(gl.where(exists, tile, 0), max(num_entries, 1), sizes)
-    listed = gl.load(work_ptr + (entry + 1) * WORDS + words, mask=exists & (words >= 0), other=0)
-    number = gl.where(exists, tile, sizes.num_tiles)
-    return number, gl.where(words == 0, number, gl.where(words == 2, head, listed))
+    if BY_HEAD:
+        exists = tile < num_entries
+        listed = gl.load(work_ptr + (tile + 1) * WORDS + words, mask=exists & (words >= 0), other=0)
+        number = gl.where(exists, tile, sizes.num_tiles)
+        return number, gl.where(words == 0, number, listed)
+    else:
+        num_tiles = num_entries * sizes.num_items
+        exists = tile < num_tiles
+        entry, head = _place(gl.where(exists, tile, 0), max(num_entries, 1), sizes)
+        listed = gl.load(work_ptr + (entry + 1) * WORDS + words, mask=exists & (words >= 0), other=0)
+        number = gl.where(exists, tile, sizes.num_tiles)
+        return number, gl.where(words == 0, number, gl.where(words == 2, head, listed))
 
 
 @gluon.jit
-def listed_rows(tile, num_entries, work_ptr, sizes):
-    """(block, head, span of queries, number of keys) of a tile that the list has."""
+def listed_rows(tile, work_ptr):
+    """(block, head, span of queries, number of keys) of a tile that a list by heads has."""
     WORDS: gl.constexpr = LIST_WORDS
-    entry, head = _place(tile, num_entries, sizes)
-    at = work_ptr + (entry + 1) * WORDS
-    return gl.load(at + 1), head, (gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)), gl.load(at + 7)
+    at = work_ptr + (tile + 1) * WORDS
+    return gl.load(at + 1), gl.load(at + 2), (gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)), gl.load(at + 7)
 
 
 @gluon.jit

@@ -12,6 +12,16 @@ With AT_ONCE no maximum is looked for. The sums of the tiles before say how far 
 and scores that are further above the reference in one tile are lost: O or the row's sum is not finite then. Rows whose
 sums end over 2^100 are given up, too: nearer to 2^126 the last factors, of a sink or the reciprocal of a sum, would be
 subnormal, which the GPU takes for 0. A lost row is marked in its lse, and computed again by the next kernel (again.py).
+
+With MENDS_P the sums are looked at before the P of the same tile are rounded, and what moves into the reference leaves
+these, too: over 2^15 in a thread, which has 16 or 32 of a row's keys, all but 2^7 of it. So P fit into fp16, which ends
+at 2^16. They reach down to 2^-24 there, with all bits to 2^-14: the reference is at most log2(keys) - 9 above the
+largest score so far, 2^8 with 131072 keys, and what is lost below is 2^-17 of the row's largest P. Only scores 2^127
+above the reference are lost, for no sum stays over 2^15.
+
+Scores of 1e9 and more (HUGE) are wrong where a multiply-add subtracts a rounded reference. AT_ONCE such rows are lost,
+too. With VOTES a masked tile rounds its products, and later ones that outgrow the reference move it: what is largest
+has P = 1. Otherwise they are right if EXACT, which a large scale asks for; large q and k alone give NaN there.
 row_ref and row_sum are [64, 4]: a row has four threads, each with a quarter of its keys.
 """
 
@@ -29,7 +39,9 @@ from tilewise.backends.hopper.primitives import (
     NEG_INF,
     exp2,
     growth_of,
+    power_over,
     renormalised,
+    rounded_product,
     tanh,
     unless_neutral,
 )
@@ -40,6 +52,7 @@ __all__ = [
     "finish_rows",
     "lost_rows",
     "mask_scores",
+    "mended",
     "no_rows",
     "rescale",
     "sink_weight",
@@ -52,6 +65,22 @@ __all__ = [
 # Sums from here on are not trusted AT_ONCE, nor those over FEW where a sink is FAR (log2) above the reference: what
 # they weigh against it, 2^(20 - 100) or more, may be a subnormal times a large sum.
 LOST, FEW, FAR = gl.constexpr(2.0**100), gl.constexpr(2.0**20), gl.constexpr(100.0)
+# Scores from here on (log2) are multiples of 64, and their products with the scale are rounded by as much: row_scale.
+HUGE = gl.constexpr(2.0**30)
+
+
+@gluon.jit
+def row_scale(row_ref, scale_log2, C: gl.constexpr):
+    """What scores of rows are multiplied by: if EXACT, a power of two where their reference is HUGE.
+
+    The reference is a rounded product, and scores times the scale are not rounded before it is subtracted: from 2^31 on
+    the largest of a row may leave 128, and its P be infinite, or -128, and 0. Times a power of two nothing is rounded:
+    equal scores have equal P, and any other is 2^64 times smaller, as it is by the scale itself.
+    """
+    if C.EXACT:
+        return gl.where(gl.abs(row_ref) < HUGE, scale_log2, power_over(scale_log2))
+    else:
+        return gl.where(row_ref < HUGE, scale_log2, scale_log2)
 
 
 @gluon.jit
@@ -132,7 +161,11 @@ def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.con
     BLOCK_N: gl.constexpr = C.BLOCK_N
     LAYOUT: gl.constexpr = row_sum.type.layout
     x = quads(scores, BLOCK_N)
-    if C.AT_ONCE and not MASKED:
+    if C.MENDS_P and not MASKED:  # all that has to shrink does so with P, in `mended`
+        new_ref = row_ref
+        factor = gl.full([64, 4], 1.0, gl.float32, LAYOUT)
+        x = x * scale_log2 - over(row_ref, x)
+    elif C.AT_ONCE and not MASKED:
         growth, factor = renormalised(gl.cast(row_sum, gl.int32, bitcast=True))
         growth, factor = gl.convert_layout(growth, LAYOUT), gl.convert_layout(factor, LAYOUT)
         new_ref = row_ref + growth
@@ -144,7 +177,8 @@ def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.con
         x = unless_neutral(x, over(growth, x), "sub", "0f00000000", BLOCK_N // 2)
         new_ref = row_ref + growth
     else:
-        top = beside(gl.max(scores, axis=1) * scale_log2, row_sum)
+        top = gl.max(scores, axis=1)
+        top = beside(top * row_scale(top * scale_log2, scale_log2, C), row_sum)
         if C.IS_LAZY and not MASKED:
             grows = top > row_ref + 8.0
             new_ref = gl.where(grows, top, row_ref)
@@ -155,10 +189,26 @@ def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.con
             # Only a masked tile can leave a row without any key so far.
             shift = gl.where(new_ref == NEG_INF, 0.0, new_ref) if MASKED else new_ref
             factor = exp2(row_ref - shift)
-        x = x * scale_log2 - over(shift, x)
+        if C.VOTES and not C.HAS_SOFTCAP:
+            x = rounded_product(x, scale_log2) - over(shift, x)
+        else:
+            x = x * over(row_scale(new_ref, scale_log2, C), x) - over(shift, x)
     p = gl.convert_layout(gl.reshape(exp2(x), [64, BLOCK_N]), accumulator_layout(BLOCK_N))
     tile_sum = sum_rows(p, C) if C.SPLIT_SUM else beside(gl.sum(p, axis=1), row_sum)
     return p, factor, new_ref, row_sum * factor + tile_sum
+
+
+@gluon.jit
+def mended(p, row_ref, row_sum, C: gl.constexpr):
+    """(P, factor by which all before shrinks, row_ref, row_sum) of a tile AT_ONCE, such that its P fit into fp16."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    LAYOUT: gl.constexpr = row_sum.type.layout
+    growth, factor = renormalised(gl.cast(row_sum, gl.int32, bitcast=True), True)
+    growth, factor = gl.convert_layout(growth, LAYOUT), gl.convert_layout(factor, LAYOUT)
+    x = quads(p, BLOCK_N)
+    x = unless_neutral(x, over(factor, x), "mul", "0f3F800000", BLOCK_N // 2)
+    p = gl.convert_layout(gl.reshape(x, [64, BLOCK_N]), accumulator_layout(BLOCK_N))
+    return p, factor, row_ref + growth, row_sum * factor
 
 
 @gluon.jit
@@ -178,6 +228,8 @@ def lost_rows(acc, acc_rest, row_ref, row_sum, sinks_ptr, item, sizes, C: gl.con
     if C.DV_REST:
         total += gl.convert_layout(gl.sum(acc_rest, axis=1), row_sum.type.layout)
     lost = gl.where(gl.maximum(total, -total) + row_sum < LOST, 0, 1)
+    # Fused products of HUGE scores leave anything (row_scale). Not of rows that see no key.
+    lost = gl.where((gl.abs(row_ref) >= HUGE) & (row_ref > NEG_INF), 1, lost)
     if C.HAS_SINKS:
         above = load_sink(sinks_ptr, item, sizes) - row_ref
         lost = gl.where((above > FAR) & (row_sum > FEW), 1, lost)
@@ -191,11 +243,14 @@ def load_sink(sinks_ptr, item, sizes):
 
 
 @gluon.jit
-def whole_rows(row_ref, row_sum, C: gl.constexpr):
-    """(row_ref, row_sum) of whole rows, [64]."""
+def whole_rows(row_ref, row_sum, scale_log2, C: gl.constexpr):
+    """(row_ref, row_sum) of whole rows, [64]; references in log2 again."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
     total = gl.sum(row_sum, axis=1) if C.SPLIT_SUM else gl.max(row_sum, axis=1)
-    return gl.convert_layout(gl.max(row_ref, axis=1), LAYOUT), gl.convert_layout(total, LAYOUT)
+    ref = gl.max(row_ref, axis=1)
+    if C.EXACT:
+        ref *= scale_log2 / row_scale(ref, scale_log2, C)
+    return gl.convert_layout(ref, LAYOUT), gl.convert_layout(total, LAYOUT)
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ from tilewise.problem import AttentionProblem
 
 __all__ = [
     "STAT_TILE", "Views", "box_descriptors", "box_of", "dense_rows", "key_descriptors", "key_rows", "matrix_of",
-    "packed_rows", "page_rows",
+    "packed_box_of", "packed_rows", "page_rows",
     "query_descriptors", "query_rows", "rows_allocation", "scale_arguments", "score_arguments", "single_address",
     "stat_descriptors", "stat_rows", "stored_rows", "workspace_rows",
 ]  # fmt: skip
@@ -184,7 +184,7 @@ def box_of(rows: Rows, batch: int, heads: int, num_rows: int, block: int, dim: i
     strides = [stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row)]
     # The stride of a dimension of one is not used, but a valid one is asked for.
     strides = [dim if size == 1 else stride for size, stride in zip((batch, heads, num_rows), strides, strict=True)]
-    if any(stride <= 0 for stride in strides):
+    if min(strides) < 0 or strides[2] == 0:  # heads and sequences may share their rows
         return None
     return Tile(rows.ptr, (batch, heads, num_rows, dim), (*strides, 1), (1, 1, block, dim))
 

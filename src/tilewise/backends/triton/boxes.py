@@ -1,5 +1,6 @@
-"""Tiles through tensor descriptors of four dimensions, (batch, heads, rows, columns): the hardware knows where rows
-end, so no pointer and no mask takes a register (64 x 64 tiles at head_dim 128: 158 a thread, with pointers 254).
+"""Tiles through tensor descriptors, of dense rows with four dimensions, (batch, heads, rows, columns): the hardware
+knows where rows end, so no pointer and no mask takes a register (64 x 64 tiles at head_dim 128: 158 a thread, with
+pointers 254).
 
 Of packed rows it knows where each sequence ends, with five dimensions: (ROWS_APART, ends, heads, rows, columns). A step
 along `ends` is a row long. Of a sequence whose last row is the one before `end`, row 0 is at `end` and at ROWS_APART -

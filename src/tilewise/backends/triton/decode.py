@@ -68,7 +68,7 @@ def decode_kernel(
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head[:, None], m_idx[:, None], last, T)
     place = (m_idx, head, batch_idx)
     acc = empty_accumulator(BLOCK_M, T)
-    row_max, row_sum = initial_state(sinks, head, split == 0, BLOCK_M, T)
+    row_max, row_sum = initial_state(sinks, head, split == 0, scalars, BLOCK_M, T)
     if BLOCK_M <= 32:
         # Warps share the keys of so small a tile: a sum of every column of its own saves two barriers a tile.
         row_sum = tl.where(tl.arange(0, BLOCK_N)[None, :] == 0, row_sum[:, None], 0.0)

@@ -9,7 +9,7 @@ the grid of the longest sequence, and the programs of the last one clear.
 
 # Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803, RET505, SIM102, SIM108
+# ruff: noqa: N803, RET505, SIM102
 
 from __future__ import annotations
 
@@ -94,6 +94,15 @@ def empty_accumulator(BLOCK_M: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def plain_step(dots, tops, row_max, row_sum, scale_log2, T: tl.constexpr):
+    """The online softmax of plain scores; maxima are in log2 or, if EXACT, as the scores come."""
+    if T.EXACT:
+        return softmax_step(dots, tops, row_max, row_sum, scale_log2)
+    else:
+        return softmax_step_scaled(dots, tops, row_max, row_sum, scale_log2)
+
+
+@triton.jit
 def attend(
     acc, row_max, row_sum, q, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin, gap_begin,
     gap_end, end,
@@ -125,10 +134,10 @@ def attend(
             elif EDGE:
                 dots = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), dots, NEG_INF)
                 tops, v_scales = row_tops(dots, v_scales, T)
-                p, row_max, row_sum, alpha = softmax_step_scaled(dots, tops, row_max, row_sum, scale_log2)
+                p, row_max, row_sum, alpha = plain_step(dots, tops, row_max, row_sum, scale_log2, T)
             else:
                 tops, v_scales = row_tops(dots, v_scales, T)
-                p, row_max, row_sum, alpha = softmax_step_scaled(dots, tops, row_max, row_sum, scale_log2)
+                p, row_max, row_sum, alpha = plain_step(dots, tops, row_max, row_sum, scale_log2, T)
             if T.HAS_DROPOUT:
                 kept = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
                 p = tl.where(kept, p, 0.0)
@@ -182,6 +191,8 @@ def finish(acc, row_max, row_sum, scalars, T: tl.constexpr):
     log_sum = tl.log2(tl.where(empty, 1.0, row_sum))
     if T.TRANSFORMED:
         lse = row_max + log_sum * LN2
+    elif T.EXACT:
+        lse = row_max * scalars.scale + log_sum * LN2
     else:
         lse = (row_max + log_sum) * LN2
     if T.FP8:
@@ -194,7 +205,7 @@ ENDLESS = tl.constexpr(2.0**127)
 
 
 @triton.jit
-def initial_state(sinks, head, counts, BLOCK_M: tl.constexpr, T: tl.constexpr):
+def initial_state(sinks, head, counts, scalars, BLOCK_M: tl.constexpr, T: tl.constexpr):
     """(row_max, row_sum) before any key: a sink is a key without a value. `counts` is false where another split
     counts it. For +inf stands a number that outweighs every score: inf - inf is NaN.
     """
@@ -202,7 +213,9 @@ def initial_state(sinks, head, counts, BLOCK_M: tl.constexpr, T: tl.constexpr):
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if T.HAS_SINKS:
         logit = tl.load(sinks + head).to(tl.float32)
-        if not T.TRANSFORMED:
+        if T.EXACT:
+            logit = logit / scalars.scale
+        elif not T.TRANSFORMED:
             logit = logit * LOG2E
         logit = tl.where(logit == -NEG_INF, ENDLESS, logit)
         row_max = tl.where(counts, logit + row_sum, row_max)
@@ -304,7 +317,7 @@ def forward_kernel(
     if HOLD_QUERIES:
         q_tile = in_registers(q_tile, T)
     acc = empty_accumulator(BLOCK_M, T)
-    row_max, row_sum = initial_state(sinks, head, True, BLOCK_M, T)
+    row_max, row_sum = initial_state(sinks, head, True, scalars, BLOCK_M, T)
     place = (m_idx, head, batch_idx)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)

@@ -81,11 +81,14 @@ def forward_calls(plan: Plan, views: Views) -> list[KernelCall]:
         config = config_of(problem, plan.device, "forward", general=True, one_tile=False)
     boxes = box_descriptors(plan, arguments, config)
     boxed = boxes["q_desc"] is not None
+    if config.boxes and not boxed:  # under the limit that was measured with boxes, pointers spill 0.8 to 1.1 KB (D=64)
+        config = replace(config, max_registers=None)
     streamed = key_descriptors(plan, arguments, config)
     arguments |= streamed | boxes if boxed else boxes | streamed
     # Queries that pointers brought stay in shared memory: in registers ptxas waits after every wgmma (C7515).
     arguments["HOLD_QUERIES"] = config.hold_queries and boxed
-    arguments["JOINED"] = config.joined and boxed and not (plan.traits.TRANSFORMED or plan.traits.HAS_DROPOUT)
+    traits = plan.traits
+    arguments["JOINED"] = config.joined and boxed and not (traits.TRANSFORMED or traits.EXACT or traits.HAS_DROPOUT)
     arguments["PAIRED"] = config.paired
     if _takes_list(plan):
         return _listed_calls(plan, arguments, config)
@@ -111,7 +114,7 @@ def _listed_calls(plan: Plan, arguments: dict[str, Any], config: Config) -> list
 def _is_plain_dense(plan: Plan) -> bool:
     """Whether scores are q.k times a scale above 0, of dense rows, and all that is left of them is a band."""
     traits = plan.traits
-    return plan.problem.kind == "dense" and not (traits.TRANSFORMED or traits.HAS_DROPOUT)
+    return plan.problem.kind == "dense" and not (traits.TRANSFORMED or traits.EXACT or traits.HAS_DROPOUT)
 
 
 def _one_tile_call(plan: Plan, arguments: dict[str, Any], config: Config) -> KernelCall | None:

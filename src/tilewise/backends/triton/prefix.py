@@ -74,7 +74,7 @@ def prefix_kernel(
         d_idx = tl.arange(0, T.BLOCK_D)[None, :]
         q_tile = tl.load(q_rows[:, None] + d_idx, mask=row_ok[:, None] & (d_idx < T.HEAD_DIM), other=0.0)
     terms = score_terms(None, None, None, None, group, head[:, None], m_idx[:, None], count, T)
-    row_max, row_sum = initial_state(None, head, False, BLOCK_M, T)
+    row_max, row_sum = initial_state(None, head, False, scalars, BLOCK_M, T)
     tiles = (seqlen_k + BLOCK_N - 1) // BLOCK_N
     share = (tiles + num_splits - 1) // num_splits * BLOCK_N
     begin = tl.minimum(split * share, seqlen_k)

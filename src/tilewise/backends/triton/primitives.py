@@ -17,6 +17,9 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
+# lse, in nats, from which the backward of plain scores takes rows for empty: it is a multiple of 4 there, and P,
+# 2^(score - lse), a power of two of anything.
+LARGEST_LSE = tl.constexpr(2.0**25)
 # Below this tanh is taken from its series: 1 - 2 / (e^2x + 1) loses everything to cancellation near 0.
 TANH_SERIES_BELOW = tl.constexpr(0.25)
 # Sequences among which a program looks for its own at a time: four a thread.
@@ -443,6 +446,12 @@ def softmax_step_scaled(dots, tops, row_max, row_sum, scale_log2):
     alpha = tl.exp2(row_max - anchor)
     p = tl.exp2(dots * scale_log2 - anchor[:, None])
     return p, new_max, add_to_sums(row_sum, alpha, p), alpha
+
+
+@triton.jit
+def lse_in_log2(lse):
+    """What P is taken against in the backward; +inf where P would be nothing but rounding, or the row has no key."""
+    return tl.where(tl.abs(lse) > LARGEST_LSE, float("inf"), lse * LOG2E)
 
 
 @triton.jit

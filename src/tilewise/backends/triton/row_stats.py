@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tilewise.backends.gpu.tails import clear_rows
 from tilewise.backends.gpu.work_list import list_blocks
-from tilewise.backends.triton.primitives import LOG2E, NEG_INF, STAT_TILE, head_base, load_rows, sequence_of
+from tilewise.backends.triton.primitives import NEG_INF, STAT_TILE, head_base, load_rows, lse_in_log2, sequence_of
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def row_stats_kernel(
         sums -= tl.load(at, mask=row_ok, other=0.0).to(tl.float32)
     empty = value == NEG_INF
     if not T.TRANSFORMED:
-        value = value * LOG2E
+        value = lse_in_log2(value)
     places = stored + tl.arange(0, BLOCK_M)
     lse_at = head_base(lse_unit, batch_idx, head, start, False) + places * lse_unit.stride_row
     delta_at = head_base(delta, batch_idx, head, start, False) + places * delta.stride_row

@@ -26,6 +26,7 @@ from tilewise.backends.triton.primitives import (
     keep_in_band,
     key_range,
     load_rows,
+    lse_in_log2,
     query_range,
     store_rows,
     zeros,
@@ -72,7 +73,7 @@ def make_stats(out_tile, dout_tile, lse_rows, lse_unit, delta, m_first, head, ba
     m_idx = m_first + tl.arange(0, BLOCK_M)
     sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     empty = lse_rows == NEG_INF
-    lse_tile = tl.where(empty, float("inf"), lse_rows * LOG2E)
+    lse_tile = lse_in_log2(lse_rows)
     delta_tile = tl.where(empty, 0.0, sums)
     tl.store(head_base(lse_unit, batch_idx, head, 0, False) + m_idx * lse_unit.stride_row, lse_tile)
     tl.store(head_base(delta, batch_idx, head, 0, False) + m_idx * delta.stride_row, delta_tile)

@@ -1,0 +1,54 @@
+"""Heads or sequences that share their keys, strides of 0: the forward reads them as they lie, the backward copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from gluon_emulator import MODE
+from test_hopper_protocol import PACKED, Case, emulated, expected  # noqa: F401  (emulated: a fixture)
+from tilewise.backends.gpu.launching import View
+from tilewise.backends.hopper.launching import addressable
+
+pytestmark = pytest.mark.slow
+
+DENSE = Case(128, batch=2, heads=(2, 2), seqlens=(70, 200), causal=True)
+CASES = {
+    "heads": (DENSE, 1),
+    "sequences": (DENSE, 0),
+    "packed heads": (replace(DENSE, lengths=PACKED, padding=2), 1),
+}
+
+
+@pytest.mark.parametrize(("case", "dim"), CASES.values(), ids=CASES.keys())
+def test_forward(case: Case, dim: int, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Nothing is copied on the way."""
+    MODE.late_loads = False
+    given = case.inputs()
+    k, v = (t.narrow(dim, 0, 1).expand(t.shape) for t in (given.k, given.v))
+    assert 0 in k.stride()
+    monkeypatch.delattr(emulated("launching"), "contiguous")
+    shared = given._replace(k=k, v=v)
+    out, lse = emulated("launch").run_forward(case.problem, shared)
+    ref, ref_lse = expected(case, shared)
+    torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strides", "shape", "allowed"),
+    [
+        ((0, 0, 64, 1), (2, 4, 100, 64), True),
+        ((6400, 0, 0, 1), (2, 4, 100, 64), False),
+        ((64, 0, 1), (100, 4, 64), True),
+        ((0, 64, 1), (100, 4, 64), False),
+    ],
+)
+def test_rows_have_places_of_their_own(strides: tuple[int, ...], shape: tuple[int, ...], allowed: bool) -> None:
+    view = View(strides, torch.bfloat16, aligned=True)
+    assert addressable(view, shape, shared=True) == allowed
+    assert not addressable(view, shape)
