@@ -213,8 +213,9 @@ def test_joined_loops(flags: dict[str, Any], descriptors: bool, monkeypatch: pyt
     [(False, False, 65535), (True, False, 0), (False, True, 0), (True, True, 65535)],
 )
 def test_boxes(causal: bool, joined: bool, most_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles by descriptors, in two loops and in one: ragged ends, both layouts, and packed sequences whose neighbours
-    hold NaN, by a grid of (head, place, wave) and where that is too long by one row of programs.
+    """Tiles by descriptors, in two loops and in one: ragged ends, both layouts, heads that share their keys, and packed
+    sequences whose neighbours hold NaN, by a grid of (head, place, wave) and where that is too long by one row of
+    programs.
     """
     torch.manual_seed(0)
     passes = importlib.import_module("tilewise.backends.triton.passes")
@@ -239,14 +240,18 @@ def test_boxes(causal: bool, joined: bool, most_programs: int, monkeypatch: pyte
         q2, k2, v2 = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         other = tilewise.attention(q2, k2, v2, causal=causal, layout="bshd", backend="triton")
         packed = tilewise.attention_varlen(bad_q, bad_k, bad_v, starts, starts, causal=causal, backend="triton")
+        shared = [x[:, :1].expand(x.shape) for x in (k, v)]
+        of_all = tilewise.attention(q, *shared, causal=causal, backend="triton")
+        copied = tilewise.attention(q, *(x.contiguous() for x in shared), causal=causal, backend="triton")
     want = tilewise.attention(q.double(), k.double(), v.double(), causal=causal, backend="reference")
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-6)
+    assert torch.equal(of_all, copied)
     assert torch.equal(other.transpose(1, 2), out)
     row_q, row_k, row_v = (x.double() for x in (row_q, row_k, row_v))
     want = tilewise.attention_varlen(row_q, row_k, row_v, starts, starts, causal=causal, backend="reference")
     torch.testing.assert_close(packed[:38].double(), want[:38], rtol=0, atol=2e-6)
     assert not packed[55:].any()
-    assert [made_here["q_desc"] is not None for made_here in made] == [True] * 3  # and not by pointers
+    assert [made_here["q_desc"] is not None for made_here in made] == [True] * 5  # and not by pointers
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
