@@ -237,7 +237,7 @@ class _Shared:
         # All kernels at once, where those of the own keys are bound, too, and no contents are to be judged before them:
         # two passes after each other take a slow host 11 us more.
         unread, first = () if return_lse else ("lse",), None if reads else own.bound
-        self._both = None if first is None else self._backend.bind_after(first, attend, count, unread)
+        self._both = None if first is None else self._backend.bind_after(first, attend, count, unread, own.problem)
 
     def __call__(self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None) -> Any:
         if self._reads:

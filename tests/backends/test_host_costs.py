@@ -190,7 +190,7 @@ def test_a_call_with_a_shared_prefix(gpu: str, e4m3: bool, gpus: FakeCuda, monke
     """One pass for the own keys and the prefix, whose last programs merge; only out is made."""
     for name, value in (("price_seconds", lambda *_: 0.0), ("ATTENDERS", {"cpu": "triton"})):
         monkeypatch.setattr(cascade, name, value)
-    batch, shared, own = 16, 8, 2
+    batch, shared, own = 64, 8, 2
     q, (k, v, _) = torch.zeros(batch, 32, 128, dtype=BF16), rows(shared + batch * own, 64, 8, 128)
     pages: tuple[Any, Any] = (fp8.quantize_pages(k), fp8.quantize_pages(v)) if e4m3 else (k, v)
     numbers = torch.arange(shared + batch * own, dtype=torch.int32)

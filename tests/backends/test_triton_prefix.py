@@ -225,7 +225,8 @@ def own_and_prefixes(batch: Batch, unread: tuple[str, ...]) -> tuple[Any, list[A
     # The batch's own tables are not read.
     whole = own._replace(block_table=torch.full_like(batch.table, 399), seqlens_k=batch.lengths)
     hint = (prefix.block_table, prefix.seqlens_k, prefix.cu_seqlens_q, rows, own.block_table, own.seqlens_k)
-    return triton_backend.bind_after(bound, attend, count, unread), [*whole, *hint], exact
+    both = triton_backend.bind_after(bound, attend, count, unread, problem_of("paged", own, flags))
+    return both, [*whole, *hint], exact
 
 
 def poisoned(shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
@@ -239,7 +240,7 @@ AS_ONE: dict[str, tuple[Shared, int, tuple[str, ...]]] = {
     "e4m3, no lse": (Shared(groups=((3, 3),), heads=(2, 1), e4m3=True, in_order=True), 2, ("lse",)),
     "no own keys": (Shared(groups=((2, 2),), own=0, heads=(2, 2), softcap=2.0), 1, ()),
     "many splits": (Shared(groups=((2, 12), (1, 3)), heads=(2, 1)), 11, ()),
-    "as many as are joined": (Shared(groups=((3, 9),), heads=(6, 2), in_order=True), 8, ("lse",)),
+    "as many as are joined": (Shared(groups=((3, 9),), heads=(6, 2), in_order=True), 4, ("lse",)),
 }
 
 
@@ -289,7 +290,8 @@ def test_prefixes_are_attended_in_the_interpreter() -> None:
 @pytest.mark.parametrize(
     ("dim", "page_size", "e4m3"), [(64, 16, False), (128, 64, False), (128, 64, True), (256, 64, False)]
 )
-def test_kernels_fit_the_device(device: str, dim: int, page_size: int, e4m3: bool) -> None:
+@pytest.mark.parametrize("joined", [False, True])
+def test_kernels_fit_the_device(device: str, dim: int, page_size: int, e4m3: bool, joined: bool) -> None:
     problem = AttentionProblem(
         kind="paged", dtype=BF16, batch=2, seqlen_q=64, seqlen_k=4096, total_q=80, total_k=8192, num_heads=32,
         num_kv_heads=8, head_dim=dim, head_dim_v=dim, scale=0.1, page_size=page_size, fp8=("k", "v") if e4m3 else (),
@@ -298,7 +300,7 @@ def test_kernels_fit_the_device(device: str, dim: int, page_size: int, e4m3: boo
     for name, shape, dtype in (("out", (80, 32, dim), BF16), ("lse", (32, 80), FP32), ("rows", (80,), torch.int64)):
         views[name] = launching.Allocation.contiguous(shape, dtype).view
     spec = devices.named(device)
-    calls = launch_prefix.prefix_calls(problem, 80, spec, views)
+    calls = launch_prefix.prefix_calls(problem, 80, spec, views, joined=joined)
     for call in calls:
         compiled = compilation.compile_call(call, spec, -1)
         assert compiled.metadata.shared <= spec.smem_bytes
@@ -326,3 +328,17 @@ def test_keys_are_split_until_the_device_is_full() -> None:
     assert splits(1) <= launch_prefix.MAX_SPLITS
     found = [splits(rows) for rows in (1, 16, 64, 128, 512)]
     assert found == sorted(found, reverse=True)
+
+
+@only_compiled
+def test_splits_are_joined_where_the_device_waits_for_the_host() -> None:
+    """Not for long prefixes, nor beside many keys of their own."""
+    prefixes = AttentionProblem(
+        kind="paged", dtype=BF16, batch=1, seqlen_q=64, seqlen_k=2048, total_q=64, total_k=8192, num_heads=32,
+        num_kv_heads=8, head_dim=128, head_dim_v=128, scale=0.1, page_size=64,
+    )  # fmt: skip
+    own = dataclasses.replace(prefixes, batch=64, seqlen_q=1, seqlen_k=128)
+    assert launch_prefix.is_quick(own, prefixes)
+    assert not launch_prefix.is_quick(own, dataclasses.replace(prefixes, seqlen_k=4096))
+    assert not launch_prefix.is_quick(dataclasses.replace(own, seqlen_k=256), prefixes)
+    assert launch_prefix.is_quick(dataclasses.replace(own, seqlen_k=256, fp8=("k", "v")), prefixes)

@@ -234,7 +234,7 @@ class BoundPass:
 
     __slots__ = (
         "_aligned", "_allocate", "_behind", "_cuda", "_handed", "_index", "_kept", "_launches", "_made",
-        "_num_launches", "_order", "_parts", "_pick", "_started", "allocations", "counter", "made",
+        "_num_launches", "_order", "_parts", "_pick", "_started", "allocations", "captured", "counter", "made",
     )  # fmt: skip
 
     def __init__(
@@ -269,6 +269,8 @@ class BoundPass:
         self._order = picker([(*outside, *behind).index(name) for name in launches.used])
         aligned = aligned_names(launches.calls)
         self._aligned = [at for at, name in enumerate(outside) if name in aligned]
+        # What a CUDA graph captures instead, if anything: kernels for which the host's time does not count.
+        self.captured: BoundPass | None = None
         self._started: dict[Places, Started] = {}
         self._behind: dict[Places, Behind] = {}
 
@@ -277,19 +279,21 @@ class BoundPass:
 
         `places` are the addresses of the tensors that are there, if the caller knows them.
         """
-        cuda, stream, allocate = self._cuda, 0, self._allocate
+        cuda, stream, capturing, allocate = self._cuda, 0, False, self._allocate
         if cuda is not None:
             index, (current_device, current_stream, is_capturing) = self._index, cuda
             if index != current_device():  # a guard takes microseconds
                 with torch.cuda.device(index):
                     return self(tensors, places)
-            stream = current_stream(index)
+            stream, capturing = current_stream(index), is_capturing()
+            if capturing and self.captured is not None:
+                return self.captured(tensors, places)
         if places is None:
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
         made = [allocate(shape, strides, dtype) for shape, strides, dtype in self._made]
         everywhere = (stream, *places, *[tensor.data_ptr() for tensor in made])
         known = self._started.get(everywhere)
-        if known is None or (cuda is not None and known.behind and is_capturing()):
+        if known is None or (capturing and known.behind):
             known = self._start(everywhere, tensors, made)
             if known is None:
                 return None

@@ -187,12 +187,14 @@ class TritonBackend:
         )
         return bound
 
-    def bind_after(self, own: Bound, prefixes: Bound, count: int, unread: Sequence[str]) -> Bound | None:
-        """The pass of the own keys (any GPU backend's) and that of the prefixes as one, for the first `count` operands
-        and the tensors of a hint; without what is `unread`.
+    def bind_after(
+        self, own: Bound, prefixes: Bound, count: int, unread: Sequence[str], problem: AttentionProblem
+    ) -> Bound | None:
+        """The pass of the own keys (`problem`; any GPU backend's) and that of the prefixes as one, for the first
+        `count` operands and the tensors of a hint; without what is `unread`.
         """
         both: Bound = importlib.import_module("tilewise.backends.triton.launch_prefix").bind_after(
-            own, prefixes, count, unread
+            own, prefixes, count, unread, problem
         )
         return both
 

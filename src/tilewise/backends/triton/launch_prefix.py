@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.counters import counter_for, counter_maker
+from tilewise.backends.gpu.counters import CounterMaker, counter_for
 from tilewise.backends.gpu.launching import (
     MAX_PASSES,
     Allocation,
     BoundPass,
     Launches,
-    RawView,
+    RawViews,
     View,
     on_device,
     raw_views,
@@ -54,8 +54,25 @@ PROGRAMS, MAX_SPLITS = 1, 32
 # Splits that a warp merges at a time: 32 numbers a thread for 8 x 128. One (row, head) pair a program: 2048 pairs of 8
 # splits took 3.1 us, two at a time 4.0, four 7.8.
 MERGED_SPLITS = 8
-# Up to so many, the program of a tile that comes last merges them: another launch takes the host 3.6 to 5.9 us.
-JOINED_SPLITS = 8
+# Up to so many, in rows of up to so many columns, are merged by the program of a tile that comes last where the device
+# waits for the host, which another launch takes 3.6 to 5.9 us. The device takes 3 to 7 us longer for it, with fewer
+# programs at work (64 rows of 32 heads, 2048 keys and 64 of their own: 27.7 us instead of 21.3; 8 splits at D=256 29 us
+# longer), so a graph has the kernel that merges. It waits where prefixes have at most so many products, and the own
+# keys so many bytes: those of 64 sequences with 2048 keys in common and 128 of their own (32 heads on 8, D=128).
+JOINED_SPLITS, JOINED_COLUMNS = 4, 128
+QUICK_PRODUCTS, QUICK_BYTES = 1 << 30, 1 << 25
+
+
+Pass = TypeVar("Pass", bound=BoundPass)
+
+
+class BoundPrefixes(BoundPass):
+    """The pass with the merge in a kernel of its own; `joined` makes the other one."""
+
+    __slots__ = ("joined", "problem")
+
+    joined: Callable[[], BoundPass]
+    problem: AttentionProblem
 
 
 class PrefixPass(NamedTuple):
@@ -80,24 +97,54 @@ def _attend(
 ) -> None:
     q = operands.q
     tensors = (*operands, *results)
-    ready = prefix_pass(problem, num_rows, devices.of(q.device), q.get_device(), raw_views(tensors))
+    ready = prefix_pass(problem, num_rows, devices.of(q.device), q.get_device(), raw_views(tensors), joined=False)
     ready.launches.run((*tensors, ready.workspace.new(q), counter_for(q, ready.num_counters)))
 
 
 def bind_prefixes(
     problem: AttentionProblem, operands: Operands, num_rows: int, rows: Tensor | None, out: Tensor, lse: Tensor
-) -> BoundPass:
+) -> BoundPrefixes:
     """`attend_prefixes` for tensors that lie like these, in this order."""
     index, views = operands.q.get_device(), raw_views((*operands, rows, out, lse))
-    ready: PrefixPass = on_device(index, prefix_pass, problem, num_rows, devices.of(out.device), index, views)
-    counter = counter_maker(operands.q, ready.num_counters)
-    return BoundPass(ready.launches, (*Operands._fields, *RESULTS), {"workspace": ready.workspace}, index, counter)
+    about = (problem, num_rows, devices.of(out.device), index, views, operands.q.device)
+    bound = _bound(BoundPrefixes, *about, joined=False)
+    bound.problem, bound.joined = problem, functools.partial(_bound, BoundPass, *about, joined=True)
+    return bound
 
 
-def bind_after(own: BoundPass, prefixes: BoundPass, count: int, unread: Sequence[str]) -> BoundPass:
-    """Both passes in one, that of the own keys first, for the first `count` operands and the tensors of the hint, which
-    has the tables of both; `unread` are results that nobody asked for.
+def _bound(
+    kind: type[Pass], problem: AttentionProblem, num_rows: int, spec: DeviceSpec, index: int, views: RawViews,
+    device: torch.device, *, joined: bool,
+) -> Pass:  # fmt: skip
+    prepare = functools.partial(prefix_pass, joined=joined)
+    ready: PrefixPass = on_device(index, prepare, problem, num_rows, spec, index, views)
+    counter, made = CounterMaker(device, ready.num_counters), {"workspace": ready.workspace}
+    return kind(ready.launches, (*Operands._fields, *RESULTS), made, index, counter)
+
+
+def bind_after(
+    own: BoundPass, prefixes: BoundPrefixes, count: int, unread: Sequence[str], problem: AttentionProblem
+) -> BoundPass:
+    """Both passes in one, that of the own keys (`problem`) first, for the first `count` operands and the tensors of the
+    hint, which has the tables of both; `unread` are results that nobody asked for.
     """
+    apart = _after(own, prefixes, count, unread)
+    if not is_quick(problem, prefixes.problem):
+        return apart
+    both = _after(own, prefixes.joined(), count, unread)
+    both.captured = apart
+    return both
+
+
+def is_quick(own: AttentionProblem, prefixes: AttentionProblem) -> bool:
+    """Whether the device is done with a call before the host has queued the next one."""
+    width = prefixes.head_dim + prefixes.head_dim_v
+    products = prefixes.batch * prefixes.seqlen_q * prefixes.num_heads * prefixes.seqlen_k * width
+    read = own.batch * own.seqlen_k * own.num_kv_heads * width * (1 if own.fp8 else own.dtype.itemsize)
+    return products <= QUICK_PRODUCTS and read <= QUICK_BYTES
+
+
+def _after(own: BoundPass, prefixes: BoundPass, count: int, unread: Sequence[str]) -> BoundPass:
     given = (*[UNUSED.get(name, name) for name in Operands._fields[:count]], *HINT)
     calls = [renamed(call, RENAMED) for call in prefixes.calls]
     made = {RENAMED[name]: allocation for name, allocation in prefixes.allocations.items()}
@@ -110,13 +157,13 @@ def bind_after(own: BoundPass, prefixes: BoundPass, count: int, unread: Sequence
 
 @functools.lru_cache(maxsize=MAX_PASSES)
 def prefix_pass(
-    problem: AttentionProblem, num_rows: int, device: DeviceSpec, index: int, raw: tuple[RawView | None, ...]
+    problem: AttentionProblem, num_rows: int, device: DeviceSpec, index: int, raw: RawViews, *, joined: bool
 ) -> PrefixPass:
     """The pass, prepared by the first call that needs it."""
     views = {name: View(*view) for name, view in zip(TENSORS, raw, strict=False) if view is not None}
     splits = num_splits(problem, num_rows, device)
     words = splits * num_rows * problem.num_heads * (problem.head_dim_v + 1) + 4
-    calls = prefix_calls(problem, num_rows, device, views)
+    calls = prefix_calls(problem, num_rows, device, views, joined=joined)
     counters = problem.batch * problem.num_kv_heads * _blocks(problem, device)
     workspace = Allocation.contiguous((words,), torch.float32)
     return PrefixPass(workspace, counters, Launches(calls, TENSORS, device, index))
@@ -141,13 +188,15 @@ def num_splits(problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> 
     return max(1, min(MAX_SPLITS, tiles, PROGRAMS * device.num_sms // max(1, blocks * problem.num_kv_heads)))
 
 
-def prefix_calls(problem: AttentionProblem, num_rows: int, device: DeviceSpec, views: Views) -> list[KernelCall]:
-    """The kernel of the prefixes, and the one that merges many splits; `views` of the operands, `out`, `lse` and maybe
-    `rows`.
+def prefix_calls(
+    problem: AttentionProblem, num_rows: int, device: DeviceSpec, views: Views, *, joined: bool
+) -> list[KernelCall]:
+    """The kernel of the prefixes, and the one that merges, if they are not to be joined or there are many splits;
+    `views` of the operands, `out`, `lse` and maybe `rows`.
     """
     plan, config = _plan(problem, device)
     splits, heads = num_splits(problem, num_rows, device), problem.num_heads
-    joined, lse = splits <= JOINED_SPLITS, views["lse"]
+    joined, lse = joined and splits <= JOINED_SPLITS and problem.head_dim_v <= JOINED_COLUMNS, views["lse"]
     # The lse parts come first; what vectors read begins at a multiple of 16 bytes.
     shared: dict[str, Any] = {
         "rows": single_address(views, "rows"),
