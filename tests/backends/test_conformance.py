@@ -268,7 +268,7 @@ def test_large_scores_take_all_or_share(name: str, scale: float, backend: str, d
     shares = (scores == top).double()
     expected = shares @ v / shares.sum(-1, keepdim=True)
     torch.testing.assert_close(found["out"].double().cpu()[clear], expected[clear], rtol=0.02, atol=1e-3)
-    torch.testing.assert_close(found["lse"].double().cpu(), top[..., 0] * scale, rtol=1e-6, atol=1.0)
+    torch.testing.assert_close(found["lse"].double().cpu(), top[..., 0] * scale, rtol=3e-6, atol=1.0)
     # Times such a scale, dQ and dK may pass what 16 bits hold.
     assert not any(bool(result.isnan().any()) for result in found.values())
     assert "dv" not in found or bool(found["dv"].isfinite().all())
