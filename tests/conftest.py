@@ -18,6 +18,17 @@ from tilewise.testing.threads import one_thread
 
 # What `--size small` leaves: interpreted kernels take seconds for 65 x 65 scores.
 SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_COUNT = 65, 64, 100
+# Files whose kernels are emulated, interpreted or only compiled, which uses no threads of torch, or which do not judge
+# them: that conformance, tests/kv and test_cpu_* do. On a GPU's machine references are larger.
+UNTHREADED = (
+    "test_accuracy",
+    "test_decode_",
+    "test_fp8_aot",
+    "test_fp8_protocol",
+    "test_hopper_",
+    "test_triton_",
+    "test_two_gpus",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,6 +71,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def device(pytestconfig: pytest.Config) -> str:
     """Where the inputs live."""
     return str(pytestconfig.getoption("device"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_work_has_one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On two busy cores emulated kernels with their references took 36 s by two threads and 14 by one."""
+    path = request.path
+    unthreaded = path.parent.name == "integrations" or path.name.startswith(UNTHREADED)
+    with one_thread() if unthreaded and path.parent.name != "gpu" else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

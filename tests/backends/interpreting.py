@@ -27,7 +27,8 @@ def interpret(*arguments: str) -> None:
     """Run pytest with the interpreter on, and fail with its report, or where nothing passed."""
     warnings = [part for ignored in IGNORED for part in ("-W", ignored)]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *warnings, *arguments]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    # It has no use for threads, and two on a busy machine wait for each other at every product.
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -268,7 +268,7 @@ def test_inductor_fuses_around_the_call() -> None:
         return (flash_attn.flash_attn_func(q * 1.5, q, q, causal=True) + 1).square().sum()  # type: ignore[operator]
 
     # Scalar code, compiled here: asking the compiler for each vector extension and a pool of processes take 20 of 37 s.
-    options = {"cpp.vec_isa_ok": True, "cpp.simdlen": 1, "compile_threads": 1}
+    options: dict[str, Any] = {"cpp.vec_isa_ok": True, "cpp.simdlen": 1, "compile_threads": 1}
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, options=options)
     for i, seqlen in enumerate((5, 9, 33)):
         with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
