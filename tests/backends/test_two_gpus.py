@@ -18,7 +18,7 @@ from fake_cuda import FakeCuda, fake_cuda
 from fake_gpus import FakeGpus, placed
 from tilewise import device as devices
 from tilewise import validation
-from tilewise.backends.gpu import compilation, scratch
+from tilewise.backends.gpu import compilation, launching, scratch
 from tilewise.backends.hopper import BACKEND as HOPPER
 from tilewise.backends.triton import BACKEND as TRITON
 from tilewise.operands import Flags, Operands, Wanted
@@ -130,8 +130,8 @@ def test_kernels_start_where_the_tensors_are(gpu: Any, kind: str, gpus: FakeGpus
                 assert {tensor.get_device() for tensor in made} == {index}
 
 
-def shared_prefix_at(gpu: Any, memory: list[Tensor], index: int) -> Callable[[], list[Tensor]]:
-    """The pass of a batch whose sequences share a prefix, bound as tilewise.cascade does; it gives results back."""
+def shared_prefix_at(gpu: Any, memory: list[Tensor], index: int) -> tuple[Any, tuple[Tensor | None, ...]]:
+    """The pass of a batch whose sequences share a prefix, bound as tilewise.cascade does, and what it is given."""
 
     def of_both(tensors: list[Any]) -> tuple[Operands, Operands]:
         q, pages, table, lengths, prefix, keys, starts, *_ = tensors
@@ -147,18 +147,22 @@ def shared_prefix_at(gpu: Any, memory: list[Tensor], index: int) -> Callable[[],
     compilation._compiled.cache_clear()  # the kernels of a pass may be forgotten, and are loaded anew
     both: Any = TRITON.bind_after(first, attend, 7, ("lse",), own)
     tensors = (*given[:7], prefix, keys, starts, None, table, lengths)
-    return lambda: present(both(tensors))
+    return both, tensors
+
+
+def prefix_memory(batch: int) -> list[Tensor]:
+    """Of one group, 8 heads on 2."""
+    own, shared = 16, 8
+    memory = [torch.zeros(batch, 8, 64, dtype=BF16), torch.zeros(64, 64, 2, 64, dtype=BF16)]
+    memory += [torch.zeros(shape, dtype=torch.int32) for shape in ((batch, own), (batch,), (1, shared), (1,), (2,))]
+    memory[-1][1] = batch
+    return [*memory, torch.zeros(batch, 8, 64, dtype=BF16), torch.zeros(8, batch)]
 
 
 @BACKENDS
 def test_prefixes_are_attended_where_the_tensors_are(gpu: Any, gpus: FakeGpus) -> None:
     """All kernels of the pass, those behind the own keys' as well, are loaded on the tensors' device."""
-    batch, own, shared = 16, 16, 8
-    memory = [torch.zeros(batch, 8, 64, dtype=BF16), torch.zeros(64, 64, 2, 64, dtype=BF16)]
-    memory += [torch.zeros(shape, dtype=torch.int32) for shape in ((batch, own), (batch,), (1, shared), (1,), (2,))]
-    memory[-1][1] = batch
-    memory += [torch.zeros(batch, 8, 64, dtype=BF16), torch.zeros(8, batch)]
-    calls = {}
+    memory, calls = prefix_memory(16), {}
     for index in (1, 0):
         gpus.driver.exchange_device(1 - index)
         calls[index] = shared_prefix_at(gpu, memory, index)
@@ -166,10 +170,30 @@ def test_prefixes_are_attended_where_the_tensors_are(gpu: Any, gpus: FakeGpus) -
     for current, index in ((0, 1), (1, 1), (1, 0), (0, 0), (0, 1)):
         gpus.driver.exchange_device(current)
         gpus.driver.expect()
-        made = calls[index]()
+        both, tensors = calls[index]
+        made = present(both(tensors))
         assert gpus.driver.launched_on() == [(index, gpus.streams[index])] * (3 if gpu is HOPPER else 4)
         assert gpus.driver.device() == current
         assert {tensor.get_device() for tensor in made} == {index}
+
+
+def test_a_graph_has_the_kernel_that_merges(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the last programs of a quick call merge: that takes the host a launch less, but the device longer."""
+    prefix = importlib.import_module("tilewise.backends.triton.launch_prefix")
+    monkeypatch.setattr(prefix, "num_splits", lambda *_: prefix.JOINED_SPLITS)
+    for quick in (True, False):
+        monkeypatch.setattr(prefix, "is_quick", lambda *_, found=quick: found)
+        prefix.prefix_pass.cache_clear()
+        both, tensors = shared_prefix_at(HOPPER, prefix_memory(16), 0)
+        for capturing in (False, True, False):
+            monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda found=capturing: found)
+            for one in (both, both.captured):
+                if one is not None:
+                    one._cuda = launching._cuda()
+            gpus.driver.expect()
+            present(both(tensors))
+            assert gpus.driver.seen().launches == (2 if quick and not capturing else 3)
+    prefix.prefix_pass.cache_clear()
 
 
 @BACKENDS
@@ -199,9 +223,9 @@ def test_what_is_kept_is_kept_by_device(gpu: Any, kind: str, gpus: FakeGpus, mon
     for module in ("gpu.launching", "gpu.driver"):
         monkeypatch.setattr(importlib.import_module(f"tilewise.backends.{module}"), "remember", noted)
     memory = memory_of(kind)
-    for index in (0, 1):
-        for call in calls_at(gpu, kind, memory, index):
-            call()
+    # Results live on: what is kept for the other device must not come to lie where they were.
+    held = [call() for index in (0, 1) for call in calls_at(gpu, kind, memory, index)]
+    assert held
     # One pass, one set of tensor maps and so on for each device: none of these dictionaries serves both.
     owners = [{id(one.known) for one in remembered if one.device == index} for index in (0, 1)]
     assert owners[0]
