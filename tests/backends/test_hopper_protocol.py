@@ -340,6 +340,7 @@ def test_a_slot_released_too_early_is_found(emulated: Callable[[str], Any], monk
 
 
 def test_a_missing_wait_is_found(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gluon_emulator.DEADLOCK_S", 2.0)  # roles out of step wait for each other, which is enough
     monkeypatch.setattr(emulated("channels").Ring, "wait", lambda *_: None)
     monkeypatch.setattr(emulated("launching"), "counter_for", lambda *_: torch.zeros(1, dtype=torch.int32))
     assert not survives(FORWARD["d128 causal"], emulated, late_loads=True)
