@@ -13,7 +13,7 @@ from tilewise.bench import runner
 from tilewise.bench.cases import Case
 from tilewise.bench.checking import Checker
 from tilewise.bench.cpu_cases import cpu_cases
-from tilewise.bench.implementations import Implementation, Prepared, results_of
+from tilewise.bench.implementations import Implementation, NotApplicable, Prepared, results_of
 from tilewise.bench.inputs import Inputs, make_inputs
 from tilewise.bench.peers import implementations
 
@@ -29,17 +29,19 @@ KINDS = [
     small(causal=True, measure="backward"),
     small(dtype="bfloat16", measure="backward"),
     small(kind="varlen", batch=3, seqlens=(70, 1, 33), causal=True, measure="backward"),
+    small(kind="varlen", batch=2, seqlens=(70, 70), causal=True, measure="backward"),
     small(kind="paged", seqlen_q=1, page_size=16, seqlen_k=50),
     small(dtype="bfloat16", causal=True, e4m3_values=True, recorded=True),
 ]
 
 
-@pytest.mark.parametrize("case", KINDS, ids=lambda c: f"{c.kind}-{c.measure}-{c.dtype}")
+@pytest.mark.parametrize("case", KINDS, ids=lambda c: f"{c.kind}-{c.batch}-{c.measure}-{c.dtype}")
 def test_right_results_pass_and_slightly_wrong_ones_do_not(case: Case) -> None:
     inputs = make_inputs(case)
     checker = Checker(case, inputs)
     peer = {"dense": "sdpa", "varlen": "sdpa-padded", "paged": "sdpa-gather"}[case.kind]
-    for name in ("tilewise", *("tilewise-fp8",) * case.e4m3_values, peer):
+    as_dense = case.kind == "paged" or (case.kind == "varlen" and len({*case.seqlens}) == 1)
+    for name in ("tilewise", *("tilewise-fp8",) * case.e4m3_values, *("tilewise-dense",) * as_dense, peer):
         with torch.set_grad_enabled(case.needs_grad):
             found = results_of(case, implementations("cpu")[name].prepare(case, inputs))
         assert checker.judge(found).complaint is None, name
@@ -51,6 +53,12 @@ def test_right_results_pass_and_slightly_wrong_ones_do_not(case: Case) -> None:
             assert checker.judge(broken).error > checker.judge(found).error
     poisoned = dict(found) | {"out": torch.full_like(found["out"], torch.nan)}
     assert checker.judge(poisoned).complaint is not None
+
+
+def test_only_packed_sequences_of_one_length_are_compared_with_dense_tensors() -> None:
+    case = small(kind="varlen", batch=2, seqlens=(70, 33))
+    with pytest.raises(NotApplicable, match="of one length"):
+        implementations("cpu")["tilewise-dense"].prepare(case, make_inputs(case))
 
 
 def test_only_contestants_that_round_as_fp8_tensor_cores_do_may_be_as_coarse() -> None:

@@ -105,6 +105,7 @@ def tilewise_and_torch(device: str) -> list[Implementation]:
         Implementation("tilewise-cascade", _tilewise_cascade),
         Implementation("tilewise-fp8", _tilewise_fp8, coarse=True),
         Implementation("tilewise-fp8-pages", _tilewise_fp8_pages),
+        Implementation("tilewise-dense", _tilewise_dense),
         Implementation("sdpa-flash", _sdpa, scope=flash),
         Implementation("sdpa-cudnn", _sdpa, scope=cudnn),
         Implementation("sdpa-padded", _sdpa_padded),
@@ -198,11 +199,18 @@ def _in_e4m3(tensor: Tensor) -> Fp8Tensor:
 
 
 def _tilewise_dense(case: Case, inputs: Inputs) -> Prepared:
-    """The keys of a paged case as dense tensors: what pages cost, with the caches in the same state."""
-    if case.kind != "paged":
-        raise NotApplicable("for paged keys")
-    q, k, v = inputs.q, inputs.k, inputs.v
-    return Prepared(lambda: api.attention(q, k, v), (q, k, v), inputs.dout, lambda out: out[:, :, 0])
+    """What pages or packing cost, with caches and clocks in the same state: the same rows as dense tensors."""
+    if case.kind == "paged":
+        q, k, v = inputs.q, inputs.k, inputs.v
+        return Prepared(lambda: api.attention(q, k, v), (q, k, v), inputs.dout, lambda out: out[:, :, 0])
+    if case.kind != "varlen" or len({*case.seqlens}) > 1:
+        raise NotApplicable("for paged keys and packed sequences of one length")
+    rows = (len(case.seqlens), case.seqlens[0])
+    packed = (inputs.q, inputs.k, inputs.v, inputs.dout)
+    q, k, v, dout = (t.detach().unflatten(0, rows).transpose(1, 2).contiguous() for t in packed)
+    leaves = (q.requires_grad_(case.needs_grad), k.requires_grad_(case.needs_grad), v.requires_grad_(case.needs_grad))
+    call = functools.partial(api.attention, *leaves, causal=case.causal, window=case.window)
+    return Prepared(call, leaves, dout, lambda out: out.transpose(1, 2).flatten(0, 1))
 
 
 def _leaves(case: Case, inputs: Inputs) -> Leaves:
