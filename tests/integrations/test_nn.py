@@ -6,6 +6,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -199,14 +200,15 @@ def test_a_cache_for_another_batch_is_refused_and_stays_as_it_is() -> None:
 def test_layers_name_what_is_wrong() -> None:
     wrong: list[tuple[str, Any]] = [("window", window) for window in (0, 2.5, True, (3, 0))]
     wrong += [("dropout", dropout) for dropout in (2, -0.5, 1.0, math.nan, None)]
+    wrong += [("rotary_base", base) for base in ("x", -1, True)]
     for name, value in wrong:
         with pytest.raises(tw.InvalidProblem, match=f"^{name}: expected"):
             CausalSelfAttention(16, 2, **{name: value})
-    with pytest.raises(tw.InvalidProblem, match="rotary_dim: expected an even number >= 2, got 3"):
+    numbers: dict[str, Any] = {"window": np.int64(4), "rotary_base": np.float32(100)}
+    assert CausalSelfAttention(16, 2, **numbers).window == 4
+    with pytest.raises(tw.InvalidProblem, match=r"^embed_dim / num_heads: expected an even number >= 2, got 3"):
         CausalSelfAttention(6, 2)
     assert CausalSelfAttention(6, 2, rotary_base=None).head_dim == 3
-    with pytest.raises(tw.InvalidProblem, match="base: expected a number above 0, got x"):
-        CausalSelfAttention(16, 2, rotary_base="x")  # type: ignore[arg-type]
     with pytest.raises(tw.InvalidProblem, match="base: expected a number above 0"):
         rotary_table(4, 8, base=0.0)
     with pytest.raises(tw.InvalidProblem, match=r"x: expected 3 dimensions .* got \(4, 16\)"):

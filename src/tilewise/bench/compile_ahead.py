@@ -93,7 +93,7 @@ class _Worker:
 
     def give(self, item: Item) -> None:
         """What to compile next."""
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer will say
+        with contextlib.suppress(OSError):  # it has ended, which its answer will say
             self.connection.send(item)
 
     def answer(self) -> Compiled | None:

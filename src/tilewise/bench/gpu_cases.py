@@ -188,7 +188,7 @@ def _varlen() -> Iterator[Case]:
             bars=tuple(Bar(who, limit, case=c, by="rate") for who, limit in VARLEN_LIMITS for c in (dense, equal)),
         )  # fmt: skip
         # What packing itself costs, in turn with the same rows as dense tensors: the clock follows who else takes
-        # part. Beside slower peers dense ones had 718 TFLOP/s, beside packed ones 681, and these 678 (H200, N=4096).
+        # part. Beside slower peers dense ones had 718 TFLOP/s, beside packed ones 681, and these 678.
         for heads, lengths in (((16, 16), (4096,) * 4), ((16, 16), (seqlen,) * batch), ((32, 8), (4096,) * 2)):
             grouped = "" if heads == (16, 16) else "gqa-32-8-"
             yield _case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,15 +82,16 @@ class CausalSelfAttention(torch.nn.Module):
         if min(sizes) < 1 or embed_dim % num_heads or num_heads % num_kv_heads:
             expected = "embed_dim a multiple of num_heads, and num_heads of num_kv_heads"
             raise InvalidProblem("embed_dim", expected, sizes, "Choose sizes that divide.")
-        if window is not None and (type(window) is not int or window < 1):
+        if window is not None and not _is_count(window):
             expected = "None or an integer of at least 1, the token itself"
             raise InvalidProblem("window", expected, window, "None sees all earlier tokens.")
         # Whoever trains elsewhere and only evaluates here would never learn of it from a call.
         check_flag("dropout", dropout)
         if rotary_base is not None:
-            check_rotary(embed_dim // num_heads, rotary_base)
+            check_rotary(embed_dim // num_heads, rotary_base, ("embed_dim / num_heads", "rotary_base"))
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
-        self.dropout, self.rotary_base, self.window = dropout, rotary_base, window
+        self.dropout, self.rotary_base = dropout, rotary_base
+        self.window = None if window is None else int(window)
         width = (num_heads + 2 * num_kv_heads) * self.head_dim
         self.qkv = torch.nn.Linear(embed_dim, width, bias=bias, device=device, dtype=dtype)
         self.out = torch.nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
@@ -121,3 +123,7 @@ class CausalSelfAttention(torch.nn.Module):
         out = attention(q, k, v, causal=True, window=window, dropout=dropout, layout="bshd")
         projected: Tensor = self.out(out.flatten(2))
         return projected
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int | np.integer) and not isinstance(number, bool) and bool(number >= 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,12 +24,12 @@ def rotary_table(
     return angles.cos(), angles.sin()
 
 
-def check_rotary(rotary_dim: int, base: object) -> None:
-    """Refuse what no table can be made of."""
+def check_rotary(rotary_dim: int, base: object, names: tuple[str, str] = ("rotary_dim", "base")) -> None:
+    """Refuse what no table can be made of; `names` are those of the caller's arguments."""
     if rotary_dim < 2 or rotary_dim % 2:
-        raise InvalidProblem("rotary_dim", "an even number >= 2", rotary_dim, "Features are turned in pairs.")
-    if not (isinstance(base, int | float) and base > 0):
-        raise InvalidProblem("base", "a number above 0", base, "10000.0 is the usual one.")
+        raise InvalidProblem(names[0], "an even number >= 2", rotary_dim, "Features are turned in pairs.")
+    if isinstance(base, bool) or not (isinstance(base, int | float | np.number) and base > 0):
+        raise InvalidProblem(names[1], "a number above 0", base, "10000.0 is the usual one.")
 
 
 def check_tables(cos: object, sin: object, names: tuple[str, str] = ("cos", "sin"), *, dims: int | None = 2) -> None:

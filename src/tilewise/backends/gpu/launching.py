@@ -1,6 +1,6 @@
 """From described kernel calls to launches: prepared once for a device, then run with nothing but addresses to fill in.
 
-Nothing here waits for the device, so a call can be captured in a CUDA graph.
+Nothing here waits for the device (but for the first counters of one), so a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
