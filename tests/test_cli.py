@@ -166,6 +166,7 @@ def test_doctor_shows_the_cpu_cache(tmp_path: Path) -> None:
         "entries": 1,
         "entries_when_full": len(cache.programs()),
         "size_bytes": 5,
+        "refused": None,
     }
 
 

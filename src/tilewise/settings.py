@@ -4,7 +4,7 @@
 |-------------------------|---------|--------------------------------------------------------------------|
 | `TILEWISE_BACKEND`      | `auto`  | backend used where a call says `backend="auto"`                    |
 | `TILEWISE_CHECK_VALUES` | `0`     | `1`: check index tensors on a GPU too (one synchronisation a call) |
-| `TILEWISE_CACHE_DIR`    | (user)  | where compiled kernels are kept                                    |
+| `TILEWISE_CACHE_DIR`    | (user)  | where compiled kernels are kept: a folder of the user's alone      |
 """
 
 from __future__ import annotations

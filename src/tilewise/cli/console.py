@@ -48,6 +48,8 @@ def print_error(context: Any, error: Exception) -> None:
 
 def cache_line(cache: Mapping[str, Any]) -> str:
     """A backend's compiled kernels on disk: how many, how large, where, and whether more can be kept."""
+    if cache.get("refused"):
+        return f"{cache['path']} is not used: {cache['refused']}"
     entries = f"{cache['entries']} of {cache['entries_when_full']} programs"
     kept = f"{entries}, {format_bytes(cache['size_bytes'])} in {cache['path']}"
     return kept if cache.get("writable", True) else f"{kept}, which cannot be written"

@@ -134,6 +134,7 @@ class CpuBackend:
             "entries": state.entries,
             "entries_when_full": len(programs()),
             "size_bytes": state.size,
+            "refused": state.refused,
         }
 
     def warmup(self, progress: Callable[[str, int, int], None]) -> None:

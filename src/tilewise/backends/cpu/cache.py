@@ -1,15 +1,18 @@
 """Compiled programs on disk, and their way into the process.
 
 A program is compiled once per tilewise version, processor and source, and kept as an object file with a checksum
-before it. Where nothing can be written, programs are compiled in every process, which is said once.
+before it, in a folder that only its owner can write to. Where there is no such folder, or nothing can be written,
+programs are compiled in every process, which is said once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
 import os
+import platform
 import threading
 import warnings
 from collections.abc import Callable
@@ -20,7 +23,9 @@ from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding
 
 from tilewise import settings
+from tilewise.backends.cpu import objects
 from tilewise.backends.cpu.isa import host
+from tilewise.backends.cpu.private_folder import PrivateFolder, UntrustedFolder
 from tilewise.version import __version__
 
 __all__ = ["PROGRAMS", "CacheState", "Program", "cache_state", "program", "programs", "warmup"]
@@ -38,7 +43,13 @@ PROGRAMS = {
 # Programs for processors with a matrix unit only.
 MATRIX_PROGRAMS = ("forward_matrix",)
 SUFFIX = ".tilewise-cpu"
-_lock = threading.Lock()
+DIGEST_BYTES = 32
+# How long a process waits for another one that compiles, before it compiles too. The largest program takes 3 s.
+PATIENCE_SECONDS = 30.0
+# LLVM's global context takes one thread at a time. A fork waits for it: the child would find it locked for ever.
+_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class Program(NamedTuple):
@@ -50,13 +61,14 @@ class Program(NamedTuple):
 
 class CacheState(NamedTuple):
     """Where compiled programs are kept and how many there are; `entries` and `size` count this version and processor
-    only.
+    only. `refused` says why the folder is not used.
     """
 
     path: Path
     writable: bool
     entries: int
     size: int
+    refused: str | None = None
 
 
 def programs() -> tuple[str, ...]:
@@ -78,6 +90,7 @@ def fingerprint() -> str:
     features = binding.get_host_cpu_features().flatten()
     for part in (
         __version__,
+        binding.get_default_triple(),
         binding.get_host_cpu_name(),
         features,
         host().name,
@@ -98,8 +111,14 @@ def file_name(name: str) -> str:
 def cache_state() -> CacheState:
     """The state of the cache, for `tilewise doctor`."""
     path = cache_dir()
-    files = [path / file_name(name) for name in programs()]
-    sizes = [file.stat().st_size for file in files if file.is_file()]
+    try:
+        with contextlib.closing(PrivateFolder(path, create=False)) as folder:
+            kept = [folder.read(file_name(name)) for name in programs()]
+    except UntrustedFolder as untrusted:
+        return CacheState(path, False, 0, 0, untrusted.reason)
+    except OSError:
+        kept = []
+    sizes = [len(content) for content in kept if content is not None]
     return CacheState(path, _is_writable(path), len(sizes), sum(sizes))
 
 
@@ -123,52 +142,96 @@ def warmup(progress: Callable[[str, int, int], None] | None = None) -> CacheStat
 @functools.cache
 def program(name: str) -> Program:
     """A program ready to run, from this process, from disk, or compiled now."""
-    # LLVM's global context takes one thread at a time.
     with _lock:
         return _loaded(name)
 
 
 @functools.cache
 def _loaded(name: str) -> Program:
-    path = cache_dir() / file_name(name)
-    code = _read(path)
-    if code is None:
-        from tilewise.backends.cpu.compiler import compile_object
-
-        code = compile_object(getattr(importlib.import_module(PROGRAMS[name]), name))
-        _write(path, code)
+    folder = _open_folder()
+    if folder is None:
+        return _into_memory(name, _compiled(name))
+    with contextlib.closing(folder):
+        found = _kept(folder, name)
+        if found is not None:
+            return found
+        with folder.locked(PATIENCE_SECONDS):
+            # The process that had the lock before has compiled the same program, most likely.
+            found = _kept(folder, name)
+            if found is not None:
+                return found
+            code = _compiled(name)
+            try:
+                folder.write(file_name(name), _digest(name, code) + code)
+            except OSError as error:
+                _warn_unwritable(str(cache_dir()), error.strerror or str(error))
     return _into_memory(name, code)
 
 
-def _read(path: Path) -> bytes | None:
-    """A program's machine code, if the file is there and whole."""
+def _open_folder() -> PrivateFolder | None:
+    path = cache_dir()
     try:
-        kept = path.read_bytes()
-    except OSError:
-        return None
-    code = kept[32:]
-    return code if hashlib.sha256(code).digest() == kept[:32] else None
-
-
-def _write(path: Path, code: bytes) -> None:
-    """Keep a program; two processes may do it at once, so the file appears by renaming."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(hashlib.sha256(code).digest() + code)
-        partial.replace(path)
+        return PrivateFolder(path, create=True)
+    except UntrustedFolder as untrusted:
+        _warn_untrusted(str(path), untrusted.reason)
     except OSError as error:
-        _warn_once(str(path.parent), error.strerror or str(error))
+        _warn_unwritable(str(path), error.strerror or str(error))
+    return None
+
+
+def _compiled(name: str) -> bytes:
+    from tilewise.backends.cpu.compiler import compile_object
+
+    return compile_object(getattr(importlib.import_module(PROGRAMS[name]), name))
+
+
+def _kept(folder: PrivateFolder, name: str) -> Program | None:
+    """A program from disk, if its file is there, whole, and what its name says."""
+    content = folder.read(file_name(name))
+    if content is None:
+        return None
+    code = content[DIGEST_BYTES:]
+    if _digest(name, code) != content[:DIGEST_BYTES] or not _is_loadable(name, code):
+        return None
+    return _into_memory(name, code)
+
+
+def _digest(name: str, code: bytes) -> bytes:
+    """The checksum of a file, which binds the code to the program, the processor and the compiler it was made for."""
+    return hashlib.sha256(file_name(name).encode() + b"\0" + code).digest()
+
+
+def _is_loadable(name: str, code: bytes) -> bool:
+    """Whether LLVM can be given this object: it does not return from one that is malformed."""
+    if platform.system() in ("Darwin", "Windows"):
+        return True
+    return objects.provides(code, platform.machine(), symbol(name))
 
 
 @functools.cache
-def _warn_once(directory: str, reason: str) -> None:
+def _warn_unwritable(directory: str, reason: str) -> None:
     warnings.warn(
         f"tilewise cannot keep compiled CPU kernels in {directory} ({reason}); every process compiles them. "
         "Set TILEWISE_CACHE_DIR to a writable directory.",
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+@functools.cache
+def _warn_untrusted(directory: str, reason: str) -> None:
+    warnings.warn(
+        f"tilewise does not use the compiled CPU kernels in {directory}: {reason}, so others could have put their code "
+        f"there; every process compiles them. Make it yours alone (chmod 700 {directory}), or set TILEWISE_CACHE_DIR "
+        "to a directory of your own.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def symbol(name: str) -> str:
+    """The entry point of a program."""
+    return f"tilewise_{name}"
 
 
 def _into_memory(name: str, code: bytes) -> Program:
@@ -178,4 +241,4 @@ def _into_memory(name: str, code: bytes) -> Program:
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    return Program(engine.get_function_address(f"tilewise_{name}"), engine)
+    return Program(engine.get_function_address(symbol(name)), engine)

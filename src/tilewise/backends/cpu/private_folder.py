@@ -1,0 +1,140 @@
+"""A folder that holds machine code: nobody but its owner may have written what is read from it.
+
+A folder or file is trusted if it belongs to this user (or to the system's administrator, who owns Python and torch as
+well) and neither its group nor others may write to it. The questions are asked of open descriptors, never of names, so
+nothing can be exchanged between the check and the use. Where the system has no owners and modes (Windows), what the
+user's profile protects is trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["PrivateFolder", "UntrustedFolder"]
+
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
+HAS_OWNERS = hasattr(os, "geteuid")
+ADMINISTRATOR = 0
+# No links, no waiting for the other end of a pipe; bytes as they are.
+FILE_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+SECONDS_BETWEEN_TRIES = 0.02
+
+
+class UntrustedFolder(OSError):
+    """Somebody else may have written to the folder."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(reason)
+        self.path, self.reason = path, reason
+
+
+def _distrust(status: os.stat_result) -> str | None:
+    """Why a folder or file with this status is not trusted; None if it is."""
+    if not HAS_OWNERS:
+        return None
+    if status.st_uid not in (os.geteuid(), ADMINISTRATOR):
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"its mode {stat.S_IMODE(status.st_mode):04o} lets other users write to it"
+    return None
+
+
+class PrivateFolder:
+    """An open folder, to be closed. Raises OSError where there is none, and UntrustedFolder where it is not private."""
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        if create:
+            path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        self._path = path
+        self._fd: int | None = None
+        if not HAS_OWNERS:
+            return
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        reason = _distrust(os.fstat(self._fd))
+        if reason is not None:
+            self.close()
+            raise UntrustedFolder(path, reason)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def read(self, name: str) -> bytes | None:
+        """A file's content; None if there is none, or none that is trusted."""
+        try:
+            fd = os.open(self._at(name), os.O_RDONLY | FILE_FLAGS, dir_fd=self._fd)
+        except OSError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or _distrust(status) is not None:
+                return None
+            try:
+                return file.read()
+            except OSError:
+                return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Make or replace a file: it appears whole, by renaming, or not at all."""
+        partial = f"{name}.{secrets.token_hex(8)}"
+        try:
+            fd = os.open(
+                self._at(partial), os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE_FLAGS, FILE_MODE, dir_fd=self._fd
+            )
+            with os.fdopen(fd, "wb") as file:
+                file.write(content)
+            os.replace(self._at(partial), self._at(name), src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(self._at(partial), dir_fd=self._fd)
+            raise
+
+    @contextlib.contextmanager
+    def locked(self, seconds: float) -> Iterator[None]:
+        """One process at a time; after `seconds` of waiting, and where the file system has no locks, regardless.
+
+        The system takes the lock from a process that ends, however it ends.
+        """
+        held = self._lock(seconds)
+        try:
+            yield
+        finally:
+            if held and self._fd is not None:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _lock(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while True:
+            is_held = self._try_lock()
+            if is_held is not None or time.monotonic() >= end:
+                return bool(is_held)
+            time.sleep(SECONDS_BETWEEN_TRIES)
+
+    def _try_lock(self) -> bool | None:
+        """Whether the lock was taken; None if another process has it."""
+        if fcntl is None or self._fd is None:
+            return False
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return False
+        return True
+
+    def _at(self, name: str) -> str:
+        """A file's name for calls that take the folder's descriptor, or its path where there is none."""
+        return name if self._fd is not None else str(self._path / name)
