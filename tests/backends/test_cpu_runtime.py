@@ -344,7 +344,7 @@ def test_cache_state_and_warmup_report(tmp_path: Path, monkeypatch: pytest.Monke
     told: list[tuple[str, int, int]] = []
     monkeypatch.setattr(cache, "program", lambda name: (tmp_path / cache.file_name(name)).write_bytes(b"12345"))
     with settings.overridden(cache_dir=tmp_path):
-        assert cache_state() == (tmp_path, True, 0, 0)
+        assert cache_state() == (tmp_path, True, 0, 0, None)
         state = warmup(lambda name, done, total: told.append((name, done, total)))
     assert state.entries == len(cache.programs()) == len(told)
     assert state.size == 5 * state.entries

@@ -21,7 +21,7 @@ import pytest
 
 import tilewise as tw
 from tilewise import settings
-from tilewise.backends.cpu import BACKEND, cache, compiler, private_folder
+from tilewise.backends.cpu import BACKEND, cache, compiler
 from tilewise.cli.console import cache_line
 
 pytestmark = pytest.mark.slow
@@ -357,7 +357,7 @@ def test_a_file_system_without_locks_is_written_all_the_same(tmp_path: Path, mon
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr(private_folder.fcntl, "flock", refused)
+    monkeypatch.setattr(fcntl, "flock", refused)
     assert load(tmp_path)
     assert not load(tmp_path)
 

@@ -18,8 +18,10 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+except ImportError:
+    HAS_LOCKS = False
+else:
+    HAS_LOCKS = True
 
 __all__ = ["PrivateFolder", "UntrustedFolder"]
 
@@ -125,7 +127,7 @@ class PrivateFolder:
 
     def _try_lock(self) -> bool | None:
         """Whether the lock was taken; None if another process has it."""
-        if fcntl is None or self._fd is None:
+        if not HAS_LOCKS or self._fd is None:
             return False
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
