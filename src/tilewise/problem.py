@@ -11,10 +11,12 @@ from typing import Literal
 
 import torch
 
-__all__ = ["MAX_HEAD_DIM", "AttentionProblem", "Kind", "Layout"]
+__all__ = ["MAX_HEAD_DIM", "MAX_SEQLEN", "AttentionProblem", "Kind", "Layout"]
 
 # The contract's limit for head_dim and head_dim_v, whoever computes.
 MAX_HEAD_DIM = 512
+# Positions within a sequence, and running totals of packed rows, are int32.
+MAX_SEQLEN = 2**31 - 1
 
 Kind = Literal["dense", "varlen", "paged"]
 Layout = Literal["bhsd", "bshd"]

@@ -274,6 +274,107 @@ def test_large_scores_take_all_or_share(name: str, scale: float, backend: str, d
     assert "dv" not in found or bool(found["dv"].isfinite().all())
 
 
+HIDING = {
+    "causal": dataclasses.replace(PLAIN, seqlens_q=(100, 100), seqlens_k=(100, 100), causal=True),
+    "window": dataclasses.replace(PLAIN, seqlens_q=(100, 100), seqlens_k=(100, 100), window=(None, 0)),
+    "mask": dataclasses.replace(PLAIN, seqlens_q=(100, 100), seqlens_k=(100, 100), mask="qk"),
+    "bias": dataclasses.replace(PLAIN, seqlens_q=(100, 100), seqlens_k=(100, 100), bias="qk", grad_of=("q", "k", "v")),
+    "fp32": dataclasses.replace(PLAIN, dtype=torch.float32, seqlens_q=(100,), seqlens_k=(300,), causal=True),
+    "fp16": dataclasses.replace(PLAIN, dtype=torch.float16, seqlens_q=(100,), seqlens_k=(300,), causal=True),
+    "decode": dataclasses.replace(PLAIN, seqlens_q=(3, 3), seqlens_k=(700, 700), causal=True, grad_of=()),
+}
+
+
+# As above: P of a key that is hidden is infinite in Triton's backward before it is masked.
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+@pytest.mark.parametrize("name", HIDING)
+def test_hidden_values_of_any_finite_size_change_nothing(name: str, backend: str, device: str) -> None:
+    """The last row alone sees the last key, which is 30000 in one of two runs. Its own results do not count."""
+    case, implementation = runnable(HIDING[name], backend, device)
+    inputs = make_inputs(case, device)
+    seqlen_q, seqlen_k = case.seqlens_q[0], case.seqlens_k[0]
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    visible[:-1, -1] = False
+    if inputs.mask is not None:
+        inputs = dataclasses.replace(inputs, mask=visible)
+    if inputs.bias is not None:
+        hidden = torch.zeros_like(inputs.bias).masked_fill(~visible, -torch.inf)
+        inputs = dataclasses.replace(inputs, bias=hidden)
+    for cotangent in (inputs.dout, inputs.dlse):
+        if cotangent is not None:
+            cotangent[:, :, -1] = 0.0
+    k, v = inputs.k.clone(), inputs.v.clone()
+    k[:, :, -1], v[:, :, -1] = 30000.0, -30000.0
+    usual, found = (implementation.run(case, x) for x in (inputs, dataclasses.replace(inputs, k=k, v=v)))
+    for result in case.results:
+        rows = slice(None) if result in ("dk", "dv") else slice(seqlen_q - 1)
+        # dq and dk of other keys are sums that some backends form in any order.
+        mine, theirs = (x[result][:, :, rows].double() for x in (found, usual))
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2, msg=lambda text, name=result: f"{name}: {text}")
+
+
+NEIGHBOURS = {
+    "dense": dataclasses.replace(PLAIN, num_heads=4, num_kv_heads=2),
+    "packed": dataclasses.replace(PLAIN, kind="varlen", seqlens_q=(70, 30, 130), seqlens_k=(70, 50, 130), causal=True),
+    "packed, fp32": dataclasses.replace(
+        PLAIN, kind="varlen", dtype=torch.float32, seqlens_q=(5, 1, 9), seqlens_k=(5, 8, 9)
+    ),
+    "paged": dataclasses.replace(
+        PLAIN, kind="paged", seqlens_q=(1, 1, 1), seqlens_k=(70, 30, 130), page_size=16, grad_of=()
+    ),
+}
+
+
+# Of numpy, in Triton's interpreter.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_nan_and_infinity_stay_in_their_sequence_and_head(name: str, value: float, backend: str, device: str) -> None:
+    """In all of K and V of the middle (or last) sequence's first head, other results are as without them."""
+    case, implementation = runnable(NEIGHBOURS[name], backend, device)
+    inputs = make_inputs(case, device)
+    index, group = len(case.seqlens_k) // 2, case.num_heads // case.num_kv_heads
+    k, v = inputs.k.clone(), inputs.v.clone()
+    if case.kind == "dense":
+        k[index, 0], v[index, 0] = value, value
+    elif case.kind == "varlen":
+        rows = slice(sum(case.seqlens_k[:index]), sum(case.seqlens_k[: index + 1]))
+        k[rows, 0], v[rows, 0] = value, value
+    else:
+        assert inputs.block_table is not None
+        pages = inputs.block_table[index, : -(-case.seqlens_k[index] // case.page_size)].long()
+        k[pages, :, 0], v[pages, :, 0] = value, value
+    usual, found = (implementation.run(case, x) for x in (inputs, dataclasses.replace(inputs, k=k, v=v)))
+    for result in case.results:
+        mine, theirs = found[result].double(), usual[result].double()
+        heads = slice(0, group if result in ("out", "lse", "dq") else 1)
+        lengths = case.seqlens_k if result in ("dk", "dv") else case.seqlens_q
+        own = slice(sum(lengths[:index]), sum(lengths[: index + 1]))
+        at = (index, heads) if case.kind == "dense" else (heads, own) if result == "lse" else (own, heads)
+        assert not bool(mine[at].isfinite().all()), result
+        mine[at] = theirs[at]
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2, msg=lambda text, name=result: f"{name}: {text}")
+
+
+LARGE_VALUES = {
+    "bf16": dataclasses.replace(PLAIN, seqlens_q=(70, 70), seqlens_k=(70, 70)),
+    "fp16": dataclasses.replace(PLAIN, dtype=torch.float16, seqlens_q=(70, 70), seqlens_k=(70, 70)),
+    "fp32": dataclasses.replace(PLAIN, dtype=torch.float32, seqlens_q=(70, 70), seqlens_k=(70, 70)),
+    "decode": dataclasses.replace(PLAIN, seqlens_q=(1, 1), seqlens_k=(700, 700)),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_VALUES)
+def test_values_are_weighed_up_to_the_documented_size(name: str, backend: str, device: str) -> None:
+    """Sums before the division hold 256 times the largest value times the number of keys; fp16 ends before that."""
+    case, implementation = runnable(dataclasses.replace(LARGE_VALUES[name], grad_of=(), scale=0.0), backend, device)
+    inputs = make_inputs(case, device)
+    largest = min(torch.finfo(torch.float32).max / 256 / case.seqlens_k[0], torch.finfo(case.dtype).max) * 0.9
+    found = implementation.run(case, dataclasses.replace(inputs, v=torch.full_like(inputs.v, largest)))
+    expected = torch.full_like(found["out"], largest)
+    torch.testing.assert_close(found["out"], expected, rtol=1e-2, atol=0.0)
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_results_are_contiguous_in_the_callers_layout(layout: Layout, backend: str, device: str) -> None:
     case, implementation = runnable(Case(layout=layout, strides="transposed"), backend, device)

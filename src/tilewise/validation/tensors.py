@@ -15,7 +15,7 @@ import torch
 
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Operands
-from tilewise.problem import MAX_HEAD_DIM, AttentionProblem, Kind, Layout
+from tilewise.problem import MAX_HEAD_DIM, MAX_SEQLEN, AttentionProblem, Kind, Layout
 
 __all__ = ["TensorSpec", "describe"]
 
@@ -115,6 +115,7 @@ def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], f
     _check_scalars(specs["q"].dtype, flags)
     _check_devices(specs, public)
     lengths = _lengths(kind, sizes, specs, flags)
+    _check_lengths(kind, lengths)
     scores = (lengths["batch"], sizes["num_heads"], lengths["seqlen_q"], lengths["seqlen_k"])
     _check_broadcast(specs, scores, bounds_known=_bounds_known(kind, specs, flags))
     _check_per_head(specs, lengths["batch"], sizes["num_heads"])
@@ -238,6 +239,15 @@ def _lengths(kind: Kind, sizes: dict[str, int], specs: Specs, flags: Flags) -> d
         else:
             seqlen_q = total_q if flags.max_seqlen_q is None else flags.max_seqlen_q
     return {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "total_q": total_q, "total_k": total_k}
+
+
+def _check_lengths(kind: Kind, lengths: dict[str, int]) -> None:
+    """Lengths that positions can count; symbolic ones are judged when the op runs."""
+    counted = {"dense": (), "varlen": ("total_q", "total_k"), "paged": ("total_q",)}[kind]
+    for name in (*counted, "seqlen_q", "seqlen_k"):
+        if isinstance(lengths[name], int) and lengths[name] > MAX_SEQLEN:
+            fix = "Rows are counted in 32 bits: attend to parts of the keys and join the results with tilewise.merge."
+            raise InvalidProblem(name, f"at most {MAX_SEQLEN}", lengths[name], fix)
 
 
 def _bounds_known(kind: Kind, specs: Specs, flags: Flags) -> bool:

@@ -16,7 +16,6 @@ from tilewise.backends.cpu.intrinsics import (
     field,
     fma,
     load_f32,
-    load_i32,
     load_i64,
     scalar_bits,
     store_f32,
@@ -55,6 +54,7 @@ from tilewise.backends.cpu.scoring import (
     q_length,
     q_start,
 )
+from tilewise.backends.cpu.stopping import leave, stops, stops_at
 
 __all__ = ["backward"]
 
@@ -273,7 +273,7 @@ def block_gradient(
         bounds = ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
         first, last = min(first, load_i64(bounds + MIN_FIRST)), max(last, load_i64(bounds + MAX_LAST))
     makes_dq = field(p, f.WORK) & f.MAKES_DQ
-    if first > last and makes_dq == 0:
+    if (first > last and makes_dq == 0) or stops(p):
         return
     store_i64(ws + field(p, f.WS_HEAD_ROW), head)
     store_i64(ws + field(p, f.WS_HEAD_ROW) + 8, first_row)
@@ -281,6 +281,8 @@ def block_gradient(
     fill(ws + field(p, f.WS_DQ), (count + PANEL - 1) // PANEL * PANEL * width, 0.0)
     k0 = max(0, first) // BLOCK_N * BLOCK_N
     while k0 <= last:
+        if stops_at(p, k0):
+            break
         tile_gradient(p, ws, batch, kv_head, count, k0, min(BLOCK_N, last + 1 - k0), key_begin)
         k0 += BLOCK_N
     if makes_dq:
@@ -295,7 +297,7 @@ def block_gradient(
 def store_key_gradients(p: int, ws: int, batch: int, kv_head: int, key_begin: int, key_end: int) -> None:
     """Write dk and dv of a range of keys."""
     width, width_v, table = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), field(p, f.CU_GRADS_K)
-    row = key_begin + (load_i32(table + 4 * batch) if table != 0 else 0)
+    row = key_begin + (load_i64(table + 8 * batch) if table != 0 else 0)
     dk = field(p, f.DK) + batch * field(p, f.DK_BATCH) + kv_head * field(p, f.DK_HEAD) + row * field(p, f.DK_ROW)
     dv = field(p, f.DV) + batch * field(p, f.DV_BATCH) + kv_head * field(p, f.DV_HEAD) + row * field(p, f.DV_ROW)
     dtype, scale = field(p, f.KV_GRAD_DTYPE), scalar_bits(field(p, f.SCALE))
@@ -349,6 +351,7 @@ def backward(p: int) -> None:
     fill(ws + field(p, f.WS_ONES), PANEL, 1.0)
     while True:
         item = atomic_add(counters + 64, 1)
-        if item >= field(p, f.NUM_ITEMS):
+        if item >= field(p, f.NUM_ITEMS) or stops(p):
             break
         backward_item(p, ws, item)
+    leave(p)

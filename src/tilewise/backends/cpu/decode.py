@@ -35,6 +35,7 @@ from tilewise.backends.cpu.scoring import (
     q_start,
     run_length,
 )
+from tilewise.backends.cpu.stopping import leave, stops, stops_at
 from tilewise.backends.cpu.streaming import stream_scores, stream_values
 
 __all__ = ["decode"]
@@ -197,6 +198,8 @@ def decode_item(p: int, ws: int, item: int, following: int) -> None:
     last = load_i64(ws + field(p, f.WS_PANELS) + MAX_LAST)
     k0 = max(0, load_i64(ws + field(p, f.WS_PANELS) + MIN_FIRST)) // BLOCK_N * BLOCK_N
     while k0 <= last:
+        if stops_at(p, k0):
+            break
         size = min(BLOCK_N, last + 1 - k0)
         score_tile(p, ws, batch, kv_head, count, rows, k0, k0 + size)
         softmax_tile(p, ws, batch, count, k0, size)
@@ -205,7 +208,7 @@ def decode_item(p: int, ws: int, item: int, following: int) -> None:
     if num_chunks == 1:
         finish_rows(p, batch, head, first_row, count, acc)
     else:
-        merge_chunks(p, acc, item, batch, head, first_row, count, chunk, num_chunks)
+        merge_chunks(p, ws, acc, item, batch, head, first_row, count, chunk, num_chunks)
 
 
 @driver
@@ -215,8 +218,9 @@ def decode(p: int) -> None:
     ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
     while True:
         first = atomic_add(counters + 64, some)
-        if first >= num_items:
+        if first >= num_items or stops(p):
             break
         end = min(first + some, num_items)
         for item in range(first, end):
             decode_item(p, ws, item, item + 1 if item + 1 < end else -1)
+    leave(p)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from tilewise.backends.cpu.compiler import kernel
-from tilewise.backends.cpu.emit import BF16, BOOL, F32, FP16, FP32, I64, ITEM_BYTES, Emitter, Value
+from tilewise.backends.cpu.emit import BF16, BOOL, FP16, FP32, I64, ITEM_BYTES, Emitter, Value
 from tilewise.backends.cpu.isa import Isa, host
 from tilewise.backends.cpu.packing import by_dtype
 from tilewise.numerics import PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1
@@ -99,16 +99,18 @@ def apply_softcap(e: Emitter, s: Value, num_keys: Value, vectors: Value, cap: Va
 
 @kernel("iiiii")
 def add_alibi(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Value, vectors: Value) -> None:
-    """S -= slope * |position - key|."""
+    """S -= slope * |position - key|; the distance is exact as an integer, also past 2^24 where positions are not in
+    fp32.
+    """
     b = e.b
 
     def prepare(at: Value) -> Callable[[Value, Value], None]:
-        position = table_vector(e, table, ROW_POSITION, at, integer=False)
+        position = table_vector(e, table, ROW_POSITION, at, integer=True)
         slope = table_vector(e, table, ROW_SLOPE, at, integer=False)
 
         def body(n: Value, offset: Value) -> None:
-            key = e.splat(b.sitofp(b.add(first_key, n), F32))
-            distance = e.call("fabs", b.fsub(position, key))
+            key = e.splat(b.trunc(b.add(first_key, n), ir.IntType(32)))
+            distance = e.call("fabs", b.sitofp(b.sub(position, key), e.vector))
             place = b.add(s, offset)
             e.store(place, e.fma(b.fneg(slope), distance, e.load(place)))
 

@@ -13,7 +13,15 @@ from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, mask_band
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
 from tilewise.backends.cpu.isa import host
-from tilewise.backends.cpu.merging import MINUS_INF, finish_rows, merge_chunks
+from tilewise.backends.cpu.merging import (
+    FOLD_KEYS,
+    MINUS_INF,
+    begin_rows,
+    begin_totals,
+    finish_rows,
+    fold_rows,
+    merge_chunks,
+)
 from tilewise.backends.cpu.microkernels import row_max, scores, softmax, weigh_values
 from tilewise.backends.cpu.packing import fill, pack_rows, transpose_panel
 from tilewise.backends.cpu.scoring import (
@@ -38,6 +46,7 @@ from tilewise.backends.cpu.scoring import (
     q_start,
     rows_of_scale,
 )
+from tilewise.backends.cpu.stopping import leave, stops, stops_at
 
 __all__ = ["forward"]
 
@@ -141,6 +150,11 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
         last = max(last, load_i64(bounds + panel * PANEL_BYTES + MAX_LAST))
     k0 = max(0, first) // BLOCK_N * BLOCK_N
     while k0 <= last:
+        if stops_at(p, k0):
+            break
+        if field(p, f.WS_TOTAL) != 0 and k0 % FOLD_KEYS == 0:
+            fold_rows(p, ws, count)
+            begin_rows(p, ws + field(p, f.WS_ACC), ws + field(p, f.WS_ACC), panels * PANEL)
         size = min(BLOCK_N, last + 1 - k0)
         k = pack_tile(
             p, f.K, field(p, f.HEAD_DIM), field(p, f.DIM_PADDED), batch, kv_head, k0, k0 + size, ws + field(p, f.WS_K)
@@ -172,15 +186,17 @@ def forward_item(p: int, ws: int, item: int) -> None:
     prepare_rows(p, ws, batch, head, first_row, count, k_begin, k_end)
     pack_queries(p, batch, head, first_row, count, ws + field(p, f.WS_STAGE), ws + field(p, f.WS_Q))
     padded = (count + PANEL - 1) // PANEL * PANEL
-    state = acc_state(p, ws)
-    fill(ws + field(p, f.WS_ACC), padded * field(p, f.DIM_V_PADDED), 0.0)
-    fill(state, padded, MINUS_INF)
-    fill(state + 4 * field(p, f.BLOCK_M), padded, 0.0)
+    block = ws + field(p, f.WS_ACC)
+    begin_rows(p, block, block, padded)
+    begin_totals(p, ws, padded)
     tile_loop(p, ws, batch, kv_head, count)
+    if field(p, f.WS_TOTAL) != 0:
+        fold_rows(p, ws, count)
+        block = ws + field(p, f.WS_TOTAL)
     if num_chunks == 1:
-        finish_rows(p, batch, head, first_row, count, ws + field(p, f.WS_ACC))
+        finish_rows(p, batch, head, first_row, count, block)
     else:
-        merge_chunks(p, ws + field(p, f.WS_ACC), item, batch, head, first_row, count, chunk, num_chunks)
+        merge_chunks(p, ws, block, item, batch, head, first_row, count, chunk, num_chunks)
 
 
 @driver
@@ -190,6 +206,7 @@ def forward(p: int) -> None:
     ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
     while True:
         item = atomic_add(counters + 64, 1)
-        if item >= field(p, f.NUM_ITEMS):
+        if item >= field(p, f.NUM_ITEMS) or stops(p):
             break
         forward_item(p, ws, item)
+    leave(p)

@@ -25,7 +25,15 @@ from tilewise.backends.cpu.matrix import (
     transpose_queries,
     transpose_values,
 )
-from tilewise.backends.cpu.merging import MINUS_INF, finish_rows, merge_chunks
+from tilewise.backends.cpu.merging import (
+    FOLD_KEYS,
+    MINUS_INF,
+    begin_rows,
+    begin_totals,
+    finish_rows,
+    fold_rows,
+    merge_chunks,
+)
 from tilewise.backends.cpu.microkernels import row_max, softmax
 from tilewise.backends.cpu.packing import fill, scale_rows, untranspose_panel
 from tilewise.backends.cpu.scoring import (
@@ -46,6 +54,7 @@ from tilewise.backends.cpu.scoring import (
     q_start,
     run_length,
 )
+from tilewise.backends.cpu.stopping import answer_signals, has_stopped, is_due, leave
 
 __all__ = ["forward_matrix"]
 
@@ -147,6 +156,25 @@ def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, 
 
 
 @driver
+def stops_with_tiles(p: int, ws: int) -> int:
+    """`stops` for a thread whose tile registers are configured: signal handlers may use them, too."""
+    if is_due(p):
+        tiles = ws + field(p, f.WS_TILES)
+        stop_tiles(tiles + 64)
+        answer_signals(p)
+        start_tiles(tiles, tiles + 64)
+    return has_stopped(p)
+
+
+@driver
+def rows_of_sums(p: int, ws: int, padded: int) -> None:
+    """The running results as rows, where finished ones are."""
+    width_v, block, acc = field(p, f.DIM_V_PADDED), ws + field(p, f.WS_ACC), ws + field(p, f.WS_ACC_T)
+    for row in range(0, padded, PANEL):
+        untranspose_panel(acc + 4 * row * width_v, width_v, block + 4 * row * width_v, 4 * width_v)
+
+
+@driver
 def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
     """Stream the keys that any row of the block sees, tile by tile, panel by panel."""
     panels, bounds = (count + PANEL - 1) // PANEL, ws + field(p, f.WS_PANELS)
@@ -158,6 +186,12 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
         last = max(last, load_i64(bounds + panel * PANEL_BYTES + MAX_LAST))
     k0 = max(0, first) // KEYS * KEYS
     while k0 <= last:
+        if stops_with_tiles(p, ws):
+            break
+        if field(p, f.WS_TOTAL) != 0 and k0 % FOLD_KEYS == 0:
+            rows_of_sums(p, ws, panels * PANEL)
+            fold_rows(p, ws, count)
+            begin_rows(p, ws + field(p, f.WS_ACC), ws + field(p, f.WS_ACC_T), panels * PANEL)
         size = min(KEYS, last + 1 - k0)
         end_key = k0 + size
         k = rows_tile(p, f.K, field(p, f.HEAD_DIM), width, batch, kv_head, k0, end_key, ws + field(p, f.WS_K))
@@ -183,23 +217,24 @@ def matrix_item(p: int, ws: int, item: int) -> None:
     chunk, num_chunks = load_i64(place + 24), load_i64(place + 32)
     # The rows of a unit go on from head to head.
     head = unit * field(p, f.HEADS_PER_UNIT) + first_row // q_length(p, batch)
-    first_row, width_v = first_row % q_length(p, batch), field(p, f.DIM_V_PADDED)
+    first_row = first_row % q_length(p, batch)
     k_len, k_begin = k_length(p, batch), chunk * field(p, f.CHUNK)
     k_end = k_len if chunk == num_chunks - 1 else min(k_len, k_begin + field(p, f.CHUNK))
     prepare_rows(p, ws, batch, head, first_row, count, k_begin, k_end)
     pack_queries(p, ws, batch, head, first_row, count)
     padded = (count + PANEL - 1) // PANEL * PANEL
-    block, state, acc = ws + field(p, f.WS_ACC), acc_state(p, ws), ws + field(p, f.WS_ACC_T)
-    fill(acc, padded * width_v, 0.0)
-    fill(state, padded, MINUS_INF)
-    fill(state + 4 * field(p, f.BLOCK_M), padded, 0.0)
+    block = ws + field(p, f.WS_ACC)
+    begin_rows(p, block, ws + field(p, f.WS_ACC_T), padded)
+    begin_totals(p, ws, padded)
     tile_loop(p, ws, batch, head // field(p, f.GROUP_SIZE), count)
-    for row in range(0, padded, PANEL):
-        untranspose_panel(acc + 4 * row * width_v, width_v, block + 4 * row * width_v, 4 * width_v)
+    rows_of_sums(p, ws, padded)
+    if field(p, f.WS_TOTAL) != 0:
+        fold_rows(p, ws, count)
+        block = ws + field(p, f.WS_TOTAL)
     if num_chunks == 1:
         finish_rows(p, batch, head, first_row, count, block)
     else:
-        merge_chunks(p, block, item, batch, head, first_row, count, chunk, num_chunks)
+        merge_chunks(p, ws, block, item, batch, head, first_row, count, chunk, num_chunks)
 
 
 @driver
@@ -211,7 +246,8 @@ def forward_matrix(p: int) -> None:
     start_tiles(tiles, tiles + 64)
     while True:
         item = atomic_add(counters + 64, 1)
-        if item >= field(p, f.NUM_ITEMS):
+        if item >= field(p, f.NUM_ITEMS) or has_stopped(p):
             break
         matrix_item(p, ws, item)
     stop_tiles(tiles + 64)
+    leave(p)

@@ -12,12 +12,14 @@ from tilewise.backends.cpu.emit import F32, I32, I64, Emitter, Value
 
 __all__ = [
     "atomic_add",
+    "call_function",
     "exp2",
     "field",
     "fma",
     "load_f32",
     "load_i32",
     "load_i64",
+    "load_shared",
     "log2",
     "scalar_bits",
     "store_f32",
@@ -72,6 +74,19 @@ def store_f32(e: Emitter, address: Value, value: Value) -> None:
 def atomic_add(e: Emitter, address: Value, amount: Value) -> Value:
     """Add to a shared counter and return what it was; orders the memory before and after it."""
     return e.b.atomic_rmw("add", e.b.inttoptr(address, I64.as_pointer()), amount, "acq_rel")
+
+
+@kernel("i", "i")
+def load_shared(e: Emitter, address: Value) -> Value:
+    """The int64 at an address that another thread may write meanwhile."""
+    return e.b.load_atomic(e.b.inttoptr(address, I64.as_pointer()), "monotonic", 8)
+
+
+@kernel("iii", "i")
+def call_function(e: Emitter, address: Value, first: Value, second: Value) -> Value:
+    """What the C function at an address returns; one that takes no arguments takes no notice of these."""
+    kind = ir.FunctionType(I64, [I64, I64])
+    return e.b.call(e.b.inttoptr(address, kind.as_pointer()), [first, second])
 
 
 @kernel("f", "f")

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.backends.cpu import interrupts, schedule, threads
 from tilewise.backends.cpu import params as f
-from tilewise.backends.cpu import schedule, threads
 from tilewise.backends.cpu.cache import program
 from tilewise.backends.cpu.emit import BF16, E4M3, FP16, FP32
 from tilewise.backends.cpu.isa import host
@@ -44,6 +44,9 @@ MICROSECONDS_PER_THREAD = 40
 # Work that a thread does in a microsecond, roughly: 30 to 110 GFLOP/s on vectors of 4 to 16 lanes, 400 with a matrix
 # unit, and 10 GB/s of K and V in decode.
 FLOPS_PER_LANE, FLOPS_WITH_MATRIX, DECODED_BYTES = 7_000, 400_000, 10_000
+
+# Calls that one thread would take longer for answer signals meanwhile, which costs them 10 us.
+LONG_MICROSECONDS = 50_000
 
 # Items of decoding that a thread takes at a time at most, and times that it takes some at least: the first keys of an
 # item are fetched ahead while the one before is finished.
@@ -295,6 +298,7 @@ def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, i
         f.WS_ALPHA: isa.panel,
         f.WS_ROWS: ROW_TABLE_FIELDS * block_m,
         f.WS_PANELS: PANEL_BOUNDS_BYTES // 4 * (block_m // isa.panel),
+        **_totals(problem, block_m, padded.v_padded),
     }
     return places(floats)
 
@@ -323,9 +327,17 @@ def matrix_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, in
         f.WS_ROWS: ROW_TABLE_FIELDS * block_m,
         f.WS_PANELS: PANEL_BOUNDS_BYTES // 4 * (block_m // isa.panel),
         f.WS_TILES: 32,
+        **_totals(problem, block_m, width_v),
     }
     offsets, size = places(floats)
     return offsets | {f.DIM_PADDED: width, f.DIM_V_PADDED: width_v}, size
+
+
+def _totals(problem: AttentionProblem, block_m: int, width_v: int) -> dict[int, int]:
+    """Totals of a block like WS_ACC, and what their sums lost to rounding."""
+    if not schedule.folds(problem):
+        return {}
+    return {f.WS_TOTAL: block_m * (width_v + 2), f.WS_CARRY: block_m * (width_v + 1)}
 
 
 def places(floats: dict[int, int]) -> tuple[Block, int]:
@@ -357,18 +369,33 @@ def empty_out(problem: AttentionProblem) -> Tensor:
     return out.transpose(1, 2) if problem.kind == "dense" and problem.layout == "bshd" else out
 
 
-def useful_threads(problem: AttentionProblem, available: int) -> int:
-    """The available threads, or fewer for little work; the result does not depend on it."""
-    return max(1, min(available, expected_microseconds(problem) // MICROSECONDS_PER_THREAD))
+def useful_threads(expected: int, available: int) -> int:
+    """The available threads, or fewer for little work, in microseconds; the result does not depend on it."""
+    return max(1, min(available, expected // MICROSECONDS_PER_THREAD))
 
 
-def expected_microseconds(problem: AttentionProblem) -> int:
-    """About how long one thread takes for a forward pass."""
+def is_long(problem: AttentionProblem, expected: int, q_lengths: Lengths, k_lengths: Lengths, passes: int = 1) -> bool:
+    """Whether signals are answered during so many passes; `expected` microseconds are what the bounds of the lengths
+    say of one.
+    """
+    if passes * expected < LONG_MICROSECONDS:
+        return False
+    if problem.kind != "dense":
+        work = k_lengths.sum() if schedule.decodes(problem) else (q_lengths * k_lengths).sum()
+        expected = expected_microseconds(problem, int(work))
+    return passes * expected >= LONG_MICROSECONDS
+
+
+def expected_microseconds(problem: AttentionProblem, work: int | None = None) -> int:
+    """About how long one thread takes for a forward pass; `work` counts pairs of a query and a key of one head, or in
+    decoding keys. Without it they are as many as the bounds of the lengths allow.
+    """
     dims_of_pair = problem.head_dim + problem.head_dim_v
     if schedule.decodes(problem):
-        rows = problem.batch * problem.seqlen_k * problem.num_kv_heads
+        rows = (problem.batch * problem.seqlen_k if work is None else work) * problem.num_kv_heads
         return rows * dims_of_pair * schedule.kv_item(problem) // DECODED_BYTES
-    flops = 2 * problem.total_q * problem.num_heads * problem.seqlen_k * dims_of_pair
+    pairs = problem.total_q * problem.seqlen_k if work is None else work
+    flops = 2 * pairs * problem.num_heads * dims_of_pair
     rate = FLOPS_WITH_MATRIX if forward_program(problem) == "forward_matrix" else FLOPS_PER_LANE * host().lanes
     return flops // rate
 
@@ -389,30 +416,34 @@ class Call(NamedTuple):
     plan: Schedule
     workspace_bytes: int
     threads: int
+    is_long: bool
 
 
 @functools.lru_cache(maxsize=1024)
 def dense_call(problem: AttentionProblem, available: int, q: Strides, k: Strides, v: Strides) -> Call:
     """How a dense problem runs on up to `available` threads; remembered as a whole, which saves a small call 10 us."""
-    count = useful_threads(problem, available)
-    plan = schedule.forward_schedule(problem, *schedule.dense_lengths(problem), count)
-    return new_call(problem, template(problem, "dense", q, k, v), plan, count)
+    expected, lengths = expected_microseconds(problem), schedule.dense_lengths(problem)
+    count = useful_threads(expected, available)
+    plan = schedule.forward_schedule(problem, *lengths, count)
+    return new_call(problem, template(problem, "dense", q, k, v), plan, count, is_long(problem, expected, *lengths))
 
 
-def new_call(problem: AttentionProblem, values: Values, plan: Schedule, count: int) -> Call:
+def new_call(problem: AttentionProblem, values: Values, plan: Schedule, count: int, long: bool) -> Call:
     """The call of a schedule."""
     name = forward_program(problem)
     offsets, size = (matrix_workspace if name == "forward_matrix" else forward_workspace)(problem, plan.block_m)
     values = values[:]
     put(values, offsets)
-    return Call(name, values, plan, size, count)
+    return Call(name, values, plan, size, count, long)
 
 
 def packed_call(problem: AttentionProblem, operands: Operands, q_lengths: Lengths, k_lengths: Lengths) -> Call:
     """How a packed or paged problem with sequences of these lengths runs."""
-    count = useful_threads(problem, threads.num_threads())
+    expected = expected_microseconds(problem)
+    count = useful_threads(expected, threads.num_threads())
     plan = schedule.kept_schedule(problem, q_lengths, k_lengths, count)
-    return new_call(problem, template_of(problem, operands), plan, count)
+    long = is_long(problem, expected, q_lengths, k_lengths)
+    return new_call(problem, template_of(problem, operands), plan, count, long)
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -430,7 +461,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     keep: list[Tensor] = []
     values = call.values[:]
     put_operands(values, problem, operands, out, lse, keep)
-    run_items(call.program, values, call.plan, call.workspace_bytes, call.threads)
+    run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long)
     return out, lse
 
 
@@ -446,7 +477,7 @@ def forward_into(problem: AttentionProblem, operands: Operands, rows: Tensor | N
     if rows is not None:
         keep.append(rows.to(torch.int64).contiguous())
         values[f.MERGED_ROWS] = keep[-1].data_ptr()
-    run_items(call.program, values, call.plan, call.workspace_bytes, call.threads)
+    run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long)
 
 
 def forward_program(problem: AttentionProblem) -> str:
@@ -458,8 +489,8 @@ def forward_program(problem: AttentionProblem) -> str:
     return "forward_matrix" if in_tiles else "forward"
 
 
-def run_items(name: str, values: Values, plan: Schedule, workspace_bytes: int, count: int) -> None:
-    """Run a program over a schedule with as many threads as there is work for."""
+def run_items(name: str, values: Values, plan: Schedule, workspace_bytes: int, count: int, is_long: bool) -> None:
+    """Run a program over a schedule with as many threads as there is work for; a long one answers signals."""
     items = len(plan.entries) * plan.units
     count = min(count, items)
     if count == 0:
@@ -478,4 +509,4 @@ def run_items(name: str, values: Values, plan: Schedule, workspace_bytes: int, c
             partial_bytes,
             done.data_ptr(),
         )
-    threads.run(program(name).address, values, count)
+    (interrupts if is_long else threads).run(program(name).address, values, count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ BLOCK_ROWS = 256
 # Keys whose dk and dv one work item owns where keys are split.
 BLOCK_KEYS = 256
 EVERYTHING = 1 << 40
+# Time of a backward pass in forward passes: up to seven products instead of two.
+BACKWARD_PER_FORWARD = 3
 
 
 def backward(
@@ -108,7 +111,7 @@ class _Buffers:
             self.dv = _packed_sums(problem, total, problem.head_dim_v) if self.wanted.dv else None
             block[f.KV_GRAD_DTYPE] = FP32
         if problem.kind != "dense":
-            self.cu_grads = torch.from_numpy(np.concatenate([[0], np.cumsum(k_lengths)]).astype(np.int32))
+            self.cu_grads = torch.from_numpy(np.concatenate([[0], np.cumsum(k_lengths)]))
             block[f.CU_GRADS_K] = self.cu_grads.data_ptr()
         kv_kind = "dense" if problem.kind == "dense" else "packed"
         if self.dq is not None:
@@ -198,11 +201,22 @@ def _sink_gradient(operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
 # Schedules: entries of (first batch, end batch, first row, end row, first key, end key).
 
 
+class _Effort(NamedTuple):
+    """What the passes take: threads at most, keys of the longest sequence (seqlen_k is a bound), and much time?"""
+
+    threads: int
+    longest: int
+    is_long: bool
+
+
 def _run_passes(
     problem: AttentionProblem, values: Values, wanted: Wanted, q_lengths: Lengths, k_lengths: Lengths
 ) -> None:
     """Run what is needed: all at once per K/V head, or dq and dk/dv apart; and dbias."""
-    count = launch.useful_threads(problem, threads.num_threads())
+    expected = launch.expected_microseconds(problem)
+    count = launch.useful_threads(expected, threads.num_threads())
+    long = launch.is_long(problem, expected, q_lengths, k_lengths, BACKWARD_PER_FORWARD)
+    effort = _Effort(count, int(k_lengths.max(initial=0)), long)
     makes_dq, makes_dkv = wanted.dq or wanted.dsinks, wanted.dk or wanted.dv
     heads = len(q_lengths) * problem.num_kv_heads
     # 5 products a tile on as many threads as there are heads, or 3 + 4 on all of them.
@@ -216,16 +230,16 @@ def _run_passes(
             f.MAKES_DQ | f.MAKES_DKV,
             _longest_first(entries, q_lengths * k_lengths),
             problem.num_kv_heads,
-            count,
+            effort,
         )
     else:
         if makes_dkv:
-            _run(problem, values, f.MAKES_DKV, _key_blocks(k_lengths), problem.num_kv_heads, count)
+            _run(problem, values, f.MAKES_DKV, _key_blocks(k_lengths), problem.num_kv_heads, effort)
         if makes_dq:
-            _run(problem, values, f.MAKES_DQ, _row_blocks(problem, q_lengths, k_lengths), problem.num_heads, count)
+            _run(problem, values, f.MAKES_DQ, _row_blocks(problem, q_lengths, k_lengths), problem.num_heads, effort)
     if wanted.dbias and problem.bias_shape is not None:
         entries, units = _bias_owners(problem, q_lengths)
-        _run(problem, values, f.MAKES_DBIAS, entries, units, count)
+        _run(problem, values, f.MAKES_DBIAS, entries, units, effort)
 
 
 def _entries(
@@ -313,15 +327,14 @@ def _workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, 
     return launch.places(floats)
 
 
-def _run(problem: AttentionProblem, values: Values, work: int, entries: Lengths, units: int, count: int) -> None:
+def _run(problem: AttentionProblem, values: Values, work: int, entries: Lengths, units: int, effort: _Effort) -> None:
     """One pass over a list of entries."""
     if len(entries) == 0:
         return
-    longest = int((entries[:, 5] - entries[:, 4]).max())
-    keys = round_up(min(longest, problem.seqlen_k), host().block_n)
+    keys = round_up(min(int((entries[:, 5] - entries[:, 4]).max()), effort.longest), host().block_n)
     offsets, size = _workspace(problem, work, keys)
     plan = Schedule(torch.from_numpy(entries), units, problem.num_heads // units, BLOCK_ROWS)
     values = values[:]
     launch.put(values, offsets)
     values[f.WORK] = work
-    launch.run_items("backward", values, plan, size, count)
+    launch.run_items("backward", values, plan, size, effort.threads, effort.is_long)

@@ -20,13 +20,16 @@ from tilewise.backends.cpu.intrinsics import (
     scalar_bits,
     store_f32,
 )
-from tilewise.backends.cpu.packing import add_rows, copy_rows, fill, mix_sums, store_row
+from tilewise.backends.cpu.packing import add_compensated, copy_rows, fill, mix_sums, store_row
+from tilewise.backends.cpu.schedule import fold_keys
 from tilewise.backends.cpu.scoring import q_length, q_start
 from tilewise.numerics import LOG2E
 
-__all__ = ["finish_rows", "merge_chunks"]
+__all__ = ["FOLD_KEYS", "begin_rows", "begin_totals", "finish_rows", "fold_rows", "merge_chunks"]
 
 MINUS_INF = float("-inf")
+# Sums over keys are fp32: after so many keys they go into totals that keep what rounding takes from them.
+FOLD_KEYS = fold_keys()
 LOG2E_F32, LN2 = float(LOG2E), float(1.0 / LOG2E)
 
 
@@ -98,8 +101,61 @@ def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block
 
 
 @driver
+def begin_rows(p: int, block: int, acc: int, padded: int) -> None:
+    """No key was seen by a block of `padded` rows whose sums are at `acc`."""
+    maxima = block + 4 * field(p, f.BLOCK_M) * field(p, f.DIM_V_PADDED)
+    fill(acc, padded * field(p, f.DIM_V_PADDED), 0.0)
+    fill(maxima, padded, MINUS_INF)
+    fill(maxima + 4 * field(p, f.BLOCK_M), padded, 0.0)
+
+
+@driver
+def begin_totals(p: int, ws: int, padded: int) -> None:
+    """The totals of a block of `padded` rows, where there are any, before its first key."""
+    if field(p, f.WS_TOTAL) != 0:
+        total, carry = ws + field(p, f.WS_TOTAL), ws + field(p, f.WS_CARRY)
+        begin_rows(p, total, total, padded)
+        fill(carry, padded * field(p, f.DIM_V_PADDED), 0.0)
+        fill(carry + 4 * field(p, f.BLOCK_M) * field(p, f.DIM_V_PADDED), padded, 0.0)
+
+
+@driver
+def fold_rows(p: int, ws: int, count: int) -> None:
+    """Work what a block has of its last keys into its totals."""
+    width, block_m = field(p, f.DIM_V_PADDED), field(p, f.BLOCK_M)
+    block, total, carry = ws + field(p, f.WS_ACC), ws + field(p, f.WS_TOTAL), ws + field(p, f.WS_CARRY)
+    maxima = 4 * block_m * width
+    sums = maxima + 4 * block_m
+    for r in range(count):
+        at, mine, theirs = 4 * r * width, load_f32(block + maxima + 4 * r), load_f32(total + maxima + 4 * r)
+        top, mine_sum, old = max(mine, theirs), load_f32(block + sums + 4 * r), load_f32(total + sums + 4 * r)
+        if top > MINUS_INF:
+            share = 1.0 if mine == top else exp2(mine - top)
+            keep = 1.0 if theirs == top else exp2(theirs - top)
+            add_compensated(total + at, carry + at, block + at, width, keep, share)
+            old = old * keep
+            added = fma(mine_sum, share, -load_f32(carry + maxima + 4 * r) * keep)
+            store_f32(carry + maxima + 4 * r, old + added - old - added)
+            store_f32(total + sums + 4 * r, old + added)
+            store_f32(total + maxima + 4 * r, top)
+        else:
+            # No keys, and both sums are 0; or NaN in one of them, which the row keeps.
+            store_f32(total + sums + 4 * r, old + mine_sum)
+            fill(total + at, width, old + mine_sum)
+
+
+@driver
 def merge_chunks(
-    p: int, block: int, item: int, batch: int, head: int, first_row: int, count: int, chunk: int, num_chunks: int
+    p: int,
+    ws: int,
+    block: int,
+    item: int,
+    batch: int,
+    head: int,
+    first_row: int,
+    count: int,
+    chunk: int,
+    num_chunks: int,
 ) -> None:
     """Leave this chunk's block among the partial results; the last one to arrive adds them up in the order of the
     chunks.
@@ -114,8 +170,10 @@ def merge_chunks(
     if atomic_add(field(p, f.DONE) + 8 * (item - chunk * units), 1) + 1 < num_chunks:
         return
     fill(block, count * width, 0.0)
+    carry = ws + field(p, f.WS_STAGE)
     for r in range(count):
-        top = MINUS_INF
+        fill(carry, width, 0.0)
+        lost, top = 0.0, MINUS_INF
         for c in range(num_chunks):
             top = max(top, load_f32(first_slot + c * step + maxima + 4 * r))
         total = 0.0
@@ -123,8 +181,10 @@ def merge_chunks(
             for c in range(num_chunks):
                 part = first_slot + c * step
                 weight = exp2(load_f32(part + maxima + 4 * r) - top)
-                total += weight * load_f32(part + sums + 4 * r)
-                add_rows(block + 4 * r * width, part + 4 * r * width, width, weight)
+                added = fma(weight, load_f32(part + sums + 4 * r), -lost)
+                lost = total + added - total - added
+                total = total + added
+                add_compensated(block + 4 * r * width, carry, part + 4 * r * width, width, 1.0, weight)
         else:
             # No keys, and every sum is 0; or NaN in all of them, which the row keeps.
             for c in range(num_chunks):

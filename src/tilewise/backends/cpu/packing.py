@@ -14,8 +14,8 @@ from tilewise.backends.cpu.compiler import kernel
 from tilewise.backends.cpu.emit import BF16, E4M3, F32, FP16, FP32, ITEM_BYTES, Emitter, Value, void
 
 __all__ = [
+    "add_compensated",
     "add_row",
-    "add_rows",
     "by_dtype",
     "copy_rows",
     "elements",
@@ -269,13 +269,23 @@ def scale_rows(e: Emitter, target: Value, count: Value, factor: Value) -> None:
     e.positive(count, e.lanes, lambda i: e.store(e.at(target, i), e.b.fmul(e.load(e.at(target, i)), e.splat(factor))))
 
 
-@kernel("iiif")
-def add_rows(e: Emitter, target: Value, source: Value, count: Value, factor: Value) -> None:
-    """target[count] += factor * source[count]; count is a multiple of lanes."""
+@kernel("iiiiff")
+def add_compensated(
+    e: Emitter, total: Value, carry: Value, source: Value, count: Value, keep: Value, share: Value
+) -> None:
+    """total[count] = keep * total + share * source[count], where carry[count] is what earlier sums were rounded up by
+    (Kahan's sum); count is a multiple of lanes.
+    """
+    b = e.b
 
     def step(i: Value) -> None:
-        place = e.at(target, i)
-        e.store(place, e.fma(e.load(e.at(source, i)), e.splat(factor), e.load(place)))
+        old, lost = (b.fmul(e.load(e.at(place, i)), e.splat(keep)) for place in (total, carry))
+        added = e.fma(e.load(e.at(source, i)), e.splat(share), b.fneg(lost))
+        new = b.fadd(old, added)
+        # Infinity less infinity would be NaN.
+        finite = b.fcmp_ordered("<", e.call("fabs", new), e.f32s(float("inf")))
+        e.store(e.at(total, i), new)
+        e.store(e.at(carry, i), b.select(finite, b.fsub(b.fsub(new, old), added), e.f32s(0.0)))
 
     e.positive(count, e.lanes, step)
 

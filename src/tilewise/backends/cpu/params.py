@@ -60,7 +60,14 @@ Q_SCALES, K_SCALES, V_SCALES = range(142, 157, 5)
 ITEMS_AT_ONCE = 157
 # Whether rows are worked into results that are there (0: no), and which rows of them they are (0: their own numbers).
 IS_MERGED, MERGED_ROWS = 158, 159
-BLOCK_FIELDS = 160
+# Answering signals (see stopping.py): a callback (0: none) and when it is due, the thread that calls it, functions that
+# say which thread this is and what time it is, where the time is put, and one that sleeps; whether the call is to end
+# early, and how many threads are through.
+POLL, NEXT_POLL, CALLER, THREAD_ID, CLOCK, CLOCK_ID, CLOCK_SECONDS, CLOCK_NANOSECONDS, SLEEP = range(160, 169)
+STOP, THROUGH = 169, 170
+# Totals of a block over long runs of keys, and what their sums lost to rounding (0: no run is that long).
+WS_TOTAL, WS_CARRY = 171, 172
+BLOCK_FIELDS = 176
 
 # Bits of WORK: what a backward pass produces.
 MAKES_DQ, MAKES_DKV, MAKES_DBIAS = 1, 2, 4

@@ -19,7 +19,17 @@ from torch import Tensor
 from tilewise.backends.cpu.isa import host
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Lengths", "Schedule", "dense_lengths", "forward_schedule", "kept_schedule", "keys_seen", "round_up"]
+__all__ = [
+    "Lengths",
+    "Schedule",
+    "dense_lengths",
+    "fold_keys",
+    "folds",
+    "forward_schedule",
+    "kept_schedule",
+    "keys_seen",
+    "round_up",
+]
 
 Lengths = NDArray[np.int64]
 
@@ -28,6 +38,8 @@ Lengths = NDArray[np.int64]
 # them (fp32 5.7 to 6.3 ms where 1024 takes 5.2 to 6.0, bf16 2.7 and 2.6); 512 are begun and merged too often.
 CHUNK = 1024
 CHUNK_ROWS = 64
+# Keys whose sums are formed in one go where they are not split: more go into totals that lose nothing to rounding.
+FOLD = 4096
 # Up to this many rows a unit is decoded: vectors along the head dim beat a mostly empty panel of queries (about 11
 # rows are even).
 DECODE_ROWS = 8
@@ -158,6 +170,16 @@ def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: L
 def chunk_keys() -> int:
     """Keys in a chunk: whole tiles."""
     return round_up(CHUNK, host().block_n)
+
+
+def fold_keys() -> int:
+    """Keys between two additions to totals: whole tiles."""
+    return round_up(FOLD, host().block_n)
+
+
+def folds(problem: AttentionProblem) -> bool:
+    """Whether blocks need totals: their keys are many and not split into chunks."""
+    return not splits_keys(problem) and problem.seqlen_k > fold_keys()
 
 
 def keys_seen(problem: AttentionProblem, end_row: Lengths, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:

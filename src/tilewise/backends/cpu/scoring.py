@@ -64,8 +64,8 @@ ENTRY_BYTES = 40
 # Panel bounds: what the rows of a panel have in common, and (backward) the part of the present tile it sees.
 MIN_FIRST, MAX_FIRST, MIN_LAST, MAX_LAST, TILE_BEGIN, TILE_END = 0, 8, 16, 24, 32, 40
 PANEL_BYTES = 48
-# The last key of a row that does not exist: no key is inside its range.
-NO_ROW = -(1 << 30)
+# Row tables hold keys as int32: the last key of a row without keys, and the first key of one that starts behind them.
+NO_KEY, PAST_KEYS = -1, (1 << 31) - 1
 
 
 @driver
@@ -201,7 +201,7 @@ def describe_row(p: int, table: int, lane: int, batch: int, head: int, row: int,
     slope = 0.0
     if slopes != 0:
         slope = load_f32(slopes + batch * field(p, f.ALIBI_BATCH) + head * field(p, f.ALIBI_HEAD))
-    store_f32(table + ROW_POSITION * FIELD_BYTES + 4 * lane, row + offset)
+    store_i32(table + ROW_POSITION * FIELD_BYTES + 4 * lane, row + offset)
     store_f32(table + ROW_SLOPE * FIELD_BYTES + 4 * lane, slope)
     store_i32(table + ROW_INDEX * FIELD_BYTES + 4 * lane, row + field(p, f.ORIGIN_ROW))
     store_i32(table + ROW_HEAD * FIELD_BYTES + 4 * lane, head + field(p, f.ORIGIN_HEAD))
@@ -238,7 +238,7 @@ def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: 
         min_first, max_first, min_last, max_last = f.UNBOUNDED, -f.UNBOUNDED, f.UNBOUNDED, -f.UNBOUNDED
         for lane in range(PANEL):
             if panel * PANEL + lane >= count:
-                store_i32(table + ROW_LAST * FIELD_BYTES + 4 * lane, NO_ROW)
+                store_i32(table + ROW_LAST * FIELD_BYTES + 4 * lane, NO_KEY)
                 store_i32(table + ROW_FIRST * FIELD_BYTES + 4 * lane, 0)
                 continue
             if row == q_len:
@@ -248,8 +248,8 @@ def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: 
             last = min(k_end - 1, row + offset + right)
             min_first, max_first = min(min_first, first), max(max_first, first)
             min_last, max_last = min(min_last, last), max(max_last, last)
-            store_i32(table + ROW_LAST * FIELD_BYTES + 4 * lane, max(last, NO_ROW))
-            store_i32(table + ROW_FIRST * FIELD_BYTES + 4 * lane, min(first, -NO_ROW))
+            store_i32(table + ROW_LAST * FIELD_BYTES + 4 * lane, max(last, NO_KEY))
+            store_i32(table + ROW_FIRST * FIELD_BYTES + 4 * lane, min(first, PAST_KEYS))
             if tables:
                 describe_row(p, table, lane, batch, head, row, offset)
             row += 1

@@ -11,7 +11,7 @@ import functools
 import multiprocessing
 from array import array
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,12 @@ def num_threads() -> int:
     return 1 if _IS_FORKED_WORKER or process.is_forked() else torch.get_num_threads()
 
 
-def run(address: int, block: array[int], threads: int) -> None:
-    """Call the function at an address with the parameter block on some threads; the GIL is released meanwhile."""
+def run(address: int, block: array[int], threads: int, on_interrupt: Callable[[], object] | None = None) -> None:
+    """Call the function at an address with the parameter block on some threads; the GIL is released meanwhile.
+
+    It returns, or raises what a signal handler raised, when no thread uses the block any more; `on_interrupt` is called
+    to make that soon.
+    """
     data, _ = block.buffer_info()
     if threads == 1:
         _function(address)(data)
@@ -46,9 +50,20 @@ def run(address: int, block: array[int], threads: int) -> None:
         parallel(address, data, threads, 0)
         return
     others = [_pool(threads - 1).submit(_function(address), data) for _ in range(threads - 1)]
-    _function(address)(data)
-    for other in others:
-        other.result()
+    interruption: BaseException | None = None
+    try:
+        _function(address)(data)
+    except BaseException as error:  # a signal handler's, raised below
+        interruption = error
+    while not all(other.done() for other in others):
+        try:
+            wait(others)
+        except BaseException as error:  # noqa: PERF203
+            interruption = error
+            if on_interrupt is not None:
+                on_interrupt()
+    if interruption is not None:
+        raise interruption
 
 
 @functools.cache

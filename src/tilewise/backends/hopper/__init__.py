@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Bound, TileShape
+from tilewise.backends.gpu.lengths import too_long
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
@@ -163,6 +164,8 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield f"{device.name} has no wgmma (compute capability 9.0: H100, H200)"
     if problem.dtype not in DTYPES:
         yield f"dtype {problem.dtype} is not float16 or bfloat16"
+    if (reason := too_long(problem)) is not None:
+        yield reason
     if decodes(problem):
         yield from _decode_refusals(problem)
     elif problem.page_size is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Bound, TileShape
+from tilewise.backends.gpu.lengths import too_long
 from tilewise.dequantising import dequantised
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Wanted
@@ -50,6 +51,8 @@ class TritonBackend:
             return f"dtype {problem.dtype} is not one of float16, bfloat16, float32"
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             return f"head_dim {max(problem.head_dim, problem.head_dim_v)} is over {MAX_HEAD_DIM}"
+        if (reason := too_long(problem)) is not None:
+            return reason
         if device.type == "cpu":
             return (
                 None

@@ -1,0 +1,72 @@
+"""Running a program while Python's signal handlers are answered: the host's side of `stopping`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import time
+from array import array
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+from tilewise.backends.cpu import params as f
+from tilewise.backends.cpu import threads
+
+__all__ = ["run"]
+
+_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int64)
+
+
+class _Functions(NamedTuple):
+    """Addresses of what kernels call: which thread am I, what time is it, and let me sleep for some microseconds."""
+
+    thread_id: int
+    clock: int
+    sleep: int
+
+
+def run(address: int, block: array[int], count: int) -> None:
+    """Like `threads.run`. In the main thread pending signal handlers run about every 50 ms, and what one of them raises
+    ends the call and is raised here.
+    """
+    functions = _functions()
+    if functions is None or threading.get_ident() != threading.main_thread().ident:
+        threads.run(address, block, count)
+        return
+    raised: list[BaseException] = []
+    steps = _steps(block, raised)
+    next(steps)
+    callback = _CALLBACK(steps.__next__)
+    block[f.THREAD_ID], block[f.CLOCK], block[f.SLEEP] = functions
+    block[f.CALLER], block[f.CLOCK_ID] = threading.get_ident(), time.CLOCK_MONOTONIC
+    block[f.POLL] = ctypes.cast(callback, ctypes.c_void_p).value or 0
+    threads.run(address, block, count, on_interrupt=functools.partial(block.__setitem__, f.STOP, 1))
+    if raised:
+        raise raised.pop()
+
+
+def _steps(block: array[int], raised: list[BaseException]) -> Generator[int, None, None]:
+    """A generator whose steps kernels call. Python runs signal handlers where the generator goes on, which is inside of
+    `try`; at the start of a function they would raise before anything could catch it.
+    """
+    while True:
+        try:
+            while True:
+                yield 0
+        except GeneratorExit:  # noqa: PERF203
+            return
+        except BaseException as error:  # raised by `run`
+            block[f.STOP] = 1
+            raised.append(error)
+
+
+@functools.cache
+def _functions() -> _Functions | None:
+    """None where the system has no such functions: signals are then answered after the call."""
+    try:
+        library: Any = ctypes.CDLL(None)
+        found: tuple[Callable[..., Any], ...] = library.pthread_self, library.clock_gettime, library.usleep
+    except (AttributeError, OSError, TypeError):
+        return None
+    return _Functions(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found))

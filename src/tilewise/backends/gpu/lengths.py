@@ -1,0 +1,20 @@
+"""The longest sequences that the kernels' 32-bit index arithmetic takes."""
+
+from __future__ import annotations
+
+from tilewise.problem import AttentionProblem
+
+__all__ = ["MAX_ROWS", "too_long"]
+
+# Kernels add both lengths, a window of at most that size and the rows of a tile, and TMA coordinates of packed rows
+# count from 2^30: all of it stays below 2^31.
+MAX_ROWS = 2**29
+
+
+def too_long(problem: AttentionProblem) -> str | None:
+    """The reason against a problem whose sequences are too long, or None."""
+    for name, rows in (("seqlen_q", problem.seqlen_q), ("seqlen_k", problem.seqlen_k)):
+        if rows > MAX_ROWS:
+            hint = f" (max_{name} is the length of the longest sequence)" if problem.kind == "varlen" else ""
+            return f"{name} {rows} is over {MAX_ROWS}, what 32-bit positions take{hint}"
+    return None
