@@ -201,6 +201,88 @@ def test_bad_arguments_are_named(bad: dict[str, object]) -> None:
         fp8.quantize(torch.randn(1, 1, 4, 4), **bad)  # type: ignore[arg-type]
 
 
+def totals(*entries: int) -> torch.Tensor:
+    return torch.tensor(entries, dtype=torch.int32)
+
+
+PACKED: dict[str, tuple[dict[str, Any], str]] = {
+    "a list": ({"cu_seqlens": [0, 6]}, "cu_seqlens: expected a tensor, got list"),
+    "of floats": ({"cu_seqlens": torch.tensor([0.0, 6.0])}, "cu_seqlens: expected integers"),
+    "two dimensions": ({"cu_seqlens": totals(0, 6)[None]}, "cu_seqlens: expected integers"),
+    "no entry": ({"cu_seqlens": totals()}, "cu_seqlens: expected integers"),
+    "on another device": ({"cu_seqlens": totals(0, 6).to("meta")}, "cu_seqlens: expected a tensor on cpu"),
+    "not from 0": ({"cu_seqlens": totals(1, 6)}, "cu_seqlens: expected 0 as its first entry, got 1"),
+    "decreasing": ({"cu_seqlens": totals(0, 4, 2)}, "cu_seqlens: expected entries that never decrease"),
+    "past the rows": ({"cu_seqlens": totals(0, 9)}, "cu_seqlens: expected a last entry of at most 6"),
+    "past 2^32": ({"cu_seqlens": torch.tensor([0, 2**32 + 6])}, "cu_seqlens: expected a last entry of at most 6"),
+    "a short max_seqlen": ({"cu_seqlens": totals(0, 2, 6), "max_seqlen": 3}, "max_seqlen: expected at least 4"),
+    "a negative max_seqlen": ({"cu_seqlens": totals(0, 6), "max_seqlen": -1}, "max_seqlen: expected None or an int"),
+    "max_seqlen of a float": ({"cu_seqlens": totals(0, 6), "max_seqlen": 6.0}, "max_seqlen: expected None or an int"),
+}
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("name", PACKED)
+def test_quantize_judges_running_totals_as_attention_does(name: str, granularity: Any) -> None:
+    given, message = PACKED[name]
+    with pytest.raises(InvalidProblem, match=message):
+        fp8.quantize(torch.randn(6, 2, 16), granularity=granularity, **given)
+
+
+def test_quantize_takes_totals_of_int64() -> None:
+    x, cu = torch.randn(6, 2, 16), totals(0, 2, 6)
+    wide, narrow = (fp8.quantize(x, cu_seqlens=t, granularity="block", block=2) for t in (cu.long(), cu))
+    assert torch.equal(wide.data.view(torch.uint8), narrow.data.view(torch.uint8))
+    assert torch.equal(wide.scale, narrow.scale)
+
+
+SCALES: dict[str, tuple[Any, type[Exception], str]] = {
+    **{
+        f"{number}": (number, InvalidProblem, "scale: expected a tensor or a number")
+        for number in (0.0, -1.0, float("nan"), float("inf"), 1e-40, 1e38, True, "1", [1.0])
+    },
+    "zeros": (torch.zeros(2, 3, 1), InvalidProblem, "scale: expected each from 1e-37 to"),
+    "one nan": (torch.tensor([1.0, float("nan"), 1.0])[:, None], InvalidProblem, "scale: expected each from 1e-37"),
+    "another shape": (torch.ones(5), InvalidProblem, r"scale: expected a shape that broadcasts to .* = \(2, 3, 1\)"),
+    "four dimensions": (torch.ones(1, 1, 1, 1), InvalidProblem, "scale: expected a shape that broadcasts to"),
+    "bf16": (torch.ones(1).bfloat16(), InvalidProblem, "scale: expected a dense float32 tensor on cpu"),
+    "integers": (torch.ones(1, dtype=torch.int32), InvalidProblem, "scale: expected a dense float32 tensor on cpu"),
+    "sparse": (torch.ones(2, 3, 1).to_sparse(), InvalidProblem, "scale: expected a dense float32 tensor on cpu"),
+    "elsewhere": (torch.ones(1, device="meta"), InvalidProblem, "scale: expected a dense float32 tensor on cpu"),
+    "with a gradient": (torch.ones(1, requires_grad=True), Unsupported, "no gradient"),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_quantize_judges_given_scales(name: str) -> None:
+    scale, error, message = SCALES[name]
+    with pytest.raises(error, match=message):
+        fp8.quantize(torch.randn(2, 3, 6, 16), scale=scale)
+
+
+@pytest.mark.parametrize("scale", [2, 2.0, np.float64(2.0), torch.tensor(2.0), torch.full((3, 1), 2.0)], ids=repr)
+def test_quantize_takes_scales_of_every_spelling(scale: Any) -> None:
+    x = torch.randn(2, 3, 6, 16)
+    assert torch.equal(fp8.quantize(x, scale=scale).dequantize(), fp8.quantize(x, scale=2.0).dequantize())
+
+
+def test_quantize_refuses_what_is_no_dense_tensor_of_numbers() -> None:
+    x = torch.randn(2, 3, 6, 16)
+    jagged = torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged)
+    for wrong in (x.to_sparse(), jagged):
+        with pytest.raises(InvalidProblem, match="x: expected a dense tensor"):
+            fp8.quantize(wrong)
+    with pytest.raises(InvalidProblem, match="x: expected a head_dim of at least 1"):
+        fp8.quantize(x[..., :0], rotation=True)
+    with pytest.raises(InvalidProblem, match="pages: expected a tensor of float32"):
+        fp8.quantize_pages([x])  # type: ignore[arg-type]
+    with pytest.raises(Unsupported, match="no gradient"):
+        fp8.quantize_pages(x.requires_grad_())
+    for block in (True, 2.0, 0):
+        with pytest.raises(InvalidProblem, match="block: expected a positive number of rows"):
+            fp8.quantize(x.detach(), granularity="block", block=block)  # type: ignore[arg-type]
+
+
 def test_the_container_moves_and_counts_its_bytes() -> None:
     made = fp8.quantize(torch.randn(2, 3, 300, 8), granularity="tensor")
     assert made.nbytes == 2 * 3 * 300 * 8 + 4

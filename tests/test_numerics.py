@@ -116,8 +116,10 @@ def test_merge_refuses_what_does_not_fit() -> None:
 
 def test_merge_refuses_what_has_no_fractions_or_lies_elsewhere() -> None:
     out, lse = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3)
-    for wrong in (out.int(), out.to("meta")):
-        with pytest.raises(tw.InvalidProblem, match="out_b: expected a floating-point tensor on cpu"):
+    for wrong in (out.int(), out.to("meta"), out.to(torch.float8_e4m3fn), out.to(torch.float8_e5m2)):
+        with pytest.raises(tw.InvalidProblem, match=r"out_b: expected a tensor of float16, bfloat16, .* on cpu"):
             tw.merge(out, lse, wrong, lse)
+    with pytest.raises(tw.InvalidProblem, match=r"lse_a: expected a tensor of float16, .* got torch.float8_e4m3fn"):
+        tw.merge(out, lse.to(torch.float8_e4m3fn), out, lse)
     with pytest.raises(tw.InvalidProblem, match="lse_a: expected an lse that fits out of shape"):
         tw.merge(*[torch.tensor(1.0)] * 4)

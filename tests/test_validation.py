@@ -159,12 +159,30 @@ MISTAKES: dict[str, tuple[Call, Arguments, str, str, str]] = {
         "dtype int32",
         "float32",
     ),
-    "cu_seqlens of int64": (
+    "cu_seqlens of int64 past the tensor": (
         tw.attention_varlen,
-        packed(cu_seqlens_k=torch.tensor([0, 3, 7])),
+        packed(cu_seqlens_k=torch.tensor([0, 3, 2**32 + 7])),
         "cu_seqlens_k",
-        "dtype int32",
-        "int64",
+        "at most 7",
+        "4294967303",
+    ),
+    "cu_seqlens of int16": (
+        tw.attention_varlen,
+        packed(cu_seqlens_k=torch.tensor([0, 3, 7], dtype=torch.int16)),
+        "cu_seqlens_k",
+        "dtype int32 or int64",
+        "int16",
+    ),
+    "cu_seqlens of int64 for too many rows": (
+        tw.attention_varlen,
+        packed(
+            k=torch.zeros(1, 1, 1).expand(2**31, 2, 8),
+            v=torch.zeros(1, 1, 1).expand(2**31, 2, 8),
+            cu_seqlens_k=torch.tensor([0, 3, 7]),
+        ),
+        "cu_seqlens_k",
+        "fewer than 2^31 rows",
+        "2147483648 rows",
     ),
     "cu_seqlens decreasing": (
         tw.attention_varlen,
@@ -343,3 +361,68 @@ def test_backend_from_settings_applies_to_auto_and_is_judged() -> None:
         tw.attention(**dense())
     with settings.overridden(backend="nonsense"), pytest.raises(tw.InvalidProblem, match="TILEWISE_BACKEND"):
         tw.attention(**dense())
+
+
+def random_packed() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(9, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
+    return q, k, v, int32(0, 2, 2, 8), int32(0, 3, 7, 12)
+
+
+@pytest.mark.parametrize("by", ["auto", "reference"])
+@pytest.mark.parametrize("which", ["q", "k", "both", "a column"])
+def test_totals_of_int64_are_those_of_int32(which: str, by: str) -> None:
+    q, k, v, cu_q, cu_k = random_packed()
+    wide_q = cu_q.long() if which in ("q", "both") else cu_q
+    wide_k = cu_k.long() if which in ("k", "both") else cu_k
+    if which == "a column":
+        wide_q, wide_k = (torch.stack((cu, cu + 1), 1).long()[:, 0] for cu in (cu_q, cu_k))
+    tensors = [t.requires_grad_() for t in (q, k, v)]
+    results = []
+    for totals in ((cu_q, cu_k), (wide_q, wide_k), (wide_q, wide_k)):
+        out, lse = tw.attention_varlen(q, k, v, *totals, causal=True, return_lse=True, backend=by)
+        results.append((out, lse, *torch.autograd.grad(out.square().sum(), tensors)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_totals_of_int64_compile_and_serve_pages_and_plans() -> None:
+    q, k, v, cu_q, cu_k = random_packed()
+    want = tw.attention_varlen(q, k, v, cu_q, cu_k)
+    compiled = torch.compile(tw.attention_varlen, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v, cu_q.long(), cu_k.long()), want)
+    assert tw.explain(q, k, v, cu_seqlens_q=cu_q.long(), cu_seqlens_k=cu_k.long()).backend is not None
+    pages = torch.randn(6, 4, 2, 8)
+    given: Arguments = {"block_table": torch.arange(6).int().view(3, 2), "seqlens_k": int32(6, 3, 8)}
+    out = tw.attention_paged(q, pages, pages, **given, cu_seqlens_q=cu_q.long(), max_seqlen_q=6)
+    assert torch.equal(out, tw.attention_paged(q, pages, pages, **given, cu_seqlens_q=cu_q, max_seqlen_q=6))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_the_advice_about_nested_tensors_works_as_printed(layout: torch.layout) -> None:
+    torch.manual_seed(0)
+    lengths = (3, 1, 5)
+    q, k, v = (
+        torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in lengths], layout=layout, requires_grad=True)
+        for _ in range(3)
+    )
+    with pytest.raises(tw.InvalidProblem, match="q: expected a dense tensor, got a nested one") as caught:
+        tw.attention(q, k, v, layout="bshd")
+    assert "x.values() to attention_varlen, with x.offsets() as its cu_seqlens" in str(caught.value)
+    assert "torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged)" in str(caught.value)
+    jagged = [torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged) for x in (q, k, v)]
+    x, y, z = jagged  # type: Any, Any, Any
+    out = tw.attention_varlen(x.values(), y.values(), z.values(), x.offsets(), y.offsets(), causal=True)
+    parts = [
+        tw.attention(a[None], b[None], c[None], layout="bshd", causal=True)[0]
+        for a, b, c in zip(q.unbind(), k.unbind(), v.unbind(), strict=True)
+    ]
+    torch.testing.assert_close(out, torch.cat(parts))
+    for found, want in zip(
+        torch.autograd.grad(out.square().sum(), (q, k, v)),
+        torch.autograd.grad(torch.cat(parts).square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        for a, b in zip(found.unbind(), want.unbind(), strict=True):
+            torch.testing.assert_close(a, b)

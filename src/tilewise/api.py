@@ -12,7 +12,7 @@ from tilewise import calls, cascade, dispatch, ops, validation
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.numerics import merge_partials
-from tilewise.operands import Operands
+from tilewise.operands import Operands, Wanted
 from tilewise.validation.flags import Window, seed_tensor
 
 if TYPE_CHECKING:
@@ -58,7 +58,16 @@ if TYPE_CHECKING:
         shared_prefix: cascade.SharedPrefix | None
 
 
-__all__ = ["attention", "attention_after", "attention_paged", "attention_varlen", "backends", "merge", "refuse_rows"]
+__all__ = [
+    "attention",
+    "attention_after",
+    "attention_backward",
+    "attention_paged",
+    "attention_varlen",
+    "backends",
+    "merge",
+    "refuse_rows",
+]
 
 # q, k and v: tensors, or e4m3 data with its scales.
 Attended = Tensor | Fp8Tensor
@@ -354,6 +363,54 @@ def attention_after(
     return ops.repeated(kind, operands._replace(q=query, k=key, v=value), flags)
 
 
+def attention_backward(
+    kind: Literal["dense", "varlen"],
+    attended: tuple[Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor],
+    wanted: tuple[bool, bool, bool],
+    *,
+    causal: bool,
+    window: Window | None,
+    softcap: float | None,
+    scale: float | None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    deterministic: bool | None = None,
+    layout: str = "bhsd",
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    **others: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For drop-ins whose callers keep what autograd would: (dq, dk, dv) of q, k, v, given (dout, out, lse).
+
+    `out` and `lse` may be those of more keys than these: what they say is used, not computed again. A gradient that is
+    not wanted is an empty tensor.
+    """
+    q, k, v = attended
+    dout, out, lse = saved
+    validation.require_tensors(q=q, k=k, v=v, dout=dout, out=out, lse=lse, optional=validation.OPTIONAL_PAGED, **others)
+    flags = validation.normalise(
+        causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, layout=layout,
+        deterministic=deterministic, backend="auto", return_lse=True, needs_grad=True, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    operands = Operands(q, k, v, seed=seed_tensor(seed, dropout), **others)
+    problem = validation.describe(kind, operands, flags)
+    for name, tensor, expected, dtype in (
+        ("dout", dout, problem.out_shape, q.dtype), ("out", out, problem.out_shape, q.dtype),
+        ("lse", lse, problem.lse_shape, problem.accumulate_dtype),
+    ):  # fmt: skip
+        if tuple(tensor.shape) != tuple(expected) or tensor.dtype != dtype or tensor.device != q.device:
+            got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            raise InvalidProblem(name, f"{dtype} {tuple(expected)} on {q.device}", got, "Pass what the forward gave.")
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    dq, dk, dv, *_ = ops.backward(kind, operands, flags, out, lse.contiguous(), dout, None, Wanted(*wanted))
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
+    return dq, dk, dv
+
+
 def refuse_rows(
     q: Tensor,
     k: Tensor,
@@ -402,8 +459,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout:
     dims = (0, 1) if packed else (1, 2)
     a, b = (lse.transpose(*dims) if heads_last and lse.dim() >= 2 else lse for lse in (lse_a, lse_b))
     for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        if not tensor.is_floating_point() or tensor.device != out_a.device:
-            expected = f"a floating-point tensor on {out_a.device}"
+        if tensor.dtype not in validation.FLOATS or tensor.device != out_a.device:
+            expected = f"a tensor of float16, bfloat16, float32 or float64 on {out_a.device}"
             raise InvalidProblem(name, expected, f"{tensor.dtype} on {tensor.device}", "Convert it with .to().")
     for name, out, lse in (("lse_a", out_a, a), ("lse_b", out_b, b)):
         if out.dim() == 0 or out.shape != out_a.shape or lse.shape != out.shape[:-1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tilewise.operands import Gradients, Operands
@@ -15,7 +16,8 @@ COUNTS = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k")
 def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
     """Heads-first q, k, v with a contiguous last dimension; bias, mask and slopes expanded without being copied.
 
-    Lengths and tables of pages lie without gaps, too: one length for all, `n.expand(batch)`, has stride 0.
+    Lengths and tables of pages lie without gaps, too (one length for all, `n.expand(batch)`, has stride 0), and
+    running totals of int64 become int32: validation has checked that the rows they count are fewer than 2^31.
     """
     operands = _with_counts(operands)
     q, k, v, *rest = operands
@@ -38,12 +40,12 @@ def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
 
 
 def _with_counts(operands: Operands) -> Operands:
-    """Kernels count through these by address."""
+    """Kernels count through these by address, in int32."""
     moved = {}
     for name in COUNTS:
         tensor = getattr(operands, name)
-        if tensor is not None and tensor.stride(-1) != 1:
-            moved[name] = contiguous_last(tensor)
+        if tensor is not None and (tensor.stride(-1) != 1 or tensor.dtype == torch.int64):
+            moved[name] = contiguous_last(tensor.to(torch.int32))
     return operands._replace(**moved) if moved else operands
 
 

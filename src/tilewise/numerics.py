@@ -1,19 +1,21 @@
 """Arithmetic every backend must agree on: log2 constants, merging partial results, the empty row, and the dropout bits.
 
 The empty-row convention: a row with no key left has `out` 0 and `lse` -inf. It is the neutral element of
-`merge_partials`.
+`merge_all`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["LN2", "LOG2E", "dropout_keep", "dropout_threshold", "merge_partials", "philox_4x32"]
+__all__ = ["LN2", "LOG2E", "dropout_keep", "dropout_threshold", "merge_all", "merge_partials", "philox_4x32"]
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -35,22 +37,27 @@ if TYPE_CHECKING:
 
 
 def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine results over disjoint keys: `lse = log(e^a + e^b)`, each `out` weighted by its share of the denominator.
+    """`merge_all` of two results."""
+    return merge_all((out_a, out_b), (lse_a, lse_b))
 
-    `lse` has the shape of `out` without its last dimension. Differentiable; an empty side (lse -inf) contributes
-    nothing.
+
+def merge_all(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Combine results over disjoint keys: `lse = log(sum e^lse)`, each `out` weighted by its share of the denominator.
+
+    An `lse` has the shape of its `out` without the last dimension. Differentiable; an empty result (lse -inf)
+    contributes nothing, whatever its `out` holds.
     """
-    acc = torch.float64 if out_a.dtype == torch.float64 else torch.float32
-    top = torch.maximum(lse_a, lse_b).detach()
+    acc = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
+    top = functools.reduce(torch.maximum, lses).detach()
     top = torch.where(top == -math.inf, 0.0, top)
-    weight_a, weight_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
-    total = weight_a + weight_b
+    weights = [torch.exp(lse - top) for lse in lses]
+    total = functools.reduce(torch.add, weights)
     empty = total == 0.0
-    # Divide by 1 where both sides are empty: 0 / 0 would be NaN in the result and in its gradient.
+    # Divide by 1 where all are empty: 0 / 0 would be NaN in the result and in its gradient.
     total = torch.where(empty, 1.0, total)
-    out = _share(out_a, weight_a / total, acc) + _share(out_b, weight_b / total, acc)
+    shares = [_share(out, weight / total, acc) for out, weight in zip(outs, weights, strict=True)]
     lse = torch.where(empty, -math.inf, top + torch.log(total))
-    return out.to(out_a.dtype), lse
+    return functools.reduce(torch.add, shares).to(outs[0].dtype), lse
 
 
 def _share(out: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

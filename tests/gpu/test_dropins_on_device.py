@@ -12,6 +12,8 @@ from torch.nn import attention as torch_attention
 from torch.nn import functional as F  # noqa: N812
 from torch.utils import _pytree as pytree
 
+import tilewise as tw
+from tilewise import fp8
 from tilewise.integrations import flash_attn, flash_attn_interface, sdpa
 from tilewise.nn import CausalSelfAttention, MultiheadAttention
 
@@ -101,8 +103,15 @@ CACHED: dict[str, tuple[Tensor, dict[str, Any]]] = {
         CACHE.reshape(48, 1, 2, 8),
         {**FRESH, "cache_seqlens": int32(6, 3), "block_table": torch.arange(48, dtype=torch.int32).view(2, 24).flip(1)},
     ),
+    "pages of rows and padding": (
+        CACHE.reshape(12, 4, 2, 8),
+        {
+            **FRESH, "cache_seqlens": int32(6, 3), "block_table": TABLE.flip(0), "cache_batch_idx": int32(1, 0),
+            "cache_leftpad": int32(2, 1),
+        },
+    ),
     "read only": (CACHE[:2], {"cache_seqlens": int32(6, 3)}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("module", [flash_attn, flash_attn_interface], ids=["fa2", "fa3"])
@@ -120,6 +129,95 @@ def test_caches_are_read_and_written_in_place(name: str, module: Any) -> None:
         return result[0], result[1], k_cache, v_cache
 
     close(run("cuda"), run("cpu"))
+
+
+OUTSIDE: dict[str, tuple[dict[str, Any], str]] = {
+    "a page too high": ({"block_table": torch.tensor([[1, 3], [5, 12]])}, "block_table: expected positions below 48"),
+    "a page far away": (
+        {"block_table": torch.tensor([[1, 3], [5, 2**30]])},
+        "block_table: expected positions below 48",
+    ),
+    "a page below 0": ({"block_table": torch.tensor([[1, -1], [5, 0]])}, "block_table: expected positions below 48"),
+    "a length too high": ({"cache_seqlens": int32(6, 8)}, "cache_seqlens: expected positions below 8"),
+    "a short table of angles": (
+        {"rotary_cos": ROTARY["rotary_cos"][:6], "rotary_sin": ROTARY["rotary_sin"][:6]},
+        "rotary_cos: expected positions below 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_pages_that_do_not_exist_are_named_before_rows_are_scattered(name: str) -> None:
+    """A device assert would end the CUDA context, and with it all tests after this one."""
+    change, message = OUTSIDE[name]
+    flags = {**FRESH, "cache_seqlens": int32(5, 4), "block_table": torch.tensor([[1, 3], [5, 0]]), **change}
+    flags["block_table"] = flags["block_table"].int()
+    k_cache, v_cache = (CACHE.reshape(12, 4, 2, 8).cuda() for _ in range(2))
+    with pytest.raises(tw.InvalidProblem, match=message):
+        flash_attn.flash_attn_with_kvcache(randn(2, 1, 4, 8).cuda(), k_cache, v_cache, **on("cuda", flags))
+    torch.cuda.synchronize()
+    assert torch.equal(k_cache.cpu(), CACHE.reshape(12, 4, 2, 8))
+    assert torch.equal(v_cache.cpu(), CACHE.reshape(12, 4, 2, 8))
+
+
+def test_a_captured_step_with_pages_writes_what_an_eager_one_does() -> None:
+    q, new = randn(2, 1, 4, 8).cuda(), randn(2, 1, 2, 8, seed=1).cuda()
+    table, lengths = torch.tensor([[1, 3], [5, 0]], dtype=torch.int32).cuda(), int32(5, 4).cuda()
+    k_cache, v_cache = (CACHE.reshape(12, 4, 2, 8).cuda() for _ in range(2))
+
+    def step() -> Any:
+        return flash_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, new, new, cache_seqlens=lengths, block_table=table, causal=True
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    lengths.add_(1)
+    graph.replay()
+    captured, written = out.clone(), k_cache.clone()
+    assert torch.equal(step(), captured)
+    assert torch.equal(k_cache, written)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_totals_of_int64_are_those_of_int32(dtype: torch.dtype) -> None:
+    q, k, v = (
+        randn(n, h, 64, seed=i).to("cuda", dtype).requires_grad_()
+        for i, (n, h) in enumerate(((200, 4), (300, 2), (300, 2)))
+    )
+    totals = int32(0, 70, 70, 190).cuda(), int32(0, 100, 180, 290).cuda()
+    results: list[list[Tensor]] = []
+    for wide in (False, True, True):
+        given = [t.long() if wide else t for t in totals]
+        out = tw.attention_varlen(q, k, v, *given, max_seqlen_q=120, max_seqlen_k=110, causal=True, deterministic=True)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    codes = [fp8.quantize(q.detach(), cu_seqlens=t, max_seqlen=120) for t in (totals[0], totals[0].long())]
+    assert torch.equal(codes[0].data.view(torch.uint8), codes[1].data.view(torch.uint8))
+    with pytest.raises(tw.InvalidProblem, match="scale: expected a shape that broadcasts"):
+        fp8.quantize(q.detach(), cu_seqlens=totals[0], max_seqlen=120, scale=torch.ones(5, device="cuda"))
+
+
+def test_private_passes_are_those_of_the_public_functions() -> None:
+    private: Any = flash_attn.flash_attn_interface
+    q, k, v = (randn(2, n, 4, 64, seed=i).to("cuda", HALF).requires_grad_() for i, n in enumerate((70, 90, 90)))
+    flags = (0.3, 0.125, True, -1, -1, 0.0, None)
+    torch.manual_seed(0)
+    want: Any = flash_attn.flash_attn_func(q, k, v, 0.3, 0.125, True)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        out, lse, _, rng_state = private._flash_attn_forward(q, k, v, *flags, False)
+    assert torch.equal(out, want)
+    assert rng_state.is_cuda
+    dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+    dout = randn(*out.shape, seed=5).to(out)
+    tensors = (q.detach(), k.detach(), v.detach())
+    private._flash_attn_backward(dout, *tensors, out, lse, dq, dk, dv, *flags, False, rng_state=rng_state)
+    for a, b in zip((dq, dk, dv), torch.autograd.grad(want, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
 
 
 def test_dropout_follows_the_seed() -> None:

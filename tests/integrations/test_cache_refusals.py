@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
+from tilewise.integrations import cache, sdpa
 from tilewise.integrations import flash_attn as fa2
 from tilewise.integrations import flash_attn_interface as fa3
-from tilewise.integrations import sdpa
 from tilewise.kv.writing import write_rows
 from tilewise.validation.values import check_values
 
@@ -26,10 +26,10 @@ def int32(values: Any) -> Tensor:
 OFFSETS: dict[str, tuple[Tensor, str]] = {
     "fractions": (torch.tensor([0.0, 2.0, 4.0]), "a tensor of integers of shape"),
     "another batch": (int32([0, 4]), "a tensor of integers of shape"),
-    "a late start": (int32([1, 2, 4]), "running totals that start with 0 and end at 4"),
-    "before the first": (int32([0, -1, 4]), "running totals that start with 0 and end at 4"),
-    "decreasing": (int32([0, 3, 2]), "running totals that start with 0 and end at 4"),
-    "past the end": (int32([0, 2, 9]), "running totals that start with 0 and end at 4"),
+    "a late start": (int32([1, 2, 4]), "0 as its first entry, got 1"),
+    "before the first": (int32([0, -1, 4]), "entries that never decrease"),
+    "decreasing": (int32([0, 3, 2]), "entries that never decrease"),
+    "past the end": (int32([0, 2, 9]), "a last entry of at most 4"),
 }
 
 
@@ -51,6 +51,172 @@ def test_slots_of_another_dtype_are_refused() -> None:
     with pytest.raises(tw.InvalidProblem, match="slots: expected an int64 tensor"):
         write_rows(rows, rows, pages, pages, int32([0, 1]))
     assert not pages.any()
+
+
+QUERIES: dict[str, tuple[Tensor, str]] = {
+    "no dimension": (torch.tensor(0.0), "q: expected a tensor .batch, seqlen, heads, dim., got shape .."),
+    "one dimension": (torch.zeros(16), "q: expected a tensor .batch, seqlen, heads, dim., got shape .16,."),
+    "five dimensions": (torch.zeros(1, 2, 1, 4, 16), "q: expected a tensor .batch, seqlen, heads, dim."),
+    "sparse": (torch.zeros(2, 1, 4, 16).to_sparse(), "q: expected a dense tensor, got layout torch.sparse_coo"),
+}
+
+
+@pytest.mark.parametrize("appended", [True, False])
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
+@pytest.mark.parametrize("name", QUERIES)
+def test_queries_of_another_kind_are_refused(name: str, module: Any, appended: bool) -> None:
+    q, message = QUERIES[name]
+    cache, new = torch.zeros(2, 8, 2, 16), torch.ones(2, 1, 2, 16) if appended else None
+    with pytest.raises(tw.InvalidProblem, match=message):
+        module.flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=5)
+    assert not cache.any()
+
+
+def test_sparse_caches_and_tokens_are_refused() -> None:
+    cache, new = torch.zeros(2, 8, 2, 16), torch.ones(2, 1, 2, 16)
+    with pytest.raises(tw.InvalidProblem, match="k_cache: expected a dense tensor"):
+        fa2.flash_attn_with_kvcache(Q, cache.to_sparse(), cache, cache_seqlens=5)
+    with pytest.raises(tw.InvalidProblem, match="v: expected a dense tensor"):
+        fa2.flash_attn_with_kvcache(Q, cache, cache.clone(), new, new.to_sparse(), cache_seqlens=5)
+    assert not cache.any()
+
+
+def sliding(capacity: int) -> Tensor:
+    """Rows of 8 slots that begin a slot after one another."""
+    return torch.zeros(capacity + 1, 2, 16).as_strided((2, capacity, 2, 16), (32, 32, 16, 1))
+
+
+BOTH = torch.zeros(2, 8, 2, 24)
+ALIASED: dict[str, tuple[tuple[Tensor, Tensor], str]] = {
+    "k expanded": ((torch.zeros(1, 8, 2, 16).expand(2, -1, -1, -1), torch.zeros(2, 8, 2, 16)), "k_cache"),
+    "v expanded": ((torch.zeros(2, 8, 2, 16), torch.zeros(1, 8, 2, 16).expand(2, -1, -1, -1)), "v_cache"),
+    "slots expanded": ((torch.zeros(2, 1, 2, 16).expand(-1, 8, -1, -1), torch.zeros(2, 8, 2, 16)), "k_cache"),
+    "heads expanded": ((torch.zeros(2, 8, 1, 16).expand(-1, -1, 2, -1), torch.zeros(2, 8, 2, 16)), "k_cache"),
+    "rows that overlap": ((sliding(8), torch.zeros(2, 8, 2, 16)), "k_cache"),
+    "the same cache": ((torch.zeros(2, 8, 2, 16),) * 2, "v_cache"),
+    "v in k": ((BOTH, BOTH[..., :16]), "v_cache"),
+    "v in k and beyond": ((BOTH[..., :16], BOTH[..., 15:]), "v_cache"),
+}
+
+
+@pytest.mark.parametrize("lengths", [5, int32([5, 4])], ids=["int", "tensor"])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name", ALIASED)
+def test_caches_whose_rows_alias_are_refused(name: str, paged: bool, lengths: Any) -> None:
+    (k_cache, v_cache), message = ALIASED[name]
+    table: dict[str, Any] = {"block_table": int32([[0], [1]])} if paged else {}
+    k, v = (torch.ones(2, 1, 2, cache.shape[-1]) for cache in (k_cache, v_cache))
+    q = torch.zeros(2, 1, 4, k_cache.shape[-1])
+    with pytest.raises(tw.InvalidProblem, match=f"{message}: expected (rows that share no memory|memory that k_cache)"):
+        fa2.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, **table)
+    assert not k_cache.any()
+    assert not v_cache.any()
+    # Without new tokens they are only read.
+    fa2.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, **table)
+
+
+def blocks(memory: Tensor) -> tuple[Tensor, Tensor]:
+    """For every row its keys, then its values."""
+    keys = memory.as_strided((2, 8, 2, 16), (640, 32, 16, 1))
+    return keys, memory.as_strided((2, 8, 2, 24), (640, 48, 24, 1), 256)
+
+
+POOLS: dict[str, Callable[[], Any]] = {
+    "one after the other": lambda: torch.zeros(2, 2, 8, 2, 16).unbind(0),
+    "row by row": lambda: torch.zeros(2, 2, 8, 2, 16).unbind(1),
+    "slot by slot": lambda: torch.zeros(2, 8, 2, 2, 16).unbind(2),
+    "head by head": lambda: torch.zeros(2, 8, 2, 2, 16).unbind(3),
+    "number by number": lambda: torch.zeros(2, 8, 2, 16, 2).unbind(4),
+    "of two widths": lambda: torch.zeros(2, 8, 2, 40).split((16, 24), -1),
+    "v first": lambda: torch.zeros(2, 8, 2, 40).split((24, 16), -1)[::-1],
+    "blocks of two widths": lambda: blocks(torch.zeros(2, 640)),
+    "heads first": lambda: torch.zeros(2, 2, 2, 8, 16).transpose(2, 3).unbind(0),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_caches_that_lie_in_one_another_without_sharing_memory_are_written(name: str) -> None:
+    torch.manual_seed(0)
+    k_cache, v_cache = POOLS[name]()
+    k, v = (torch.randn(2, 3, 2, cache.shape[-1]) for cache in (k_cache, v_cache))
+    q = torch.randn(2, 1, 4, k.shape[-1])
+    out = fa2.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=0)
+    assert torch.equal(k_cache[:, :3], k)
+    assert torch.equal(v_cache[:, :3], v)
+    torch.testing.assert_close(out, tw.attention(q, k, v, layout="bshd"))
+
+
+@pytest.mark.parametrize("begin", [None, 0, 8])
+def test_values_may_be_a_part_of_the_keys_in_cache_and_new_rows(begin: int | None) -> None:
+    torch.manual_seed(0)
+    part = slice(None) if begin is None else slice(begin, begin + 16)
+    cache, new, q = torch.randn(2, 8, 1, 24), torch.randn(2, 1, 1, 24), torch.randn(2, 1, 4, 24)
+    apart = cache.clone(), cache[..., part].clone()
+    want = fa2.flash_attn_with_kvcache(q, *apart, new, new[..., part].clone(), cache_seqlens=5)
+    found = fa2.flash_attn_with_kvcache(q, cache, cache[..., part], new, new[..., part], cache_seqlens=5)
+    assert torch.equal(found, want)  # type: ignore[arg-type]
+    assert torch.equal(cache, apart[0])
+    with pytest.raises(tw.InvalidProblem, match="v_cache: expected memory that k_cache does not use"):
+        fa2.flash_attn_with_kvcache(q, cache, cache[..., part], new, new[..., part].clone(), cache_seqlens=5)
+
+
+def test_rows_of_a_cache_that_no_query_has_may_be_anything() -> None:
+    cache, new = torch.zeros(1, 8, 2, 16), torch.ones(1, 1, 2, 16)
+    values = torch.zeros(3, 8, 2, 16)
+    fa2.flash_attn_with_kvcache(Q[:1], cache.expand(3, -1, -1, -1), values, new, new, cache_seqlens=5)
+    assert torch.equal(cache[:, 5], new[:, 0])
+
+
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
+@pytest.mark.parametrize("page", [6, -1, 2**30])
+def test_pages_that_do_not_exist_are_named_before_the_cache_is_written(module: Any, page: int) -> None:
+    pages, new = torch.zeros(6, 4, 2, 16), torch.ones(2, 1, 2, 16)
+    name = "block_table" if module is fa2 else "page_table"
+    table: dict[str, Any] = {name: int32([[0, 1], [2, page]])}
+    with pytest.raises(tw.InvalidProblem, match=f"{name}: expected positions below 24, the slots of all pages"):
+        module.flash_attn_with_kvcache(Q, pages, pages.clone(), new, new, cache_seqlens=int32([5, 4]), **table)
+    table[name] = int32([[0, 1], [2, 3]])
+    with pytest.raises(tw.InvalidProblem, match="cache_seqlens: expected positions below 8, the tokens of capacity"):
+        module.flash_attn_with_kvcache(Q, pages, pages.clone(), new, new, cache_seqlens=int32([5, 8]), **table)
+    assert not pages.any()
+
+
+def test_compiled_steps_with_pages_write_what_eager_ones_do() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    step: Any = torch.compile(fa2.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    q, new, pages = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(6, 4, 2, 16)
+    caches = [pages.clone() for _ in range(4)]
+    table: dict[str, Any] = {"block_table": int32([[0, 1], [2, 3]])}
+    for lengths in (int32([5, 4]), int32([6, 5])):
+        mine = step(q, *caches[:2], new, new, cache_seqlens=lengths, **table)
+        other = fa2.flash_attn_with_kvcache(q, caches[2], caches[3], new, new, cache_seqlens=lengths, **table)
+        assert torch.equal(mine, other)  # type: ignore[arg-type]
+    assert torch.equal(caches[0], caches[2])
+    # A row without a page goes nowhere; nobody can say so from inside a graph.
+    before = caches[0].clone()
+    store = cache.Store(caches[0], caches[1], int32([[0, 9], [2, 3]]))
+    write = torch.compile(lambda: append(store, q, new), backend="aot_eager")
+    write()
+    before[3, 0] = new[1, 0]
+    assert torch.equal(caches[0], before)
+
+
+def append(store: cache.Store, q: Tensor, new: Tensor) -> None:
+    write, _ = cache._appending(store, q, new, new, int32([4, 4]), None, 2, None, None)
+    write()
+
+
+@pytest.mark.parametrize("lengths", [0, int32([0, 0]), torch.tensor(0, dtype=torch.int32)], ids=["int", "each", "one"])
+def test_a_cache_without_slots_holds_nothing(lengths: Any) -> None:
+    cache = torch.zeros(2, 0, 2, 16)
+    out, lse = fa2.flash_attn_with_kvcache(Q, cache, cache, cache_seqlens=lengths, return_softmax_lse=True)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    with pytest.raises(tw.InvalidProblem, match="cache_seqlens: expected positions below 0"):
+        fa2.flash_attn_with_kvcache(
+            Q, cache, cache, torch.ones(2, 1, 2, 16), torch.ones(2, 1, 2, 16), None, None, lengths
+        )
 
 
 Q = torch.zeros(2, 1, 4, 16)

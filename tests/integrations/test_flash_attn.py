@@ -217,7 +217,13 @@ def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved:
 
 
 KV_CASES = list(
-    itertools.product(("whole", "idx", "leftpad", "paged"), (1, 3), (0, 2), (False, True), ("int", "tensor"))
+    itertools.product(
+        ("whole", "idx", "leftpad", "paged", "paged idx", "paged leftpad"),
+        (1, 3),
+        (0, 2),
+        (False, True),
+        ("int", "tensor"),
+    )
 )
 
 
@@ -229,18 +235,19 @@ def test_kvcache(store: str, seqlen_q: int, new: int, causal: bool, lengths: str
     k_cache, v_cache = randn(4, 12, 2, 8, seed=3), randn(4, 12, 2, 8, seed=4)
     rows, leftpad = [0, 1], [0, 0]
     extra: dict[str, Any] = {}
-    if store in ("idx", "leftpad"):
+    if store in ("idx", "leftpad", "paged idx", "paged leftpad"):
         rows, extra["cache_batch_idx"] = [3, 1], int32(3, 1)
-    if store == "leftpad":
+    if store in ("leftpad", "paged leftpad"):
         leftpad, extra["cache_leftpad"] = [2, 1], int32(2, 1)
     if store == "whole":
         k_cache, v_cache = k_cache[:2], v_cache[:2]
-    if store == "paged":
+    if store.startswith("paged"):
         k_cache, v_cache = (t.reshape(12, 4, 2, 8) for t in (k_cache, v_cache))
-        extra["block_table"] = torch.tensor([[5, 0, 7], [2, 11, 1]], dtype=torch.int32)
+        table = torch.tensor([[5, 0, 7], [2, 11, 1], [9, 9, 9], [3, 6, 4]], dtype=torch.int32)
+        extra["block_table"] = table[:2] if store == "paged" else table
 
     def cached(cache: Tensor, b: int) -> Tensor:
-        return cache[extra["block_table"][b].long()].flatten(0, 1) if store == "paged" else cache[rows[b]]
+        return cache[table[rows[b]].long()].flatten(0, 1) if store.startswith("paged") else cache[rows[b]]
 
     before_k, before_v = k_cache.clone(), v_cache.clone()
     fresh: dict[str, Any] = {"k": k_new, "v": v_new, "rotary_cos": cos, "rotary_sin": sin} if new else {}
@@ -289,7 +296,7 @@ def test_kvcache_rotary_not_interleaved_and_whole_cache_by_default() -> None:
 
 TWO, ONE = ({"k": randn(1, n, 2, 8), "v": randn(1, n, 2, 8)} for n in (2, 1))
 COS = {"rotary_cos": randn(4, 4)}
-PAGES = {"block_table": int32(0)[None], "cache_leftpad": int32(1)}
+PAGES = {"block_table": int32(0)[None], "cache_seqlens": int32(2)}
 KV_REJECTED: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("a full cache", tw.InvalidProblem, "positions below 4", {**TWO, "cache_seqlens": 3}),
     ("k alone", tw.InvalidProblem, "both or neither", {"k": TWO["k"], "cache_seqlens": 1}),
@@ -299,7 +306,8 @@ KV_REJECTED: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("a length past the end", tw.InvalidProblem, "at most 4", {"cache_seqlens": 5}),
     ("a window of one number", tw.InvalidProblem, "a pair \\(left, right\\)", {"window_size": 128, "cache_seqlens": 1}),
     ("another dtype", tw.InvalidProblem, "dtype", {**ONE, "k": ONE["k"].half(), "cache_seqlens": 1}),
-    ("pages and leftpad", tw.Unsupported, "cache_leftpad", {**PAGES, "cache_seqlens": int32(2)}),
+    ("a pad past the pages", tw.InvalidProblem, "cache_leftpad", {**PAGES, "cache_leftpad": int32(5)}),
+    ("no such row of the table", tw.InvalidProblem, "cache_batch_idx", {**PAGES, "cache_batch_idx": int32(1)}),
 ]
 
 

@@ -142,6 +142,84 @@ def test_fp8_comes_with_its_descales(packed: bool) -> None:
     torch.testing.assert_close(out.float().view_as(expected), expected, atol=2e-2, rtol=2e-2)
 
 
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("flags", [{}, {"attention_chunk": 4}], ids=["fp8", "widened"])
+def test_a_descale_of_one_element_is_that_of_all(shape: tuple[int, ...], flags: dict[str, Any]) -> None:
+    q, k, v = (randn(2, 6, heads, 16, seed=heads).to(E4M3) for heads in (4, 2, 2))
+    names = ("q_descale", "k_descale", "v_descale")
+    results: list[Any] = []
+    for size in (shape, (2, 2)):
+        factors = zip(names, (0.5, 2.0, 3.0), strict=True)
+        given: dict[str, Any] = {**flags, **{name: torch.full(size, factor) for name, factor in factors}}
+        dense = fa3.flash_attn_func(q, k, v, **given)
+        rows, keys, values = (t.flatten(0, 1) for t in (q, k, v))
+        packed = fa3.flash_attn_varlen_func(rows, keys, values, int32(0, 4, 12), int32(0, 4, 12), 8, 8, **given)
+        cached = fa3.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=int32(5, 3), **given)
+        results.append((dense, packed, cached))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("flags", [{}, {"attention_chunk": 4}, {"packed": True}], ids=["fp8", "widened", "packed"])
+def test_fp8_inputs_may_require_a_gradient_that_nobody_asks_for(flags: dict[str, Any]) -> None:
+    packed = "packed" in flags
+    shape = (6, 2, 16) if packed else (1, 6, 2, 16)
+    q, k, v = (randn(*shape, seed=seed).to(E4M3) for seed in range(3))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Any:
+        if packed:
+            return fa3.flash_attn_varlen_func(q, k, v, int32(0, 6), int32(0, 6), 6, 6, return_attn_probs=True, **others)
+        return fa3.flash_attn_func(q, k, v, return_attn_probs=True, **flags, **others)
+
+    want, want_lse = attend(q, k, v)
+    for needy in range(3):
+        given = [t.detach().requires_grad_(i == needy) for i, t in enumerate((q, k, v))]
+        out, lse = attend(*given)
+        assert torch.equal(out, want)
+        assert torch.equal(lse, want_lse)
+        for result in (out, lse):
+            with pytest.raises(tw.Unsupported, match="gradients through FP8 inputs are not computed"):
+                torch.autograd.grad(result.float().sum(), given[needy], retain_graph=True)
+        with torch.no_grad():
+            assert not attend(*given)[0].requires_grad
+    descale = torch.ones(1, requires_grad=True)
+    out, _ = attend(q, k, v, v_descale=descale)
+    with pytest.raises(tw.Unsupported, match="gradients through FP8"):
+        out.float().sum().backward()
+    # Other parts of a graph are left alone.
+    weight = torch.ones((), requires_grad=True)
+    out, _ = attend(q, k, v)
+    (weight * out.float()).sum().backward()
+    assert weight.grad is not None
+
+
+def test_fp8_caches_may_require_a_gradient_that_they_never_have() -> None:
+    q, cache, new = randn(2, 1, 2, 16).to(E4M3), randn(2, 8, 2, 16).to(E4M3), randn(2, 1, 2, 16, seed=1).to(E4M3)
+    want = fa3.flash_attn_with_kvcache(q, cache.clone(), cache.clone(), new, new, cache_seqlens=5)
+    needy_q, k_cache, v_cache, k, v = (t.clone().requires_grad_() for t in (q, cache, cache, new, new))
+    found = fa3.flash_attn_with_kvcache(needy_q, k_cache, v_cache, k, v, cache_seqlens=5)
+    assert torch.equal(found, want)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k"), [(0, 3, 3), (2, 0, 3), (2, 3, 0), (2, 0, 0), (0, 0, 0)])
+@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16], ids=str)
+def test_nothing_to_attend_to_or_from(batch: int, seqlen_q: int, seqlen_k: int, chunk: int, dtype: torch.dtype) -> None:
+    q, k = (torch.randn(batch, n, heads, 16).to(dtype) for n, heads in ((seqlen_q, 4), (seqlen_k, 2)))
+    for descale in (None, torch.ones(batch, 2)):
+        out, lse = pair(
+            fa3.flash_attn_func(
+                q, k, k, causal=True, q_descale=descale, k_descale=descale, v_descale=descale, attention_chunk=chunk,
+                return_attn_probs=True,
+            )
+        )  # fmt: skip
+        assert (out.shape, out.dtype, lse.shape) == (q.shape, torch.bfloat16, (batch, 4, seqlen_q))
+        assert seqlen_k or not out.any()
+        assert seqlen_k or bool((lse == -torch.inf).all())
+
+
 def test_descales_of_other_dtypes_are_ignored_as_in_fa3() -> None:
     q = randn(1, 3, 2, 8)
     assert torch.equal(fa3.flash_attn_func(q, q, q, q_descale=torch.full((1, 2), 7.0)), fa3.flash_attn_func(q, q, q))  # type: ignore[arg-type]
@@ -298,6 +376,33 @@ def test_combine_puts_splits_together() -> None:
     assert torch.equal(into, whole.bfloat16())
     with pytest.raises(tw.InvalidProblem, match="lse_partial"):
         fa3.flash_attn_combine(outs, lses.transpose(2, 3))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize("junk", [0.0, 7.0, float("nan"), float("inf")])
+def test_combine_leaves_out_what_saw_no_key(splits: int, junk: float) -> None:
+    out, lse = randn(splits, 2, 3, 4, 8), randn(splits, 2, 3, 4)
+    # The first row of every split is empty, the second row of the first split alone.
+    empty = torch.zeros(splits, 2, 3, 4, dtype=torch.bool)
+    empty[:, 0, 0], empty[0, 0, 1] = True, True
+    out, lse = out.masked_fill(empty[..., None], junk), lse.masked_fill(empty, -torch.inf)
+    weights = lse.softmax(0).masked_fill(empty, 0.0)
+    found, found_lse = fa3.flash_attn_combine(out, lse)
+    close(found, (weights[..., None] * out.masked_fill(empty[..., None], 0.0)).sum(0))
+    close(found_lse, lse.logsumexp(0))
+    assert not found[0, 0].any()
+    assert (found_lse[0, 0] == -torch.inf).all()
+
+
+def test_combine_rounds_once_and_refuses_what_does_not_fit() -> None:
+    out, lse = randn(9, 2, 3, 4, 8).bfloat16(), randn(9, 2, 3, 4)
+    found, _ = fa3.flash_attn_combine(out, lse)
+    assert torch.equal(found, fa3.flash_attn_combine(out.float(), lse)[0].bfloat16())
+    with pytest.raises(tw.InvalidProblem, match="out: expected shape"):
+        fa3.flash_attn_combine(out, lse, torch.empty(5, 2, 3, 4, 8))
+    for wrong in (out.to(torch.float8_e4m3fn), out.int()):
+        with pytest.raises(tw.InvalidProblem, match="out_partial: expected float32"):
+            fa3.flash_attn_combine(wrong, lse)
 
 
 def test_scheduler_metadata_is_harmless() -> None:

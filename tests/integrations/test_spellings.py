@@ -62,6 +62,68 @@ def test_numbers_of_numpy_are_numbers(name: str) -> None:
     assert torch.equal(one(), other())
 
 
+NUMBERS: dict[str, Any] = {
+    "window_size": (3, 0),
+    "softmax_scale": 0.3,
+    "softcap": 2.0,
+    "causal": True,
+    "deterministic": True,
+}
+SPELLINGS: dict[str, Any] = {
+    "tensor": torch.tensor,
+    "array": np.array,
+    "numpy": lambda number: np.array(number)[()],
+}
+
+
+def spelt(value: Any, how: Any) -> Any:
+    return tuple(map(how, value)) if isinstance(value, tuple) else how(value)
+
+
+@pytest.mark.parametrize("how", SPELLINGS)
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
+def test_numbers_without_dimensions_are_numbers(module: Any, name: str, how: str) -> None:
+    given = {name: spelt(NUMBERS[name], SPELLINGS[how])}
+    meant = {name: NUMBERS[name]}
+    assert torch.equal(module.flash_attn_func(X, X, X, **given), module.flash_attn_func(X, X, X, **meant))
+    assert torch.equal(varlen(module, **given), varlen(module, **meant))
+    if name != "deterministic":
+        found, want = (module.flash_attn_with_kvcache(X[:, :1], X, X, cache_seqlens=FIVE, **f) for f in (given, meant))
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("how", SPELLINGS)
+@pytest.mark.parametrize("probs", [False, True])
+def test_dropout_without_dimensions_is_a_number(how: str, probs: bool) -> None:
+    results: list[Any] = []
+    for dropout in (0.3, SPELLINGS[how](0.3), SPELLINGS[how](0.0), 0.0):
+        torch.manual_seed(0)
+        results.append(fa2.flash_attn_func(X, X, X, dropout, return_attn_probs=probs))
+        torch.manual_seed(0)
+        results.append(
+            fa2.flash_attn_varlen_func(ROWS, ROWS, ROWS, TOTALS, TOTALS, 4, 4, dropout, return_attn_probs=probs)
+        )
+    first, first_packed, second, second_packed, off, off_packed, none, none_packed = results
+    for one, other in ((first, second), (first_packed, second_packed), (off, none), (off_packed, none_packed)):
+        pairs = zip(one, other, strict=True) if probs else ((one, other),)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap", "dropout_p"])
+def test_numbers_that_require_a_gradient_are_refused(name: str) -> None:
+    number = torch.tensor(0.3, requires_grad=True)
+    with pytest.raises(tw.InvalidProblem, match=f"^{name}: expected a number that requires no gradient"):
+        fa2.flash_attn_func(X, X, X, **{name: number})  # type: ignore[arg-type]
+    with torch.no_grad():
+        fa2.flash_attn_func(X, X, X, softmax_scale=number)  # type: ignore[arg-type]
+
+
+def test_one_length_without_dimensions_is_that_of_every_sequence() -> None:
+    five: Any = torch.tensor(5, dtype=torch.int32)
+    assert torch.equal(cached(cache_seqlens=five), cached(cache_seqlens=5))
+
+
 def cached(module: Any = fa2, **given: Any) -> Any:
     everything = {"q": X[:, :1], "k_cache": PAGES, "v_cache": PAGES, "cache_seqlens": FIVE, **given}
     return module.flash_attn_with_kvcache(**everything)
@@ -69,6 +131,11 @@ def cached(module: Any = fa2, **given: Any) -> Any:
 
 NAMED: dict[str, tuple[Any, str]] = {
     "no window": (lambda: fa2.flash_attn_func(X, X, X, window_size=(None, None)), "window_size"),  # type: ignore[arg-type]
+    "a window of pairs": (lambda: fa2.flash_attn_func(X, X, X, window_size=(FIVE, FIVE)), "window_size"),  # type: ignore[arg-type]
+    "a window of fractions": (lambda: fa2.flash_attn_func(X, X, X, window_size=(torch.tensor(1.5), 0)), "window_size"),  # type: ignore[arg-type]
+    "two scales": (lambda: fa2.flash_attn_func(X, X, X, softmax_scale=torch.ones(2)), "softmax_scale"),  # type: ignore[arg-type]
+    "two dropouts": (lambda: fa2.flash_attn_func(X, X, X, torch.ones(2)), "dropout_p"),  # type: ignore[arg-type]
+    "a causal of two": (lambda: fa2.flash_attn_func(X, X, X, causal=2), "causal"),  # type: ignore[arg-type]
     "a window of letters": (lambda: fa2.flash_attn_func(X, X, X, window_size="ab"), "window_size"),  # type: ignore[arg-type]
     "no softcap": (lambda: fa2.flash_attn_func(X, X, X, softcap=None), "softcap"),  # type: ignore[arg-type]
     "a softcap of NaN": (lambda: fa2.flash_attn_func(X, X, X, softcap=float("nan")), "softcap"),

@@ -22,18 +22,23 @@ import itertools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise import settings
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import BLOCK, E4M3, E4M3_MAX, Fp8Layout, Fp8Tensor, Granularity
 from tilewise.fp8.rotation import rotate
 from tilewise.fp8.rounding import encode, encode_rotated
+from tilewise.totals import check_totals, longest_of
 
-__all__ = ["AMAX_FLOOR", "encode", "inverse_of", "quantize", "quantize_pages", "scale_of"]
+__all__ = ["AMAX_FLOOR", "broadcast_scale", "encode", "inverse_of", "quantize", "quantize_pages", "scale_of"]
 
 # Groups of smaller numbers get this one's scale: 448 / amax stays finite, and so does the ratio of any two scales.
 AMAX_FLOOR = 2.0**-96
+# What a given scale may be: it and its inverse are normal fp32 numbers.
+SCALE_RANGE = (1e-37, 1e37)
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 # Types of tensors that are nothing but memory.
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -57,19 +62,24 @@ def quantize(
     `cu_seqlens`, whose rows past the last sequence become 0 and count for no scale; `max_seqlen`, the longest length,
     keeps block scales short where reading it would make the CPU wait. `rotation` rotates the rows first:
     of q and k, or of neither. `scale` is a calibrated one (a number, or fp32 that broadcasts to (batch, heads, blocks))
-    instead of the tensor's own. Rejects tensors that require a gradient: rounding to e4m3 has none.
+    instead of the tensor's own. Rejects tensors that require a gradient: rounding to e4m3 has none. `cu_seqlens` and
+    scales are checked as those of `attention_varlen` are: contents on a CPU, on a GPU with TILEWISE_CHECK_VALUES=1.
 
         >>> k = quantize(torch.randn(1, 2, 300, 64), granularity="block", rotation=True)
         >>> k.dequantize().shape
         torch.Size([1, 2, 300, 64])
     """
     _judge(x, granularity, layout, cu_seqlens, block, nonfinite)
-    rows = (block or BLOCK) if granularity == "block" else None
+    if not isinstance(rotation, bool):
+        raise InvalidProblem("rotation", "True or False", repr(rotation), "Pass a Python bool.")
+    rows = int(block or BLOCK) if granularity == "block" else None
     kind: Fp8Layout = layout if cu_seqlens is None else "packed"
+    if cu_seqlens is not None:
+        cu_seqlens, max_seqlen = _judged_totals(x, cu_seqlens, max_seqlen)
     if nonfinite == "raise" and not bool(torch.isfinite(_inside(x, cu_seqlens)).all()):
         fix = 'Find where it came from, or let it become NaN with nonfinite="nan".'
         raise InvalidProblem("x", "finite numbers", "NaN or infinity", fix)
-    given = None if scale is None else torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+    given = None if scale is None else _judged_scale(x, scale)
     data, found = _compute(
         x, granularity, rows, kind, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen
     )
@@ -83,10 +93,10 @@ def quantize_pages(pages: Tensor) -> Fp8Tensor:
     >>> quantize_pages(torch.randn(8, 16, 2, 64)).scale.shape
     torch.Size([8, 2, 1])
     """
-    if pages.dtype not in SOURCES or pages.dim() != 4:
-        got = f"{pages.dtype} of shape {tuple(pages.shape)}"
+    _judge_source("pages", pages)
+    if pages.dim() != 4:
         fix = "Pages are (num_pages, page_size, heads, dim)."
-        raise InvalidProblem("pages", "a tensor of float32, bfloat16 or float16 with 4 dimensions", got, fix)
+        raise InvalidProblem("pages", "4 dimensions", f"shape {tuple(pages.shape)}", fix)
     values = pages.detach().float().transpose(1, 2)
     data, scale = _dense(_Rows(values), "head", None, None)
     dtype = torch.float16 if pages.dtype == torch.float16 else torch.bfloat16
@@ -164,7 +174,7 @@ def _dense(rows: _Rows, granularity: str, block: int | None, given: Tensor | Non
     batch, heads, length, _ = values.shape
     blocks = -(-length // block) if block else 1
     if given is not None:
-        scale = given.expand(batch, heads, blocks)
+        scale = broadcast_scale(given, (batch, heads, blocks))
         inverse = torch.ones_like(scale) / scale
     else:
         amax = _amax(values, granularity, block, blocks)
@@ -213,7 +223,7 @@ def _packed(
         for (a, b), each in zip(itertools.pairwise(bounds), rows, strict=True):
             data[a:b] = each.encoded(inverse[:1, :1, :1, None])[0].transpose(0, 1)
         return data, scale
-    given = None if given is None else given.expand(scale.shape)
+    given = None if given is None else broadcast_scale(given, (len(values), x.shape[1], blocks))
     for i, v in enumerate(values):
         used = -(-v.shape[2] // block) if block else 1
         piece, found = _dense(rows[i], granularity, block, None if given is None else given[i : i + 1, :, :used])
@@ -227,14 +237,7 @@ def _inside(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _judge(x: Any, granularity: str, layout: str, cu_seqlens: Tensor | None, block: int | None, nonfinite: str) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in SOURCES:
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise InvalidProblem("x", "a tensor of float32, bfloat16 or float16", got, "Convert it first.")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise Unsupported(
-            "quantising to e4m3 has no gradient: detach the tensor, quantise under torch.no_grad(), "
-            "or train with bf16 tensors"
-        )
+    _judge_source("x", x)
     choices = {"granularity": (granularity, ("tensor", "head", "block")), "layout": (layout, ("bhsd", "bshd")),
                "nonfinite": (nonfinite, ("nan", "raise"))}  # fmt: skip
     for name, (value, allowed) in choices.items():
@@ -244,8 +247,90 @@ def _judge(x: Any, granularity: str, layout: str, cu_seqlens: Tensor | None, blo
     if x.dim() != rank:
         fix = "Packed rows come with cu_seqlens, dense tensors without."
         raise InvalidProblem("x", f"{rank} dimensions", f"shape {tuple(x.shape)}", fix)
-    if cu_seqlens is not None and (cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or not len(cu_seqlens)):
-        raise InvalidProblem("cu_seqlens", "int32 running totals from 0", cu_seqlens.dtype, "As attention_varlen's.")
-    if block is not None and (granularity != "block" or block < 1):
+    if block is not None and (granularity != "block" or not _is_count(block) or block < 1):
         fix = 'It is the number of rows that share a scale with granularity="block".'
         raise InvalidProblem("block", "a positive number of rows", block, fix)
+
+
+def _judge_source(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in SOURCES:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidProblem(name, "a tensor of float32, bfloat16 or float16", got, "Convert it first.")
+    if x.dim() and not x.is_nested and x.shape[-1] == 0:
+        raise InvalidProblem(name, "a head_dim of at least 1", f"shape {tuple(x.shape)}", "Check its last dimension.")
+    if x.is_nested or x.layout != torch.strided:
+        got = "a nested one" if x.is_nested else f"layout {x.layout}"
+        raise InvalidProblem(name, "a dense tensor", got, "Convert it, or pass packed rows with cu_seqlens.")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise Unsupported(
+            "quantising to e4m3 has no gradient: detach the tensor, quantise under torch.no_grad(), "
+            "or train with bf16 tensors"
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _judged_totals(x: Tensor, cu_seqlens: Any, max_seqlen: Any) -> tuple[Tensor, int | None]:
+    """(cu_seqlens, max_seqlen) by the rules of `attention_varlen`: contents are read on a CPU, elsewhere if settings
+    ask for it.
+    """
+    fix = "int32 or int64 running totals from 0, as attention_varlen takes them."
+    if not isinstance(cu_seqlens, Tensor):
+        raise InvalidProblem("cu_seqlens", "a tensor", type(cu_seqlens).__name__, fix)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or not len(cu_seqlens):
+        got = f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        raise InvalidProblem("cu_seqlens", "integers (batch + 1,)", got, fix)
+    if cu_seqlens.device != x.device:
+        fix = f"Move it with .to({str(x.device)!r})."
+        raise InvalidProblem("cu_seqlens", f"a tensor on {x.device} as x is", cu_seqlens.device, fix)
+    if max_seqlen is not None:
+        if not _is_count(max_seqlen) or max_seqlen < 0:
+            fix = "Pass the length of the longest sequence."
+            raise InvalidProblem("max_seqlen", "None or an integer >= 0", repr(max_seqlen), fix)
+        max_seqlen = int(max_seqlen)
+    if _are_read(cu_seqlens):
+        entries = cu_seqlens.tolist()
+        check_totals("cu_seqlens", entries, len(x))
+        longest_of("max_seqlen", "cu_seqlens", entries, max_seqlen)
+    return cu_seqlens.to(torch.int32), max_seqlen
+
+
+def _judged_scale(x: Tensor, scale: Any) -> Tensor:
+    """A calibrated scale as a tensor on x's device."""
+    least, most = SCALE_RANGE
+    expected = f"each from {least} to {most}"
+    fix = "A scale is what e4m3 numbers are multiplied with: the largest magnitude / 448."
+    if not isinstance(scale, Tensor):
+        number = scale.item() if isinstance(scale, np.generic) else scale
+        if not isinstance(number, int | float) or isinstance(number, bool) or not least <= number <= most:
+            raise InvalidProblem("scale", f"a tensor or a number, {expected}", repr(scale), fix)
+        return torch.full((), number, dtype=torch.float32, device=x.device)
+    if scale.dtype != torch.float32 or scale.device != x.device or scale.layout != torch.strided:
+        got = f"{scale.dtype} on {scale.device}, layout {scale.layout}"
+        raise InvalidProblem("scale", f"a dense float32 tensor on {x.device} as x is", got, "Convert it with .to().")
+    if scale.requires_grad and torch.is_grad_enabled():
+        raise Unsupported("quantising to e4m3 has no gradient, not for its scale either: pass scale.detach()")
+    # NaN compares false.
+    if _are_read(scale) and not bool(((scale >= least) & (scale <= most)).all()):
+        raise InvalidProblem("scale", expected, f"{scale.amin().item()} to {scale.amax().item()}", fix)
+    return scale
+
+
+def broadcast_scale(given: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """A given scale for every (batch entry, head, block)."""
+    fits = given.dim() <= len(shape) and all(
+        size in (1, full) for size, full in zip(reversed(given.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        expected = f"a shape that broadcasts to (batch, heads, blocks) = {shape}"
+        raise InvalidProblem("scale", expected, tuple(given.shape), "One for every (sequence, head, block), or 1.")
+    return given.expand(shape)
+
+
+def _are_read(tensor: Tensor) -> bool:
+    """Whether contents are judged: free on a CPU, a synchronisation on a GPU; a traced tensor has none."""
+    if type(tensor) not in PLAIN or tensor.is_meta or torch.compiler.is_compiling():
+        return False
+    return tensor.device.type == "cpu" or settings.current().check_values

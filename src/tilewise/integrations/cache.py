@@ -7,6 +7,7 @@ skips the padding, which is never read.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from torch import Tensor
 from tilewise.api import attention, attention_after, attention_paged
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
+from tilewise.integrations.bounds import Bound, check_apart, check_bounds
 from tilewise.integrations.descales import Descales
 from tilewise.integrations.translation import check_integers, number_of, places, require_tensors
 from tilewise.kv.writing import write_rows
 from tilewise.nn.rotary import check_tables, rotate
+from tilewise.totals import check_totals
 
 __all__ = ["Rotary", "Store", "append_and_attend"]
 
@@ -44,12 +47,12 @@ class Store:
         given = {"cache_batch_idx": self.batch_idx, "cache_leftpad": self.leftpad, "block_table": self.table}
         there = {name: tensor for name, tensor in given.items() if tensor is not None}
         require_tensors(k_cache=self.k, v_cache=self.v, **there)
-        if self.table is not None and (self.batch_idx is not None or self.leftpad is not None):
-            name = "cache_batch_idx" if self.batch_idx is not None else "cache_leftpad"
-            raise Unsupported(f"{name} with a paged cache: permute or shift the rows of the page table instead")
 
-    def check(self, batch: int) -> None:
-        """Shapes and dtypes, on a CPU contents too: what is written or read through them is not judged again."""
+    def checked(self, batch: int) -> Store:
+        """The store of so many sequences, its table with a row for each: `cache_batch_idx` names rows of the table.
+
+        Judges shapes and dtypes, on a CPU contents too: what is written or read through them is not judged again.
+        """
         if self.k.dim() != 4 or self.v.dim() != 4 or self.k.shape[:3] != self.v.shape[:3]:
             got = f"{tuple(self.k.shape)} and {tuple(self.v.shape)}"
             fix = "(batch, capacity, kv_heads, dim), or pages with a table."
@@ -58,14 +61,22 @@ class Store:
             fix = "A row for every sequence of q, or cache_batch_idx to say which it has."
             raise InvalidProblem("k_cache", f"at least {batch} rows as q has sequences", len(self.k), fix)
         fix = "One number a sequence, as int32."
+        rows = len(self.k) if self.table is None else len(self.table)
         for name, numbers, bound in (
-            ("cache_batch_idx", self.batch_idx, len(self.k)), ("cache_leftpad", self.leftpad, self.capacity + 1)
+            ("cache_batch_idx", self.batch_idx, rows), ("cache_leftpad", self.leftpad, self.capacity + 1)
         ):  # fmt: skip
             if numbers is not None:
                 check_integers(name, numbers, (batch,), fix)
-                _check_bound(name, numbers, bound, "rows and slots of the cache", fix)
-        if self.table is not None:
-            check_integers("block_table", self.table, (batch, *self.table.shape[1:2]), "A row of pages a sequence.")
+                check_bounds(Bound(name, numbers, bound, "rows and slots of the cache", fix))
+        if self.leftpad is not None and self.k.shape[0] * self.k.shape[1] >= 2**31:
+            raise Unsupported("cache_leftpad with a cache of 2^31 slots or more: slots are counted in int32")
+        if self.table is None:
+            return self
+        shape = (batch if self.batch_idx is None else rows, *self.table.shape[1:2])
+        check_integers("block_table", self.table, shape, "A row of pages a sequence.")
+        if self.batch_idx is None:
+            return self
+        return dataclasses.replace(self, table=self.table.index_select(0, self.batch_idx), batch_idx=None)
 
     @property
     def capacity(self) -> int:
@@ -76,21 +87,35 @@ class Store:
         """The slot of token `position` of `sequence`, counted through the first two dimensions of k and v."""
         length = self.k.shape[1]
         if self.table is not None:
-            return self.table[sequence, position // length].long() * length + position % length
+            # An index outside ends the CUDA context. Whether a position is outside is checked before it is written.
+            page = (position // max(length, 1)).clamp(0, max(self.table.shape[1] - 1, 0))
+            return self.table[sequence, page].long() * length + position % max(length, 1)
         row = sequence if self.batch_idx is None else self.batch_idx[sequence].long()
         return row * length + position
 
     def pages(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """(k, v, block_table) for `attention_paged`, over the same memory."""
-        if self.table is not None:
-            return self.k, self.v, self.table
-        device = self.k.device
-        row = torch.arange(batch, dtype=torch.int32, device=device) if self.batch_idx is None else self.batch_idx.int()
-        if self.leftpad is None:
-            return self.k, self.v, row[:, None]
-        tokens = torch.arange(self.capacity, dtype=torch.int32, device=device) + self.leftpad.int()[:, None]
+        # A cache without slots has no pages of its length, but as many of one token: none.
+        if self.leftpad is None and self.k.shape[1]:
+            if self.table is not None:
+                return self.k, self.v, self.table
+            return self.k, self.v, self._rows(batch)[:, None]
+        token = torch.arange(self.capacity, dtype=torch.int32, device=self.k.device).expand(batch, -1)
+        if self.leftpad is not None:
+            token = (token + self.leftpad.int()[:, None]).clamp(max=self.capacity - 1)
+        length = self.k.shape[1]
+        if self.table is None:
+            slots = self._rows(batch)[:, None] * length + token
+        else:
+            slots = self.table.gather(1, (token // max(length, 1)).long()) * length + token % max(length, 1)
         k, v = (t.flatten(0, 1).unsqueeze(1) for t in (self.k, self.v))
-        return k, v, row[:, None] * self.capacity + tokens
+        return k, v, slots
+
+    def _rows(self, batch: int) -> Tensor:
+        """The row of every sequence, int32."""
+        if self.batch_idx is not None:
+            return self.batch_idx.int()
+        return torch.arange(batch, dtype=torch.int32, device=self.k.device)
 
 
 class Rotary(NamedTuple):
@@ -116,7 +141,6 @@ class Rotary(NamedTuple):
 
     def turn(self, x: Tensor, position: Tensor) -> Tensor:
         """Turn x (..., heads, dim) by the positions (...)."""
-        _check_bound("rotary_cos", position, self.cos.shape[0], "rows", "Make the tables as long as the cache.")
         return rotate(x, self.cos[position], self.sin[position], interleaved=self.interleaved)
 
 
@@ -140,30 +164,40 @@ def append_and_attend(
 
     `descales` belong to a store in e4m3, which is not attended without them, and mean nothing to another one.
     """
+    _check_queries(q, cu_seqlens_q)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
-    store.check(batch)
-    seqlens = number_of(seqlens)
+    store = store.checked(batch)
+    seqlens = _spread(seqlens, batch)
     _check_lengths("cache_seqlens", seqlens, batch)
     write: Write | None = None
     if k is None or v is None:
         _reject_without_new_tokens(k, v, rotary)
         total: Lengths = store.k.shape[1] if seqlens is None and store.table is None else _given(seqlens)
     else:
+        require_tensors(k=k, v=v)
         before = _given(seqlens)
         _check_new(k, v, store, None if cu_seqlens_k_new is not None else batch)
         _check_offsets(cu_seqlens_k_new, batch, len(k))
-        if rotary is not None:
-            base = before if rotary.offsets is None else rotary.offsets
-            _check_lengths("rotary_seqlens", rotary.offsets, batch)
-            q = rotary.turn(q, _tokens(q, cu_seqlens_q, base, spread=rotary.spread)[1])
-            k = rotary.turn(k, _tokens(k, cu_seqlens_k_new, base)[1])
-        write = _appending(store, k, v, _tokens(k, cu_seqlens_k_new, before), batch)
+        write, q = _appending(store, q, k, v, before, rotary, batch, cu_seqlens_q, cu_seqlens_k_new)
         total = before + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
     whole = store.table is None and store.batch_idx is None and store.leftpad is None
     if whole and isinstance(total, int) and cu_seqlens_q is None:
         return _attend_dense(q, store, total, write, chunk, descales, flags)
     lengths = _per_sequence(total, batch, q)
     return _attend_paged(q, store, lengths, write, cu_seqlens_q, max_seqlen_q, chunk, descales, flags)
+
+
+def _check_queries(q: Tensor, cu_seqlens_q: object) -> None:
+    if cu_seqlens_q is not None:
+        require_tensors(cu_seqlens_q=cu_seqlens_q)
+    expected = "(batch, seqlen, heads, dim)" if cu_seqlens_q is None else "(total, heads, dim) beside cu_seqlens_q"
+    if q.dim() != (4 if cu_seqlens_q is None else 3):
+        raise InvalidProblem("q", f"a tensor {expected}", f"shape {tuple(q.shape)}", "Reshape it.")
+
+
+def _spread(seqlens: Any, batch: int) -> Any:
+    """One length in a tensor without dimensions is that of every sequence; it is not read."""
+    return seqlens.expand(batch) if isinstance(seqlens, Tensor) and not seqlens.dim() else number_of(seqlens)
 
 
 def _given(seqlens: Lengths | None) -> Lengths:
@@ -221,40 +255,67 @@ def _check_offsets(cu_seqlens: Tensor | None, batch: int, rows: int) -> None:
         return
     check_integers("cu_seqlens_k_new", cu_seqlens, (batch + 1,), "Running totals of the new tokens, as int32.")
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        entries = cu_seqlens.tolist()
-        if entries[0] != 0 or entries[-1] > rows or entries != sorted(entries):
-            expected = f"running totals that start with 0 and end at {rows}, the rows of k, at most"
-            raise InvalidProblem("cu_seqlens_k_new", expected, entries, "Pass running totals, not lengths.")
+        check_totals("cu_seqlens_k_new", cu_seqlens.tolist(), rows)
 
 
-def _appending(store: Store, k: Tensor, v: Tensor, tokens: tuple[Tensor, Tensor], batch: int) -> Write:
-    """What writes the new tokens, judged but not yet done."""
-    sequence, position = tokens
+def _appending(
+    store: Store,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    before: Lengths,
+    rotary: Rotary | None,
+    batch: int,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> tuple[Write, Tensor]:
+    """What writes the new tokens, checked but not yet done, and q, turned as they are."""
     for name, new, old in (("k", k, store.k), ("v", v, store.v)):
         if new.dtype != old.dtype:
             fix = f"Convert it with .to({old.dtype})."
             raise InvalidProblem(name, f"dtype {old.dtype} as the cache has", new.dtype, fix)
-    if k.dim() == 3:
+    sequence, position = _tokens(k, cu_seqlens_k, before)
+    turned = None if rotary is None else _turns(rotary, q, k, before, batch, cu_seqlens_q, cu_seqlens_k)
+    if cu_seqlens_k is not None:
+        # Rows past the last sequence are not written.
         inside = (sequence < batch).nonzero().flatten()
         sequence, position, k, v = sequence[inside], position[inside], k[inside], v[inside]
+        turned = None if turned is None else (turned[0], turned[1][inside])
+    slots = store.slots(sequence, position)
     fix = "Give the sequence more room in the cache (or more pages in its table)."
-    _check_bound("cache_seqlens", position, store.capacity, "tokens of capacity", fix)
+    bounds = [Bound("cache_seqlens", position, store.capacity, "tokens of capacity", fix)]
+    if store.table is not None:
+        number = store.k.shape[0] * store.k.shape[1]
+        bounds.append(Bound("block_table", slots, number, "slots of all pages", "Name pages there are."))
+    if rotary is not None and turned is not None:
+        fix = "Make the tables as long as the cache."
+        bounds += [Bound("rotary_cos", turns, rotary.cos.shape[0], "rows", fix) for turns in turned]
+    if not check_bounds(*bounds, read=store.table is not None) and store.table is not None:
+        # In a captured or compiled graph a row without a page goes nowhere.
+        inside = (position < store.capacity) & (slots < store.k.shape[0] * store.k.shape[1])
+        slots = torch.where(inside, slots, -1)
+    if rotary is not None and turned is not None:
+        q, k = rotary.turn(q, turned[0]), rotary.turn(k, turned[1])
+    check_apart((store.k, store.v), (k, v), batch if store.table is None and store.batch_idx is None else None)
     rows = (k, v) if k.dim() == 3 else (k.flatten(0, 1), v.flatten(0, 1))
-    slots = store.slots(sequence, position).flatten()
-    _check_bound(
-        "block_table", slots, store.k.shape[0] * store.k.shape[1], "slots of all pages", "Name pages there are."
-    )
-    return functools.partial(write_rows, *rows, store.k, store.v, slots)
+    return functools.partial(write_rows, *rows, store.k, store.v, slots.flatten()), q
 
 
-def _check_bound(name: str, position: Tensor, bound: int, what: str, fix: str) -> None:
-    """Contents are looked at on a CPU only; on a GPU that would make the CPU wait."""
-    if position.device.type != "cpu" or torch.compiler.is_compiling() or position.numel() == 0:
-        return
-    first, last = (int(end) for end in position.aminmax())
-    if first < 0 or last >= bound:
-        got = first if first < 0 else last
-        raise InvalidProblem(name, f"positions below {bound}, the {what}", got, fix)
+def _turns(
+    rotary: Rotary,
+    q: Tensor,
+    k: Tensor,
+    before: Lengths,
+    batch: int,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The positions by which the tokens of q and of k are turned."""
+    offsets = _spread(rotary.offsets, batch)
+    _check_lengths("rotary_seqlens", offsets, batch)
+    base = before if offsets is None else offsets
+    turns = _tokens(q, cu_seqlens_q, base, spread=rotary.spread)[1]
+    return turns, _tokens(k, cu_seqlens_k, base)[1]
 
 
 def _per_sequence(total: Lengths, batch: int, q: Tensor) -> Tensor:

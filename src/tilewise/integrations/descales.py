@@ -1,17 +1,22 @@
-"""FA3's descales: fp32 factors (batch, kv_heads) of e4m3 q, k and v, one of q's for every group of heads; None is 1."""
+"""FA3's descales: fp32 factors (batch, kv_heads) of e4m3 q, k and v, one of q's for every group of heads; a tensor with
+one element is the factor of all, None is 1.
+
+e4m3 tensors may require a gradient, as long as nobody asks for it: `without_gradients` refuses it then.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.errors import InvalidProblem
+from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3, Fp8Tensor
 from tilewise.integrations.translation import places
 
-__all__ = ["Descale", "Descales", "rescaled"]
+__all__ = ["Descale", "Descales", "rescaled", "without_gradients"]
 
 Descale = Tensor | None
 Three = tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]
@@ -50,8 +55,6 @@ class Descales(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """FP8 q, k, v as bf16, and what to multiply `out` with. e4m3 fits bf16 exactly, only q * descale is rounded."""
-        if q.dtype != E4M3:
-            return q, k, v, None
         self.check(len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1, q)
         wide = q.float()
         for name, descale in (("q_descale", self.q), ("k_descale", self.k)):
@@ -71,21 +74,58 @@ class Descales(NamedTuple):
                 _check(name, descale, batch, q)
 
 
+def without_gradients(
+    compute: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None,
+    descales: Descales,
+    *others: Any,
+) -> tuple[Tensor, Tensor]:
+    """What `compute` makes of e4m3 q, k and v; where one of them requires a gradient, asking for it raises."""
+    with torch.no_grad():
+        out, lse = compute(q, k, v, qv, descales, *others)
+    inputs = [t for t in (q, k, v, *descales) if isinstance(t, Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        out, lse = _Refusing.apply(out, lse, *inputs)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class _Refusing(torch.autograd.Function):
+    """Results that depend on FP8 inputs, but have no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        del ctx, inputs
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> None:
+        del ctx, gradients
+        raise Unsupported(
+            "gradients through FP8 inputs are not computed: rounding to e4m3 has none. Detach q, k, v and their "
+            "descales, or pass bf16 or fp16 tensors"
+        )
+
+
 def rescaled(out: Tensor, scale: Tensor | None) -> Tensor:
     """`out` times what `widened` left to it."""
     return out if scale is None else (out.float() * scale).to(out.dtype)
 
 
 def _check(name: str, descale: object, batch: int, data: Tensor) -> None:
-    """(batch, kv_heads), or (1, kv_heads) for all sequences; the heads of data are a multiple."""
+    """(batch, kv_heads), (1, kv_heads) for all sequences, or one factor; the heads of data are a multiple."""
     heads = data.shape[-2]
     fix = "One factor for every K/V head of every sequence, or one row for all of them."
     expected = f"({batch}, kv_heads) on {data.device}, {heads} heads a multiple"
     if not isinstance(descale, Tensor):
         raise InvalidProblem(name, f"a tensor {expected}", type(descale).__name__, fix)
-    fits = descale.dim() == 2 and descale.shape[0] in (1, batch) and descale.shape[1] and not heads % descale.shape[1]
-    if not fits or descale.device != data.device:
-        raise InvalidProblem(name, expected, f"{tuple(descale.shape)} on {descale.device}", fix)
+    fits = descale.shape.numel() == 1 or (
+        descale.dim() == 2 and descale.shape[0] in (1, batch) and descale.shape[1] and not heads % descale.shape[1]
+    )
+    if not fits or not descale.is_floating_point() or descale.device != data.device:
+        raise InvalidProblem(name, expected, f"{descale.dtype} {tuple(descale.shape)} on {descale.device}", fix)
 
 
 def _per_head(name: str, descale: Descale, batch: int, data: Tensor) -> Tensor:
@@ -94,8 +134,10 @@ def _per_head(name: str, descale: Descale, batch: int, data: Tensor) -> Tensor:
     if descale is None:
         return torch.ones(1, 1, 1, dtype=torch.float32, device=data.device).expand(batch, heads, 1)
     _check(name, descale, batch, data)
-    factors = descale.float().repeat_interleave(heads // descale.shape[1], 1)[..., None]
-    return factors.expand(batch, heads, 1)
+    factors = descale.float()
+    if factors.numel() == 1:
+        return factors.reshape(1, 1, 1).expand(batch, heads, 1)
+    return factors.repeat_interleave(heads // factors.shape[1], 1)[..., None].expand(batch, heads, 1)
 
 
 def _per_row(name: str, descale: Tensor, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:

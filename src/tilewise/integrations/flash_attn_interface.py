@@ -4,24 +4,26 @@ Tensors as in FA2. `num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata
 accepted and change nothing, results do not depend on them. FP8 (e4m3) inputs with their descales run as tilewise's own
 FP8, widened to bf16 only beside `attention_chunk` or `seqused_*`, and give bf16 out, as in FA3; descales of other
 dtypes are ignored, as in FA3. `qv` adds qv.v to the scores by lengthening the keys, so head_dim + head_dim_v may be at
-most 512. `attention_chunk` and `seqused_*` are exact and have gradients.
+most 512. `attention_chunk` and `seqused_*` are exact and have gradients. The functions that begin with an underscore
+are what libraries with a backward of their own import.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.api import attention, attention_varlen, merge
+from tilewise.api import attention, attention_varlen
 from tilewise.errors import InvalidProblem, Unsupported
-from tilewise.integrations import aliases, cache, pieces
-from tilewise.integrations.descales import Descale, Descales, rescaled
+from tilewise.fp8.container import E4M3
+from tilewise.integrations import aliases, cache, passes, pieces
+from tilewise.integrations.descales import Descale, Descales, rescaled, without_gradients
 from tilewise.integrations.translation import (
     CACHE_NAMES,
+    FLASH_NAMES,
     UNBOUNDED,
     flag_of,
     length,
@@ -32,6 +34,7 @@ from tilewise.integrations.translation import (
     window_of,
     worded,
 )
+from tilewise.numerics import merge_all
 from tilewise.problem import MAX_HEAD_DIM
 
 __all__ = [
@@ -81,20 +84,26 @@ def flash_attn_func(
     """Attention of q (batch, seqlen_q, heads, dim) to k, v; (out, lse) with `return_attn_probs`."""
     del num_splits, pack_gqa, sm_margin
     flags = _flags(softmax_scale, causal, window_size, softcap, deterministic)
-    attention_chunk = _chunk_of(attention_chunk)
-    fp8 = q.dtype == torch.float8_e4m3fn
-    if fp8 and qv is None and not attention_chunk:
-        made = Descales(q_descale, k_descale, v_descale).containers(q, k, v, len(q), "bshd")
-        out, lse = attention(*made, layout="bshd", return_lse=True, **flags)
-        return (out, lse) if return_attn_probs else out
-    q, k, v, out_scale = Descales(q_descale, k_descale, v_descale).widened(q, k, v)
+    given = (q, k, v, qv, Descales(q_descale, k_descale, v_descale), _chunk_of(attention_chunk), flags)
+    out, lse = without_gradients(attend_dense, *given) if _is_fp8(q) else attend_dense(*given)
+    return (out, lse) if return_attn_probs else out
+
+
+def attend_dense(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, descales: Descales, chunk: int, flags: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) with what FA3 adds to dense attention; `flags` are those of `tilewise.attention`."""
+    fp8 = _is_fp8(q)
+    if fp8 and qv is None and not chunk:
+        made = descales.containers(q, k, v, len(q), "bshd")
+        return attention(*made, layout="bshd", return_lse=True, **flags)
+    q, k, v, out_scale = descales.widened(q, k, v) if fp8 else (q, k, v, None)
     q, k = _lengthened(q, k, v, qv, fp8)
-    if attention_chunk:
-        out, lse = _dense_chunks(q, k, v, attention_chunk, flags)
+    if chunk:
+        out, lse = _dense_chunks(q, k, v, chunk, flags)
     else:
         out, lse = attention(q, k, v, layout="bshd", return_lse=True, **flags)
-    out = rescaled(out, out_scale)
-    return (out, lse) if return_attn_probs else out
+    return rescaled(out, out_scale), lse
 
 
 def flash_attn_qkvpacked_func(
@@ -159,25 +168,50 @@ def flash_attn_varlen_func(
     """Attention of packed sequences, of which the first `seqused_*` rows count; other rows give 0 and lse -inf."""
     del num_splits, pack_gqa, sm_margin
     flags = _flags(softmax_scale, causal, window_size, softcap, deterministic)
-    attention_chunk = _chunk_of(attention_chunk)
-    fp8 = q.dtype == torch.float8_e4m3fn
-    max_seqlen_q, max_seqlen_k = length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
-    if fp8 and qv is None and not attention_chunk and seqused_q is None and seqused_k is None:
-        made = Descales(q_descale, k_descale, v_descale).containers(q, k, v, len(cu_seqlens_q) - 1, "packed")
-        flags |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-        out, lse = attention_varlen(*made, cu_seqlens_q, cu_seqlens_k, return_lse=True, **flags)
-        return (out, lse) if return_attn_probs else out
-    q, k, v, out_scale = Descales(q_descale, k_descale, v_descale).widened(q, k, v, cu_seqlens_q)
-    q, k = _lengthened(q, k, v, qv, fp8)
-    if attention_chunk or seqused_q is not None or seqused_k is not None:
-        cu_seqlens_q, cu_seqlens_k = pieces.cut(
-            cu_seqlens_q, cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, chunk=attention_chunk,
-            max_seqlen_k=max_seqlen_k,
-        )  # fmt: skip
-    flags |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **flags)
-    out = rescaled(out, out_scale)
+    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    for name, number in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        flags[name] = length(name, number)
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    descales = Descales(q_descale, k_descale, v_descale)
+    given = (q, k, v, qv, descales, packed, _chunk_of(attention_chunk), flags)
+    out, lse = without_gradients(attend_packed, *given) if _is_fp8(q) else attend_packed(*given)
     return (out, lse) if return_attn_probs else out
+
+
+class Packed(NamedTuple):
+    """Where packed sequences begin, and how many of their rows count."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+
+
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None,
+    descales: Descales,
+    packed: Packed,
+    chunk: int,
+    flags: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) with what FA3 adds to packed attention; `flags` are those of `tilewise.attention_varlen`."""
+    fp8 = _is_fp8(q)
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = packed
+    if fp8 and qv is None and not chunk and seqused_q is None and seqused_k is None:
+        made = descales.containers(q, k, v, len(cu_seqlens_q) - 1, "packed")
+        return attention_varlen(*made, cu_seqlens_q, cu_seqlens_k, return_lse=True, **flags)
+    q, k, v, out_scale = descales.widened(q, k, v, cu_seqlens_q) if fp8 else (q, k, v, None)
+    q, k = _lengthened(q, k, v, qv, fp8)
+    if chunk or seqused_q is not None or seqused_k is not None:
+        cu_seqlens_q, cu_seqlens_k = pieces.cut(
+            cu_seqlens_q, cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, chunk=chunk,
+            max_seqlen_k=len(k) if flags["max_seqlen_k"] is None else flags["max_seqlen_k"],
+        )  # fmt: skip
+    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **flags)
+    return rescaled(out, out_scale), lse
 
 
 @worded(CACHE_NAMES | {"block_table": "page_table"})
@@ -231,9 +265,9 @@ def flash_attn_with_kvcache(
     out, lse = cache.append_and_attend(
         q, k, v, store, cache_seqlens, rotary,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
-        max_seqlen_q=None if max_seqlen_q is None else length("max_seqlen_q", max_seqlen_q), chunk=attention_chunk,
+        max_seqlen_q=length("max_seqlen_q", max_seqlen_q), chunk=attention_chunk,
         descales=Descales(q_descale, k_descale, v_descale), causal=causal, window=window, softcap=softcap_of(softcap),
-        scale=number_of(softmax_scale),
+        scale=number_of(softmax_scale, "softmax_scale"),
     )  # fmt: skip
     nothing = torch.empty(0, dtype=torch.float32, device=out.device)
     return (out, lse, nothing, nothing) if return_softmax_lse else out
@@ -242,20 +276,26 @@ def flash_attn_with_kvcache(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of partial results over disjoint keys: (splits, ..., heads, dim) with lse (splits, ..., heads)."""
+    """(out, lse) of partial results over disjoint keys: (splits, ..., heads, dim) with lse (splits, ..., heads).
+
+    A partial result whose lse is -inf counts for nothing, whatever it holds; where all of them are, out is 0.
+    """
+    require_tensors(out_partial=out_partial, lse_partial=lse_partial)
     if lse_partial.shape != out_partial.shape[:-1] or out_partial.shape[0] == 0:
         expected = f"shape {tuple(out_partial.shape[:-1])}, out_partial's without its last dimension, one split or more"
         raise InvalidProblem("lse_partial", expected, tuple(lse_partial.shape), "Transpose it to (splits, ..., heads).")
-    # Flattened to (rows, 1, 1, dim) and (rows, 1, 1): merge asks for four dimensions, the rows are independent.
-    shape = out_partial.shape[1:]
-    parts = zip(
-        out_partial.reshape(-1, shape[:-1].numel(), 1, 1, shape[-1]),
-        lse_partial.flatten(1)[..., None, None],
-        strict=True,
-    )
-    merged, lse = functools.reduce(lambda a, b: merge(*a, *b), parts)
-    merged = merged.view(shape).to(out_partial.dtype if out_dtype is None else out_dtype)
-    return merged if out is None else out.copy_(merged), lse.view(shape[:-1])
+    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            fix = "Partial results have a floating-point dtype of 16 bits or more."
+            raise InvalidProblem(name, "float32, bfloat16 or float16", tensor.dtype, fix)
+    if out is not None and out.shape != out_partial.shape[1:]:
+        fix = "It takes the merged result: out_partial's shape without the splits."
+        raise InvalidProblem("out", f"shape {tuple(out_partial.shape[1:])}", tuple(out.shape), fix)
+    # In fp32 whatever the partial results have: they are rounded once, at the end.
+    parts = [part if part.dtype == torch.float64 else part.float() for part in out_partial.unbind()]
+    merged, lse = merge_all(parts, lse_partial.unbind())
+    merged = merged.to(out_partial.dtype if out_dtype is None else out_dtype)
+    return merged if out is None else out.copy_(merged), lse
 
 
 def get_scheduler_metadata(
@@ -288,6 +328,152 @@ def get_scheduler_metadata(
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    qv: Tensor | None = None,
+    out_: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    seqlens_rotary: Tensor | None = None,
+    q_descale: Descale = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, out_accum, lse_accum) of dense, packed or cached keys; the accumulators are empty.
+
+    Keys (batch, seqlen, ...) with `seqused_k`, `cu_seqlens_q` alone, pages, or new rows make it a call of
+    `flash_attn_with_kvcache`, which has no gradient.
+    """
+    del scheduler_metadata, num_splits, pack_gqa, sm_margin
+    window_size = window_size_left, window_size_right
+    packed = cu_seqlens_k is not None
+    cached: dict[str, Any] = {
+        "k_new": k_new, "v_new": v_new, "cu_seqlens_k_new": cu_seqlens_k_new, "page_table": page_table,
+        "kv_batch_idx": kv_batch_idx, "leftpad_k": leftpad_k, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
+        "seqlens_rotary": seqlens_rotary,
+    }  # fmt: skip
+    is_cached = any(tensor is not None for tensor in cached.values())
+    if packed and (is_cached or cu_seqlens_q is None):
+        names = (
+            ", ".join(name for name, tensor in cached.items() if tensor is not None) or "queries that are not packed"
+        )
+        raise Unsupported(f"cu_seqlens_k with {names}: packed keys are attended by packed queries alone")
+    shared: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "causal": causal, "qv": qv, "q_descale": q_descale, "k_descale": k_descale,
+        "v_descale": v_descale, "window_size": window_size, "attention_chunk": attention_chunk, "softcap": softcap,
+    }  # fmt: skip
+    result: Any
+    if packed:
+        sequences: dict[str, Any] = {
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_k": max_seqlen_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
+        }  # fmt: skip
+        result = flash_attn_varlen_func(q, k, v, return_attn_probs=True, **sequences, **shared)
+    elif seqused_q is not None:
+        raise Unsupported("seqused_q without cu_seqlens_q: pass running totals of the rows that are stored")
+    elif is_cached or seqused_k is not None or cu_seqlens_q is not None:
+        result = flash_attn_with_kvcache(
+            q, k, v, k_new, v_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=seqused_k,
+            cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k, page_table=page_table, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, rotary_seqlens=seqlens_rotary,
+            rotary_interleaved=rotary_interleaved, return_softmax_lse=True, **shared,
+        )  # fmt: skip
+    else:
+        result = flash_attn_func(q, k, v, return_attn_probs=True, **shared)
+    out, lse = result[:2]
+    if out_ is not None:
+        if out_.shape != out.shape or out_.dtype != out.dtype:
+            got = f"{out_.dtype} {tuple(out_.shape)}"
+            raise InvalidProblem("out_", f"{out.dtype} {tuple(out.shape)}", got, "It takes the result.")
+        out = out_.copy_(out)
+    nothing = torch.empty(0, dtype=torch.float32, device=out.device)
+    return out, lse, nothing, nothing
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    sequed_q: Tensor | None = None,
+    sequed_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Writes dq, dk and dv of dense or packed sequences; returns softmax_d, the row sums of dout * out in lse's shape.
+
+    Of `sequed_q` and `sequed_k` (FA3 spells them so) the first rows of each sequence count; the gradients of others
+    are 0.
+    """
+    del sm_margin
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k)  # type: ignore[arg-type]
+    given = (softmax_scale, is_causal, (window_size_left, window_size_right), softcap, deterministic)
+    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return _backward((dq, dk, dv), (q, k, v), (dout, out, softmax_lse), given, packed, lengths)
+
+
+@worded(FLASH_NAMES | {"lse": "softmax_lse"})
+def _backward(
+    written: passes.Written,
+    attended: tuple[Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor],
+    given: tuple[Any, ...],
+    packed: Packed,
+    lengths: dict[str, int | None],
+) -> Tensor:
+    flags = {**_flags(*given), "dropout": 0.0}
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = packed
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        if seqused_q is not None or seqused_k is not None:
+            raise Unsupported("sequed_q, sequed_k without cu_seqlens: pass running totals of the rows that are stored")
+        return passes.gradients_into(written, attended, saved, flags, None)
+    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    flags |= {name: length(name, number) for name, number in lengths.items()}
+    totals = cu_seqlens_q, cu_seqlens_k
+    if seqused_q is not None or seqused_k is not None:
+        totals = pieces.cut(*totals, seqused_q=seqused_q, seqused_k=seqused_k)
+    return passes.gradients_into(written, attended, saved, flags, totals)
+
+
 def _flags(
     softmax_scale: float | None,
     causal: bool,
@@ -299,13 +485,17 @@ def _flags(
         "causal": flag_of("causal", causal),
         "window": window_of(window_size),
         "softcap": softcap_of(softcap),
-        "scale": number_of(softmax_scale),
+        "scale": number_of(softmax_scale, "softmax_scale"),
         "deterministic": True if flag_of("deterministic", deterministic) else None,
     }
 
 
+def _is_fp8(q: object) -> bool:
+    return getattr(q, "dtype", None) is E4M3
+
+
 def _chunk_of(attention_chunk: object) -> int:
-    chunk = number_of(attention_chunk)
+    chunk = attention_chunk if attention_chunk.__class__ is int else number_of(attention_chunk, "attention_chunk")
     if not isinstance(chunk, int) or chunk < 0:
         raise InvalidProblem("attention_chunk", "an integer >= 0", repr(attention_chunk), "0 switches it off.")
     return chunk
@@ -334,7 +524,7 @@ def _dense_chunks(q: Tensor, k: Tensor, v: Tensor, chunk: int, flags: dict[str, 
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *cuts, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k,
         return_lse=True, **flags,
     )  # fmt: skip
-    return out.view(batch, seqlen_q, *out.shape[1:]), lse.view(-1, batch, seqlen_q).transpose(0, 1)
+    return out.unflatten(0, (batch, seqlen_q)), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
 
 
 def _reject_for_caches(q: Tensor, qv: Tensor | None, rotary_cos: Tensor | None) -> None:
@@ -343,5 +533,5 @@ def _reject_for_caches(q: Tensor, qv: Tensor | None, rotary_cos: Tensor | None) 
             "qv with a cache: concatenate k and v once when they are written, store that as k_cache, and pass q with "
             "qv appended to it"
         )
-    if q.dtype == torch.float8_e4m3fn and rotary_cos is not None:
+    if q.dtype == E4M3 and rotary_cos is not None:
         raise Unsupported("rotary tables with FP8: turn q and k before they are quantised")

@@ -32,6 +32,8 @@ __all__ = [
 
 Window = tuple[int | None, int | None]
 UNBOUNDED = (-1, -1)
+# What needs no conversion.
+PYTHONS = frozenset((bool, float, int, str, type(None)))
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 # What flash-attn calls arguments that have another name in tilewise.
@@ -63,10 +65,13 @@ def worded(
 
 
 def require_tensors(**tensors: object) -> None:
-    """Refuse what is no tensor, before anything is asked of it."""
+    """Refuse what is no dense tensor, before anything is asked of it."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise InvalidProblem(name, "a torch.Tensor", type(tensor).__name__, "Convert it with torch.as_tensor.")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            got = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
+            raise InvalidProblem(name, "a dense tensor", got, "Convert it with .to_dense() or .to_padded_tensor().")
 
 
 def check_integers(name: str, tensor: object, shape: tuple[int, ...], fix: str) -> None:
@@ -78,17 +83,29 @@ def check_integers(name: str, tensor: object, shape: tuple[int, ...], fix: str) 
 
 
 def flag_of(name: str, value: object) -> bool:
-    """True or False, which callers also write as 1 and 0, as numpy's own, or as None for False."""
-    if value is None or isinstance(value, np.bool_):
+    """True or False, which callers also write as 1 and 0, as numpy's own or a tensor, or as None for False."""
+    if value is True or value is False:
         return bool(value)
+    given, value = value, number_of(value, name)
+    if value is None:
+        return False
     if not isinstance(value, int) or value not in (0, 1):
-        raise InvalidProblem(name, "True or False", repr(value), "Pass a Python bool.")
+        raise InvalidProblem(name, "True or False", repr(given), "Pass a Python bool.")
     return bool(value)
 
 
-def number_of(value: Any) -> Any:
-    """A number of numpy's as one of Python's; anything else as it is."""
-    return value.item() if isinstance(value, (np.floating, np.integer, np.bool_)) else value
+def number_of(value: Any, name: str = "a number") -> Any:
+    """A number of numpy's, or a tensor without dimensions, as one of Python's; anything else as it is.
+
+    A tensor on a GPU makes the CPU wait for it. One that requires a gradient is refused: it would get none.
+    """
+    # First, because asking for the type of a tensor takes 4 us.
+    if value.__class__ in PYTHONS or not isinstance(value, (np.generic, np.ndarray, Tensor)) or value.ndim:
+        return value
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        fix = "It gets none: pass it detached, and multiply q by it where it is to be learnt."
+        raise InvalidProblem(name, "a number that requires no gradient", "one that does", fix)
+    return value.item()
 
 
 def stacked(name: str, tensor: object, parts: int, dim: int) -> tuple[Tensor, ...]:
@@ -103,11 +120,11 @@ def stacked(name: str, tensor: object, parts: int, dim: int) -> tuple[Tensor, ..
 
 def window_of(window_size: tuple[int, int]) -> Window | None:
     """flash-attn's window: a negative side is unbounded."""
+    if window_size is UNBOUNDED:
+        return None
     try:
-        if window_size == UNBOUNDED:
-            return None
         left, right = map(number_of, window_size)
-        unbounded = left < 0, right < 0
+        unbounded = bool(left < 0), bool(right < 0)
     except (TypeError, ValueError, RuntimeError):
         fix = "A causal window of the last n keys is (n - 1, 0); -1 is an unbounded side."
         raise InvalidProblem("window_size", "a pair (left, right) of integers", repr(window_size), fix) from None
@@ -116,20 +133,22 @@ def window_of(window_size: tuple[int, int]) -> Window | None:
 
 def softcap_of(softcap: float) -> float | None:
     """flash-attn's softcap: anything above 0 switches it on."""
-    cap = softcap if softcap.__class__ is float else number_of(softcap)
+    cap = softcap if softcap.__class__ is float else number_of(softcap, "softcap")
     # A comparison, not math.isnan: compilers trace it.
     if not isinstance(cap, int | float) or cap != cap:
         raise InvalidProblem("softcap", "a number", repr(softcap), "0.0 switches it off.")
     return cap if cap > 0.0 else None
 
 
-def length(name: str, value: int | Tensor) -> int:
-    """A longest length, which callers also pass as a tensor with one element, or as a number of numpy's."""
+def length(name: str, value: int | Tensor | None) -> int | None:
+    """A longest length, which callers also pass as a tensor with one element, or as a number of numpy's; None is not
+    known.
+    """
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise InvalidProblem(name, "an integer", f"a tensor of shape {tuple(value.shape)}", "Pass the longest one.")
         return int(value.item())
-    longest: int = number_of(value)
+    longest: int | None = number_of(value)
     return longest
 
 

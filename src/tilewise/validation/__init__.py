@@ -25,10 +25,11 @@ from tilewise.validation.flags import (
     require_tensors,
 )
 from tilewise.validation.quantised import taken_apart, unwrapped, with_scales
-from tilewise.validation.tensors import TensorSpec, describe
+from tilewise.validation.tensors import FLOATS, TensorSpec, describe
 from tilewise.validation.values import check_values, longest_sequences
 
 __all__ = [
+    "FLOATS",
     "OPTIONAL_PAGED",
     "autocast",
     "autocast_looks",

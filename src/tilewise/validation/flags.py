@@ -130,7 +130,11 @@ def require_tensors(*, optional: frozenset[str] = OPTIONAL, **tensors: Any) -> N
             kind = "a torch.Tensor" + (" or None" if name in optional else "")
             raise InvalidProblem(name, kind, type(value).__name__, "Convert it with torch.as_tensor.")
         if value.is_nested:
-            fix = "Packed rows, its values(), and where they begin, its offsets(), are what attention_varlen takes."
+            fix = (
+                "Pass x.values() to attention_varlen, with x.offsets() as its cu_seqlens. For that x is (batch, "
+                "seqlen, heads, dim), contiguous and of layout torch.jagged, as "
+                "torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged) makes it."
+            )
             raise InvalidProblem(name, "a dense tensor", "a nested one", fix)
         if value.layout != torch.strided:
             raise InvalidProblem(name, "a dense tensor", f"layout {value.layout}", "Convert it with .to_dense().")

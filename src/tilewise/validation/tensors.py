@@ -17,7 +17,7 @@ from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Operands
 from tilewise.problem import MAX_HEAD_DIM, MAX_SEQLEN, AttentionProblem, Kind, Layout
 
-__all__ = ["TensorSpec", "describe"]
+__all__ = ["FLOATS", "TensorSpec", "describe"]
 
 # A seed followed by the batch entry, head, row and key that dropout counts from.
 SEED_WITH_ORIGIN = 5
@@ -70,8 +70,8 @@ DTYPES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
     "q_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
     "k_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
     "v_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
-    "cu_seqlens_q": ((torch.int32,), "Convert it with .to(torch.int32)."),
-    "cu_seqlens_k": ((torch.int32,), "Convert it with .to(torch.int32)."),
+    "cu_seqlens_q": ((torch.int32, torch.int64), "Convert it with .to(torch.int32)."),
+    "cu_seqlens_k": ((torch.int32, torch.int64), "Convert it with .to(torch.int32)."),
     "block_table": ((torch.int32,), "Convert it with .to(torch.int32)."),
     "seqlens_k": ((torch.int32,), "Convert it with .to(torch.int32)."),
     "bias": (FLOATS, "A boolean tensor belongs in mask= (True = attend)."),
@@ -112,6 +112,7 @@ def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], f
     sizes = _bind_shapes(SHAPES[f"dense {flags.layout}" if kind == "dense" else kind], specs, public)
     _check_sizes(sizes)
     _check_dtypes(specs, public)
+    _check_totals(specs, sizes)
     _check_scalars(specs["q"].dtype, flags)
     _check_devices(specs, public)
     lengths = _lengths(kind, sizes, specs, flags)
@@ -201,6 +202,17 @@ def _check_dtypes(specs: Specs, public: dict[str, str]) -> None:
             expected = f"dtype {names}" if operand == "q" else f"dtype {common[0]} as q has"
             raise InvalidProblem(public.get(operand, operand), expected, given, _dtype_fix(given))
         common = (given,)
+
+
+def _check_totals(specs: Specs, sizes: dict[str, int]) -> None:
+    """Running totals of int64 are read as int32, which must hold the number of rows. The op itself asks again where a
+    compiler does not know it yet.
+    """
+    for name, rows in (("cu_seqlens_q", sizes.get("total_q")), ("cu_seqlens_k", sizes.get("total_k"))):
+        wide = name in specs and specs[name].dtype == torch.int64
+        if wide and isinstance(rows, int) and rows >= 2**31:
+            fix = "Attend the sequences in several calls."
+            raise InvalidProblem(name, "running totals of fewer than 2^31 rows", f"{rows} rows", fix)
 
 
 def _dtype_fix(given: torch.dtype) -> str:

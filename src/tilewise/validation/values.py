@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import numpy as np
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
+from tilewise.totals import check_totals, longest_of
 
 __all__ = ["check_values", "longest_sequences"]
 
@@ -52,21 +50,5 @@ def _longest(side: str, cu_seqlens: Tensor | None, total: int, given: int | None
         return given
     name = f"cu_seqlens_{side}"
     entries = cu_seqlens.tolist()
-    _check_cumulative(name, entries, total)
-    longest: int = max((stop - start for start, stop in itertools.pairwise(entries)), default=0)
-    if given is not None and given < longest:
-        fix = "Pass the longest length or more, or None."
-        raise InvalidProblem(f"max_seqlen_{side}", f"at least {longest}, the longest in {name}", given, fix)
-    return longest if given is None else given
-
-
-def _check_cumulative(name: str, entries: Sequence[int], total: int) -> None:
-    if entries[0] != 0:
-        raise InvalidProblem(name, "0 as its first entry", entries[0], "Prepend the 0: it holds running totals.")
-    for index, (start, stop) in enumerate(itertools.pairwise(entries)):
-        if stop < start:
-            got = f"{start} followed by {stop} at entry {index + 1}"
-            raise InvalidProblem(name, "entries that never decrease", got, "Pass running totals, not lengths.")
-    if entries[-1] > total:
-        fix = "The last entry counts the packed rows in use."
-        raise InvalidProblem(name, f"a last entry of at most {total}, the rows stored", entries[-1], fix)
+    check_totals(name, entries, total)
+    return longest_of(f"max_seqlen_{side}", name, entries, given)

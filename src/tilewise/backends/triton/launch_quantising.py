@@ -13,7 +13,7 @@ from tilewise.backends.gpu.launching import Launches, RawView, on_device, raw_vi
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.backends.triton.quantising import amax_kernel, quantize_kernel
 from tilewise.fp8.container import E4M3, E4M3_MAX
-from tilewise.fp8.quantisation import AMAX_FLOOR
+from tilewise.fp8.quantisation import AMAX_FLOOR, broadcast_scale
 from tilewise.fp8.rotation import directions, norms, part_sizes, signs
 
 __all__ = ["Job", "quantising_calls", "quantize"]
@@ -79,7 +79,7 @@ def quantize(
     data = (torch.zeros if layout == "packed" else torch.empty)(x.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(job.scale_shape, dtype=torch.float32, device=x.device)
     if given is not None:
-        scale.copy_(given.expand(scale.shape))
+        scale.copy_(broadcast_scale(given, job.scale_shape))
     if 0 not in job[1:5]:
         on_device(x.get_device(), _run, job, x, cu_seqlens, data, scale)
     elif given is None:

@@ -13,7 +13,7 @@ import sys
 from types import ModuleType
 
 from tilewise.integrations import aliases
-from tilewise.integrations.flash_attn import bert_padding, flash_attn_interface, layers
+from tilewise.integrations.flash_attn import bert_padding, cute, flash_attn_interface, layers
 from tilewise.integrations.flash_attn.flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -60,6 +60,8 @@ def _modules() -> dict[str, ModuleType]:
         "flash_attn": sys.modules[__name__],
         "flash_attn.flash_attn_interface": flash_attn_interface,
         "flash_attn.bert_padding": bert_padding,
+        "flash_attn.cute": cute,
+        "flash_attn.cute.interface": cute.interface,
         "flash_attn.layers": layers,
         "flash_attn.layers.rotary": layers.rotary,
     }

@@ -4,17 +4,21 @@ All share: `window_size` sides below 0 and `softcap` 0.0 mean "off"; `causal` an
 bottom-right corner; the number of query heads is a multiple of the K/V heads. With `return_attn_probs` the result is
 (out, softmax_lse, S_dmask): lse (batch, heads, seqlen_q) or (heads, total_q); S_dmask as in flash-attn, probabilities
 that are negative where dropped, (batch, heads, seqlen_q, seqlen_k), or an empty tensor without dropout.
+
+The functions that begin with an underscore are private in flash-attn, too, and yet what libraries with a backward of
+their own import (ring attention, context parallelism): they have the signatures of releases 2.7 and 2.8.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tilewise.api import attention, attention_paged, attention_varlen
 from tilewise.errors import Unsupported
-from tilewise.integrations import cache
+from tilewise.integrations import cache, passes, pieces
 from tilewise.integrations.probabilities import dense_dmask, draw_seed, varlen_dmask
 from tilewise.integrations.translation import (
     CACHE_NAMES,
@@ -41,7 +45,10 @@ __all__ = [
 ]
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
+# (out, softmax_lse, S_dmask, rng_state)
+Pass = tuple[Tensor, Tensor, Tensor, Tensor]
 Flags = dict[str, Any]
+PAGED_NAMES = FLASH_NAMES | {"k_pages": "k", "v_pages": "v", "seqlens_k": "cu_seqlens_k"}
 
 
 @worded()
@@ -62,9 +69,9 @@ def flash_attn_func(
     flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     if not return_attn_probs:
         return attention(q, k, v, layout="bshd", return_lse=False, **flags)
-    flags["seed"] = draw_seed() if dropout_p else None
+    flags["seed"] = draw_seed() if flags["dropout"] else None
     out, lse = attention(q, k, v, layout="bshd", return_lse=True, **flags)
-    dmask = dense_dmask(q, k, {"layout": "bshd", **flags}) if dropout_p else q.new_empty(0)
+    dmask = dense_dmask(q, k, {"layout": "bshd", **flags}) if flags["dropout"] else q.new_empty(0)
     return out, lse, dmask
 
 
@@ -103,7 +110,7 @@ def flash_attn_kvpacked_func(
     return flash_attn_func(q, k, v, *tail)
 
 
-@worded(FLASH_NAMES | {"k_pages": "k", "v_pages": "v", "seqlens_k": "cu_seqlens_k"})
+@worded(PAGED_NAMES)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -131,9 +138,9 @@ def flash_attn_varlen_func(
     flags["max_seqlen_k"] = length("max_seqlen_k", max_seqlen_k)
     if not return_attn_probs:
         return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=False, **flags)
-    flags["seed"] = draw_seed() if dropout_p else None
+    flags["seed"] = draw_seed() if flags["dropout"] else None
     out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **flags)
-    dmask = varlen_dmask(q, k, cu_seqlens_q, cu_seqlens_k, flags) if dropout_p else q.new_empty(0)
+    dmask = varlen_dmask(q, k, cu_seqlens_q, cu_seqlens_k, flags) if flags["dropout"] else q.new_empty(0)
     return out, lse, dmask
 
 
@@ -216,9 +223,193 @@ def flash_attn_with_kvcache(
     out, lse = cache.append_and_attend(
         q, k, v, store, cache_seqlens, rotary,
         causal=causal, window=window, softcap=softcap_of(softcap), alibi_slopes=alibi_slopes,
-        scale=number_of(softmax_scale),
+        scale=number_of(softmax_scale, "softmax_scale"),
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> Pass:
+    """(out, softmax_lse, S_dmask, rng_state); imported by libraries with a backward of their own."""
+    window_size = window_size_left, window_size_right
+    return _forward(
+        q, k, v, None, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax, {}
+    )
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Pass:
+    """(out, softmax_lse, S_dmask, rng_state) of packed sequences, or of pages with `block_table`.
+
+    `seqused_k` says how many keys of each count. Rows of no sequence are 0, with and without `zero_tensors`.
+    """
+    del zero_tensors
+    if leftpad_k is not None:
+        raise Unsupported(
+            "leftpad_k: begin the sequences of cu_seqlens_k, or the rows of block_table, after the padding"
+        )
+    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    packed = _Packed(cu_seqlens_q, cu_seqlens_k, block_table, seqused_k)
+    window_size = window_size_left, window_size_right
+    return _forward(
+        q, k, v, packed, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax, lengths
+    )
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """Writes dq, dk and dv; returns softmax_d, the row sums of dout * out (batch, heads, seqlen_q), without padding."""
+    written, saved = (dq, dk, dv), (dout, out, softmax_lse)
+    flags = (dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    return _backward(written, (q, k, v), saved, flags, deterministic, None, rng_state, {})
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """Writes dq, dk and dv of packed sequences; returns softmax_d (heads, total_q), without padding."""
+    del zero_tensors
+    written, saved = (dq, dk, dv), (dout, out, softmax_lse)
+    flags = (dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return _backward(written, (q, k, v), saved, flags, deterministic, (cu_seqlens_q, cu_seqlens_k), rng_state, lengths)
+
+
+# flash-attn's own names for these as registered operators.
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+class _Packed(NamedTuple):
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    block_table: Tensor | None
+    seqused_k: Tensor | None
+
+
+@worded(PAGED_NAMES)
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: _Packed | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+    lengths: dict[str, int],
+) -> Pass:
+    flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
+    flags |= {name: length(name, number) for name, number in lengths.items()}
+    return_softmax = flag_of("return_softmax", return_softmax)
+    if packed is None:
+        return passes.forward(q, k, v, flags, None, return_softmax=return_softmax)
+    cu_seqlens_q, cu_seqlens_k, block_table, seqused_k = packed
+    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if block_table is None:
+        totals = cu_seqlens_q, cu_seqlens_k
+        if seqused_k is not None:
+            # More sequences than the caller's: what is counted by sequence would go astray.
+            if flags["dropout"] or (alibi_slopes is not None and alibi_slopes.dim() > 1):
+                raise Unsupported(
+                    "seqused_k with dropout_p, or with alibi_slopes for every sequence: pack the used keys"
+                )
+            totals = pieces.cut(*totals, seqused_k=seqused_k)
+        return passes.forward(q, k, v, flags, totals, return_softmax=return_softmax)
+    del flags["max_seqlen_k"]
+    out, lse = _varlen_paged(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k, flags, seqused_k)
+    return out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
+
+
+@worded(FLASH_NAMES | {"lse": "softmax_lse"})
+def _backward(
+    written: passes.Written,
+    attended: tuple[Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor],
+    given: tuple[float, float, bool, tuple[int, int], float, Tensor | None],
+    deterministic: bool,
+    totals: tuple[Tensor, Tensor] | None,
+    rng_state: Tensor | None,
+    lengths: dict[str, int],
+) -> Tensor:
+    flags = _flags(*given, deterministic)
+    flags |= {name: length(name, number) for name, number in lengths.items()}
+    return passes.gradients_into(written, attended, saved, flags, totals, rng_state)
 
 
 def _flags(
@@ -236,8 +427,8 @@ def _flags(
         "window": window_of(window_size),
         "softcap": softcap_of(softcap),
         "alibi_slopes": alibi_slopes,
-        "dropout": number_of(dropout_p),
-        "scale": number_of(softmax_scale),
+        "dropout": number_of(dropout_p, "dropout_p"),
+        "scale": number_of(softmax_scale, "softmax_scale"),
         "deterministic": True if flag_of("deterministic", deterministic) else None,
     }
 
@@ -250,11 +441,12 @@ def _varlen_paged(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     flags: Flags,
+    seqused_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if flags.pop("dropout"):
         raise Unsupported(
             "dropout_p with block_table: pages are for serving and have no dropout; gather them into packed k and v "
             "and call flash_attn_varlen_func without block_table"
         )
-    seqlens_k = cu_seqlens_k.diff()
+    seqlens_k = cu_seqlens_k.diff().int() if seqused_k is None else seqused_k
     return attention_paged(q, k, v, block_table, seqlens_k, cu_seqlens_q=cu_seqlens_q, return_lse=True, **flags)

@@ -1,0 +1,150 @@
+"""`set_attention_backend("tilewise")` for Hugging Face diffusers.
+
+    from tilewise.integrations.diffusers import register
+    register()
+    pipeline.transformer.set_attention_backend("tilewise")
+
+Arguments mean what they mean to diffusers' "native" backend, which is torch's SDPA; `window_size`, `softcap` and
+`return_lse` what they mean to its flash backends. Importing this module changes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import Tensor
+
+from tilewise.api import attention
+from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.integrations.translation import (
+    UNBOUNDED,
+    flag_of,
+    number_of,
+    renamed,
+    require_tensors,
+    softcap_of,
+    window_of,
+)
+
+__all__ = ["NAME", "attend", "register"]
+
+NAME, MEMBER = "tilewise", "TILEWISE"
+# The oldest release whose arguments are known and tested.
+OLDEST = (0, 42)
+# What diffusers calls the arguments of tilewise.
+NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "mask": "attn_mask",
+    "bias": "attn_mask",
+    "dropout": "dropout_p",
+    "window": "window_size",
+}
+
+
+def register() -> None:
+    """Offer tilewise to diffusers under the name "tilewise"; may be called again. Rejects releases before 0.42."""
+    import diffusers
+
+    if tuple(int(part) for part in diffusers.__version__.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise Unsupported(f"diffusers {diffusers.__version__} is older than {oldest}; upgrade diffusers")
+    dispatch: Any = importlib.import_module("diffusers.models.attention_dispatch")
+    names = dispatch.AttentionBackendName
+    if NAME not in {name.value for name in names}:
+        _add_member(names)
+    dispatch._AttentionBackendRegistry.register(names(NAME))(attend)  # noqa: SLF001
+
+
+def _add_member(names: Any) -> None:
+    """Backends are members of an enumeration, which has no door for others: what its class statement would do."""
+    member: Any = str.__new__(names, NAME)
+    member._name_, member._value_, member.__objclass__ = MEMBER, NAME, names
+    member._sort_order_ = len(names)
+    names._member_names_.append(MEMBER)
+    names._member_map_[MEMBER] = names._value2member_map_[NAME] = member
+    type.__setattr__(names, MEMBER, member)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    return_attn_probs: bool = False,
+    _parallel_config: object = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of query (batch, seqlen_q, heads, dim) to key and value, for diffusers' dispatcher; with `return_lse`
+    (out, lse), lse (batch, heads, seqlen_q).
+
+    Every argument that a backend of diffusers takes is named here, because the dispatcher drops others. A mask is
+    (batch, seqlen_k), or broadcasts to (batch, heads, seqlen_q, seqlen_k); a boolean one keeps what is True, a floating
+    one is added. `is_causal` is aligned with the top-left corner, `window_size` with the bottom-right one.
+    """
+    if _parallel_config is not None:
+        raise Unsupported(
+            "context parallelism of diffusers: it is made for the backends that diffusers brings. Choose one of those, "
+            "or see tilewise.distributed"
+        )
+    if return_attn_probs:
+        raise Unsupported("return_attn_probs: pass return_lse=True, which is what diffusers' own kernels return by it")
+    require_tensors(query=query, key=key, value=value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            fix = "Reshape it."
+            raise InvalidProblem(name, "(batch, seqlen, heads, dim)", f"shape {tuple(tensor.shape)}", fix)
+    if not flag_of("enable_gqa", enable_gqa) and query.shape[2] != key.shape[2]:
+        fix = "Pass enable_gqa=True to let several query heads share a key head."
+        raise InvalidProblem("key", f"{query.shape[2]} heads as query has", key.shape[2], fix)
+    window = window_of(window_size)
+    causal = flag_of("is_causal", is_causal)
+    if causal:
+        key, value, causal, window = _top_left(query, key, value, attn_mask, window)
+    mask = _mask(attn_mask, query, key)
+    is_kept = mask is not None and not mask.is_floating_point()
+    try:
+        out, lse = attention(
+            query, key, value, causal=causal, window=window, mask=mask if is_kept else None,
+            bias=None if is_kept else mask, softcap=softcap_of(softcap), dropout=number_of(dropout_p, "dropout_p"),
+            scale=number_of(scale, "scale"), layout="bshd", return_lse=True,
+            deterministic=True if flag_of("deterministic", deterministic) else None,
+        )  # fmt: skip
+    except InvalidProblem as error:
+        raise renamed(error, NAMES) from None
+    return (out, lse) if return_lse else out
+
+
+def _top_left(query: Tensor, key: Tensor, value: Tensor, attn_mask: object, window: Any) -> tuple[Any, ...]:
+    """(key, value, causal, window) that keep key j for query i iff j <= i."""
+    if attn_mask is not None:
+        fix = "Fold the triangle into attn_mask."
+        raise InvalidProblem("attn_mask", "None because is_causal is True", "a mask", fix)
+    seqlen_q, seqlen_k = query.shape[1], key.shape[1]
+    if seqlen_q == seqlen_k:
+        return key, value, True, window
+    if window is not None:
+        fix = "They are aligned with different corners: pass a mask instead."
+        raise InvalidProblem("window_size", "no window beside is_causal for unequal lengths", window, fix)
+    if seqlen_q < seqlen_k:
+        # Nobody sees the keys past the last query.
+        return key[:, :seqlen_q], value[:, :seqlen_q], True, None
+    return key, value, False, (None, seqlen_q - seqlen_k)
+
+
+def _mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    require_tensors(attn_mask=mask)
+    if mask.dim() == 2 and tuple(mask.shape) == (query.shape[0], key.shape[1]):
+        return mask[:, None, None, :]
+    return mask

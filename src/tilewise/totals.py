@@ -1,0 +1,32 @@
+"""Running totals of packed sequences (`cu_seqlens`): which entries make sense."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from tilewise.errors import InvalidProblem
+
+__all__ = ["check_totals", "longest_of"]
+
+
+def check_totals(name: str, entries: Sequence[int], rows: int) -> None:
+    """Refuse entries that are no running totals of at most so many rows."""
+    if entries[0] != 0:
+        raise InvalidProblem(name, "0 as its first entry", entries[0], "Prepend the 0: it holds running totals.")
+    for index, (start, stop) in enumerate(itertools.pairwise(entries)):
+        if stop < start:
+            got = f"{start} followed by {stop} at entry {index + 1}"
+            raise InvalidProblem(name, "entries that never decrease", got, "Pass running totals, not lengths.")
+    if entries[-1] > rows:
+        fix = "The last entry counts the packed rows in use."
+        raise InvalidProblem(name, f"a last entry of at most {rows}, the rows stored", entries[-1], fix)
+
+
+def longest_of(name: str, totals: str, entries: Sequence[int], given: int | None) -> int:
+    """The longest length, or a `given` bound of it, which may not be less."""
+    longest = max((stop - start for start, stop in itertools.pairwise(entries)), default=0)
+    if given is not None and given < longest:
+        fix = "Pass the longest length or more, or None."
+        raise InvalidProblem(name, f"at least {longest}, the longest in {totals}", given, fix)
+    return longest if given is None else given
