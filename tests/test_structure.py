@@ -13,13 +13,14 @@ import tilewise
 PACKAGE = Path(tilewise.__file__).parent
 
 # What each part may import from tilewise: data flows one way. The leaves anyone may use.
-LEAVES = {"errors", "lasting", "outputs", "process", "settings", "totals", "version", "units"}
+LEAVES = {"errors", "lasting", "outputs", "process", "settings", "subclasses", "totals", "version", "units"}
 SPINE = {"problem", "operands", "masks", "numerics", "device", "dequantising"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "lasting": set(),
     "process": set(),
     "settings": set(),
+    "subclasses": set(),
     "totals": {"errors"},
     "units": set(),
     "figures": set(),

@@ -165,6 +165,8 @@ def _check(shared: Any, operands: Operands) -> None:
     for name, tensor in zip(shared._fields[1:], shared[1:], strict=True):
         if not isinstance(tensor, Tensor) and not (name == "rows" and tensor is None):
             raise InvalidProblem(f"shared_prefix.{name}", "a torch.Tensor", type(tensor).__name__, fix)
+        if tensor is not None:
+            validation.check_class(f"shared_prefix.{name}", tensor)
     rows = shared.num_rows
     if rows > num_queries or (shared.rows is not None and shared.rows.shape != (rows,)):
         got = rows if shared.rows is None else f"{rows}, of which rows names {tuple(shared.rows.shape)}"

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import attention as torch_attention
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
 from tilewise import fp8
@@ -259,6 +261,52 @@ def test_torchs_flash_kernels_are_replaced_on_cuda(lengths: tuple[int, int]) -> 
     assert not all(torch.equal(a, b) for a, b in zip(active, before, strict=True))
 
 
+# Torch warns that rows without a key are NaN; here they are 0.
+@pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs:UserWarning")
+@pytest.mark.skipif(not hasattr(torch_attention, "register_flash_attention_impl"), reason="this torch has no registry")
+@pytest.mark.parametrize("lengths", [(64, 200), (200, 64), (96, 96)], ids=str)
+def test_causal_alignment_with_torchs_flash_kernels_replaced(lengths: tuple[int, int]) -> None:
+    """The kernels align causal with the bottom-right corner, SDPA with the top-left one."""
+    seqlen_q, seqlen_k = lengths
+    q, k, v = (
+        randn(2, 4, n, 64, seed=i, dtype=HALF).cuda().requires_grad_() for i, n in enumerate((*lengths, seqlen_k))
+    )
+    calls: list[tuple[int, dict[str, Any]]] = [
+        (0, {"is_causal": True}),
+        (0, {"attn_mask": causal_upper_left(*lengths)}),
+        (seqlen_k - seqlen_q, {"attn_mask": causal_lower_right(*lengths)}),
+    ]
+
+    def run(function: Callable[..., Tensor], **flags: Any) -> list[Tensor]:
+        out = function(q, k, v, **flags)
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
+
+    sdpa.register()
+    for diagonal, flags in calls:
+        mask = torch.ones(lengths, dtype=torch.bool, device="cuda").tril(diagonal)
+        expected = run(sdpa.scaled_dot_product_attention, attn_mask=mask)
+        torch_attention.activate_flash_attention_impl("tilewise")
+        try:
+            active = run(F.scaled_dot_product_attention, **flags)
+        finally:
+            torch_attention.restore_flash_attention_impl()
+        for found in (active, run(sdpa.scaled_dot_product_attention, **flags)):
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, atol=2e-2, rtol=1e-2)
+
+
+class Operators(TorchDispatchMode):
+    """Keeps the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def test_routed_reaches_torchs_modules() -> None:
     layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0, device="cuda")
     x = randn(2, 70, 64).cuda().requires_grad_()
@@ -266,6 +314,15 @@ def test_routed_reaches_torchs_modules() -> None:
     with sdpa.routed():
         routed = torch.autograd.grad(layer(x).square().sum(), x)[0]
     torch.testing.assert_close(plain, routed, atol=1e-3, rtol=1e-3)
+    layer.eval()
+    with torch.no_grad():
+        fused = layer(x)
+        with sdpa.routed(), Operators() as operators:
+            found = layer(x)
+    torch.testing.assert_close(found, fused, atol=1e-3, rtol=1e-3)
+    assert [name for name in operators.names if "tilewise" in name or "scaled_dot" in name] == [
+        "tilewise.dense.default"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """SDPA against torch's own on the CPU: every argument combination, then the ways to route torch to tilewise."""
 
+import contextlib
 import itertools
 import re
 import threading
@@ -12,9 +13,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn import attention as torch_attention
+from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 
 import tilewise as tw
-from tilewise.integrations import sdpa
+from tilewise.integrations import aten, sdpa
 
 pytestmark = pytest.mark.slow
 
@@ -164,15 +166,6 @@ def test_routed_sends_torchs_function_to_tilewise_in_this_thread_only() -> None:
     assert torch.equal(F.scaled_dot_product_attention(q, q, q), torchs)
 
 
-def test_routed_reaches_torchs_modules_and_their_gradients() -> None:
-    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
-    x = randn(2, 7, 16).requires_grad_()
-    plain = torch.autograd.grad(layer(x).square().sum(), x)[0]
-    with sdpa.routed():
-        routed = torch.autograd.grad(layer(x).square().sum(), x)[0]
-    torch.testing.assert_close(plain, routed, atol=1e-5, rtol=1e-4)
-
-
 def test_routed_under_compile() -> None:
     torch._dynamo.reset()
     q = randn(2, 4, 9, 8)
@@ -186,6 +179,205 @@ def test_routed_under_compile() -> None:
     outside = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), backend="aot_eager")
     with sdpa.routed():
         assert torch.equal(outside(q), expected)
+
+
+CORNERS = {"upper left": causal_upper_left, "lower right": causal_lower_right}
+
+
+def triangle(corner: str, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """What a CausalBias stands for, as a mask."""
+    diagonal = seqlen_k - seqlen_q if corner == "lower right" else 0
+    return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(diagonal)
+
+
+# Torch warns that rows without a key are NaN; here they are 0.
+ROWS_WITHOUT_KEYS = pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs:UserWarning")
+
+
+@ROWS_WITHOUT_KEYS
+@pytest.mark.parametrize("way", ["called", "routed", "compiled", "active"])
+@pytest.mark.parametrize("corner", CORNERS)
+@pytest.mark.parametrize("lengths", [*LENGTHS, (64, 200)], ids=str)
+def test_a_causal_bias_is_the_triangle_it_stands_for(way: str, corner: str, lengths: tuple[int, int]) -> None:
+    seqlen_q, seqlen_k = lengths
+    q = randn(2, 4, seqlen_q, 8).requires_grad_()
+    k, v = (randn(2, 2, seqlen_k, 8, seed=i).requires_grad_() for i in (1, 2))
+    bias = CORNERS[corner](seqlen_q, seqlen_k)
+
+    def run(function: Any, mask: Any) -> list[Tensor]:
+        out = function(q, k, v, mask, scale=0.3, enable_gqa=True)
+        return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+    expected = run(sdpa.scaled_dot_product_attention, triangle(corner, seqlen_q, seqlen_k))
+    if way == "called":
+        found = run(sdpa.scaled_dot_product_attention, bias)
+    elif way == "routed":
+        with sdpa.routed():
+            found = run(F.scaled_dot_product_attention, bias)
+    elif way == "active":
+        with activated():
+            found = run(F.scaled_dot_product_attention, bias)
+    else:
+        torch._dynamo.reset()
+        compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+        with sdpa.routed():
+            found = run(compiled, bias)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, atol=2e-5, rtol=2e-5)
+    if seqlen_q <= seqlen_k or corner == "upper left":
+        for mine, other in zip(found, run(F.scaled_dot_product_attention, bias), strict=True):
+            torch.testing.assert_close(mine, other, atol=2e-5, rtol=2e-5)
+
+
+def test_a_causal_bias_of_three_and_five_dimensions() -> None:
+    for lead in ((), (2, 3)):
+        q, k = randn(*lead, 4, 3, 8), randn(*lead, 4, 7, 8, seed=1)
+        found = sdpa.scaled_dot_product_attention(q, k, k, causal_lower_right(3, 7))
+        torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, k, triangle("lower right", 3, 7)))
+
+
+def test_a_causal_bias_for_other_lengths_or_beside_is_causal_is_refused() -> None:
+    q, k = randn(1, 2, 3, 8), randn(1, 2, 7, 8)
+    for bias in (causal_lower_right(3, 6), causal_upper_left(4, 7), causal_lower_right(7, 7)):
+        with pytest.raises(tw.InvalidProblem, match=r"attn_mask: expected a CausalBias for \(3, 7\) \(queries, keys\)"):
+            sdpa.scaled_dot_product_attention(q, k, k, bias)
+    with pytest.raises(tw.InvalidProblem, match="attn_mask: expected None because is_causal is True, got a CausalBias"):
+        sdpa.scaled_dot_product_attention(q, k, k, causal_lower_right(3, 7), is_causal=True)
+
+    class Mine(CausalBias):
+        pass
+
+    mine = causal_lower_right(3, 7).as_subclass(Mine)
+    with pytest.raises(tw.InvalidProblem, match=r"attn_mask: expected a torch\.Tensor, or .*, got Mine"):
+        sdpa.scaled_dot_product_attention(q, k, k, mine)
+
+
+@pytest.mark.parametrize("lengths", [(64, 200), (40, 40), (200, 64), (1, 7)], ids=str)
+def test_the_cuda_flash_kernels_align_causal_with_the_bottom_right_corner(lengths: tuple[int, int]) -> None:
+    """As those of torch do: SDPA sends them equal lengths, `causal_lower_right` any. Called on a CPU here."""
+    seqlen_q, seqlen_k = lengths
+    q, k, v = (randn(2, 4, n, 16, seed=i).requires_grad_() for i, n in enumerate((seqlen_q, seqlen_k, seqlen_k)))
+    expected = sdpa.scaled_dot_product_attention(q, k, v, triangle("lower right", seqlen_q, seqlen_k))
+    dout = randn(*q.shape, seed=5)
+    gradients = torch.autograd.grad(expected, (q, k, v), dout)
+    with torch.no_grad():
+        out, lse, _, _, _, _, seed, offset, _ = aten.flash_forward(q, k, v, is_causal=True)
+        found = aten.flash_backward(
+            dout, q, k, v, out, lse, None, None, seqlen_q, seqlen_k, 0.0, True, seed, offset
+        )  # fmt: skip
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-5)
+    for mine, other in zip(found, gradients, strict=True):
+        torch.testing.assert_close(mine, other, atol=2e-6, rtol=2e-5)
+
+
+EMPTY: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "no heads": ((2, 0, 5, 8), (2, 0, 7, 8), (2, 0, 7, 6), {}),
+    "no heads, 3-D": ((0, 5, 8), (0, 7, 8), (0, 7, 6), {"is_causal": True}),
+    "no heads, 5-D": ((3, 2, 0, 5, 8), (3, 2, 0, 7, 8), (3, 2, 0, 7, 6), {}),
+    "no heads, mask": ((2, 0, 5, 8), (2, 0, 7, 8), (2, 0, 7, 6), {"attn_mask": torch.ones(2, 0, 5, 7)}),
+    "no query heads": ((2, 0, 5, 8), (2, 1, 7, 8), (2, 1, 7, 6), {}),
+    "no query heads, grouped": ((2, 0, 5, 8), (2, 2, 7, 8), (2, 2, 7, 6), {"enable_gqa": True}),
+    "no key heads": ((2, 4, 5, 8), (2, 0, 7, 8), (2, 0, 7, 6), {}),
+    "no key heads, grouped": ((2, 4, 5, 8), (2, 0, 7, 8), (2, 0, 7, 6), {"enable_gqa": True}),
+    "head_dim 0": ((2, 4, 5, 0), (2, 4, 7, 0), (2, 4, 7, 0), {}),
+    "head_dim 0, values": ((2, 4, 5, 0), (2, 4, 7, 0), (2, 4, 7, 6), {}),
+    "head_dim 0, values, causal": ((2, 4, 5, 0), (2, 4, 7, 0), (2, 4, 7, 6), {"is_causal": True}),
+    "head_dim 0, values, mask": ((2, 4, 5, 0), (2, 4, 7, 0), (2, 4, 7, 6), {"attn_mask": randn(5, 7), "scale": 0.5}),
+    "head_dim_v 0": ((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 0), {}),
+    "no keys": ((2, 4, 5, 8), (2, 4, 0, 8), (2, 4, 0, 6), {}),
+    "no keys, head_dim 0": ((2, 4, 5, 0), (2, 4, 0, 0), (2, 4, 0, 6), {}),
+    "no batch": ((0, 4, 5, 8), (0, 4, 7, 8), (0, 4, 7, 6), {}),
+    "nothing": ((0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0), {}),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", EMPTY)
+def test_no_heads_and_no_features_are_as_in_torch(name: str, compiled: bool) -> None:
+    *shapes, flags = EMPTY[name]
+    inputs = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    mine: Any = sdpa.scaled_dot_product_attention
+    if compiled:
+        torch._dynamo.reset()
+        mine = torch.compile(mine, fullgraph=True, backend="aot_eager")
+    found, expected = (f(*inputs, **flags) for f in (mine, F.scaled_dot_product_attention))
+    torch.testing.assert_close(found, expected)
+    gradients = (torch.autograd.grad(out.square().sum() + out.sum(), inputs) for out in (found, expected))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_sizes_that_disagree_are_refused_where_one_of_them_is_0() -> None:
+    shapes = [
+        ("key: expected head_dim 0", (2, 4, 5, 0), (2, 4, 7, 1), (2, 4, 7, 6)),
+        ("key: expected head_dim 1", (2, 4, 5, 1), (2, 4, 7, 0), (2, 4, 7, 6)),
+        ("key: expected head_dim 0", (2, 4, 5, 0), (2, 4, 7, 1), (2, 4, 7, 0)),
+        ("value: expected heads 0", (2, 0, 5, 8), (2, 0, 7, 8), (2, 1, 7, 6)),
+        ("value: expected seqlen_k 7", (2, 0, 5, 8), (2, 0, 7, 8), (2, 0, 6, 8)),
+        ("key: expected 0 heads", (2, 0, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)),
+    ]
+    for message, *given in shapes:
+        with pytest.raises(tw.InvalidProblem, match=message):
+            sdpa.scaled_dot_product_attention(*(torch.zeros(shape) for shape in given))  # type: ignore[call-overload]
+
+
+def test_what_torch_raises_as_a_runtime_error_is_one_here() -> None:
+    """Code that catches torch's errors catches these."""
+    for what, _, change in REJECTED:
+        call: dict[str, Any] = {"query": randn(1, 4, 5, 8), "key": randn(1, 4, 5, 8), "value": randn(1, 4, 5, 8)}
+        with pytest.raises(RuntimeError) as caught:
+            sdpa.scaled_dot_product_attention(**{**call, **change})
+        assert isinstance(caught.value, tw.InvalidProblem), what
+    q, k = randn(1, 4, 5, 8), randn(1, 4, 5, 9)
+    for function in (F.scaled_dot_product_attention, sdpa.scaled_dot_product_attention):
+        with pytest.raises(RuntimeError):
+            function(q, k, k)
+    with sdpa.routed(), pytest.raises(RuntimeError, match="key: expected head_dim 8"):
+        F.scaled_dot_product_attention(q, k, k)
+
+
+class OfSomeSequences(torch.nn.Module):
+    """Attention of the first n sequences and of a mask of theirs: a batch that only the run tells."""
+
+    def __init__(self, lead: tuple[int, ...], *, shared: bool, added: bool) -> None:
+        super().__init__()
+        self.lead, self.shared, self.added = lead, shared, added
+
+    def forward(self, q: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+        batch = count.item()
+        assert isinstance(batch, int | torch.SymInt)
+        torch._check(batch >= 0)
+        torch._check(batch <= q.shape[0])
+        q = q.narrow(0, 0, batch).unflatten(0, (-1, *self.lead))
+        mask = mask[:1] if self.shared else mask.narrow(0, 0, batch).unflatten(0, (-1, *self.lead))
+        return sdpa.scaled_dot_product_attention(q, q, q, mask.float() if self.added else mask)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("lead", [(), (1,)], ids=["4-D", "5-D"])
+@pytest.mark.parametrize("shared", [False, True], ids=["of each", "shared"])
+@pytest.mark.parametrize("added", [False, True], ids=["mask", "bias"])
+def test_export_with_an_unbacked_batch_and_a_mask_of_that_batch(
+    strict: bool, lead: tuple[int, ...], shared: bool, added: bool
+) -> None:
+    model = OfSomeSequences(lead, shared=shared, added=added)
+    q, mask = randn(6, 4, 9, 8), randn(6, 1, 9, 9) > -0.5
+    exported = torch.export.export(model, (q, mask, torch.tensor(4)), strict=strict).module()
+    for count in (0, 1, 3, 6):
+        torch.testing.assert_close(exported(q, mask, torch.tensor(count)), model(q, mask, torch.tensor(count)))
+
+
+@contextlib.contextmanager
+def activated() -> Iterator[None]:
+    """The kernels behind torch's own SDPA are those of tilewise."""
+    if not hasattr(torch_attention, "register_flash_attention_impl"):
+        pytest.skip("this torch has no registry")
+    sdpa.register()
+    torch_attention.activate_flash_attention_impl("tilewise")
+    try:
+        yield
+    finally:
+        torch_attention.restore_flash_attention_impl()
 
 
 @pytest.mark.skipif(not hasattr(torch_attention, "register_flash_attention_impl"), reason="this torch has no registry")

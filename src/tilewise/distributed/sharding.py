@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilewise.distributed.transport import Group, MeshOrGroup, group_of
 from tilewise.errors import InvalidProblem
+from tilewise.subclasses import check_class
 
 __all__ = [
     "Chunk",
@@ -167,6 +168,7 @@ def _padded(part: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _checked_dim(tensor: Tensor, dim: int, sharding: str) -> int:
+    check_class("tensor", tensor)
     if sharding not in ("zigzag", "contiguous"):
         raise InvalidProblem("sharding", "'zigzag' or 'contiguous'", repr(sharding), "zigzag balances causal work.")
     if not -tensor.dim() <= dim < tensor.dim():

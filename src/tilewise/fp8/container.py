@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
+from tilewise.subclasses import check_class
 
 __all__ = ["BLOCK", "E4M3", "E4M3_MAX", "Fp8Layout", "Fp8Tensor", "Granularity"]
 
@@ -136,6 +137,7 @@ def _check(tensor: Fp8Tensor) -> None:
             raise InvalidProblem(
                 f"Fp8Tensor.{name}", f"a tensor of {dtype}", got, "Make it with tilewise.fp8.quantize."
             )
+        check_class(f"Fp8Tensor.{name}", value)
     if tensor.layout not in _DIMS:
         raise InvalidProblem("Fp8Tensor.layout", "one of " + ", ".join(_DIMS), repr(tensor.layout), "See quantize.")
     rank, rows, heads = _DIMS[tensor.layout]

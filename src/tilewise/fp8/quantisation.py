@@ -31,6 +31,7 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import BLOCK, E4M3, E4M3_MAX, Fp8Layout, Fp8Tensor, Granularity
 from tilewise.fp8.rotation import rotate
 from tilewise.fp8.rounding import encode, encode_rotated
+from tilewise.subclasses import check_class
 from tilewise.totals import check_totals, longest_of
 
 __all__ = ["AMAX_FLOOR", "broadcast_scale", "encode", "inverse_of", "quantize", "quantize_pages", "scale_of"]
@@ -261,6 +262,7 @@ def _judge_source(name: str, x: Any) -> None:
     if x.is_nested or x.layout != torch.strided:
         got = "a nested one" if x.is_nested else f"layout {x.layout}"
         raise InvalidProblem(name, "a dense tensor", got, "Convert it, or pass packed rows with cu_seqlens.")
+    check_class(name, x)
     if x.requires_grad and torch.is_grad_enabled():
         raise Unsupported(
             "quantising to e4m3 has no gradient: detach the tensor, quantise under torch.no_grad(), "
@@ -279,6 +281,7 @@ def _judged_totals(x: Tensor, cu_seqlens: Any, max_seqlen: Any) -> tuple[Tensor,
     fix = "int32 or int64 running totals from 0, as attention_varlen takes them."
     if not isinstance(cu_seqlens, Tensor):
         raise InvalidProblem("cu_seqlens", "a tensor", type(cu_seqlens).__name__, fix)
+    check_class("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or not len(cu_seqlens):
         got = f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
         raise InvalidProblem("cu_seqlens", "integers (batch + 1,)", got, fix)
@@ -307,6 +310,7 @@ def _judged_scale(x: Tensor, scale: Any) -> Tensor:
         if not isinstance(number, int | float) or isinstance(number, bool) or not least <= number <= most:
             raise InvalidProblem("scale", f"a tensor or a number, {expected}", repr(scale), fix)
         return torch.full((), number, dtype=torch.float32, device=x.device)
+    check_class("scale", scale)
     if scale.dtype != torch.float32 or scale.device != x.device or scale.layout != torch.strided:
         got = f"{scale.dtype} on {scale.device}, layout {scale.layout}"
         raise InvalidProblem("scale", f"a dense float32 tensor on {x.device} as x is", got, "Convert it with .to().")

@@ -3,12 +3,16 @@
 Four aten kernels, forward and backward for CUDA and for CPU. Torch chooses as before which calls are flash calls (on
 CUDA: fp16 or bf16, no mask); only those come here. Results have the memory layout that torch's meta kernels promise,
 so compiled graphs stay valid.
+
+`is_causal` means another triangle in each pair. Torch's CUDA kernels align it with the bottom-right corner: SDPA, which
+means the top-left one, sends them equal lengths only, and `causal_lower_right` sends them the others. The CPU kernels
+align it with the top-left corner, and get both from SDPA.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -69,7 +73,8 @@ def flash_forward(
     if dropout_p:
         rng_state.random_(-(2**63), 2**63 - 1)
     rng_state = rng_state.to(query.device)
-    out, lse = _forward(query, key, value, None, is_causal, scale, dropout_p, rng_state[0])
+    triangle = _Triangle(is_causal, None, key, value)
+    out, lse = _forward(query, triangle, None, scale, dropout_p, rng_state[0])
     unused = rng_state.new_zeros(()).view(torch.uint64)
     return out, lse, None, None, query.shape[2], key.shape[2], rng_state.view(torch.uint64), unused, query.new_empty(0)
 
@@ -94,7 +99,8 @@ def flash_backward(
 ) -> DenseGradients:
     """aten::_scaled_dot_product_flash_attention_backward."""
     seed = philox_seed.view(torch.int64)[0]
-    gradients = _backward(grad_out, query, key, value, out, logsumexp, None, is_causal, scale, dropout_p, seed)
+    triangle = _Triangle(is_causal, None, key, value)
+    gradients = _backward(grad_out, query, triangle, out, logsumexp, None, scale, dropout_p, seed)
     dq, dk, dv = (_laid_out_like(g, torch.empty_like(t)) for g, t in zip(gradients, (query, key, value), strict=True))
     return dq, dk, dv
 
@@ -110,7 +116,7 @@ def cpu_forward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """aten::_scaled_dot_product_flash_attention_for_cpu; torch calls it without dropout."""
-    out, lse = _forward(query, key, value, attn_mask, is_causal, scale, dropout_p, None)
+    out, lse = _forward(query, _top_left(query, key, value, is_causal), attn_mask, scale, dropout_p, None)
     batch, num_heads, seqlen_q = lse.shape
     return out, _laid_out_like(lse, lse.new_empty(batch, seqlen_q, num_heads).transpose(1, 2))
 
@@ -129,27 +135,39 @@ def cpu_backward(
     scale: float | None = None,
 ) -> DenseGradients:
     """aten::_scaled_dot_product_flash_attention_for_cpu_backward."""
-    gradients = _backward(
-        grad_out, query, key, value, out, logsumexp.contiguous(), attn_mask, is_causal, scale, dropout_p, None
-    )
+    triangle = _top_left(query, key, value, is_causal)
+    dq, dk, dv = _backward(grad_out, query, triangle, out, logsumexp.contiguous(), attn_mask, scale, dropout_p, None)
+    unseen = key.shape[2] - triangle.key.shape[2]
+    if unseen:
+        dk, dv = (F.pad(g, (0, 0, 0, unseen)) for g in (dk, dv))
     dq, dk, dv = (
         _laid_out_like(g, torch.empty_permuted(g.shape, (0, 2, 1, 3), dtype=g.dtype, device=g.device))
-        for g in gradients
+        for g in (dq, dk, dv)
     )
     return dq, dk, dv
 
 
+class _Triangle(NamedTuple):
+    """How tilewise is told which keys a query sees, and the keys and values that any does."""
+
+    causal: bool
+    window_right: int | None
+    key: Tensor
+    value: Tensor
+
+
+def _top_left(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> _Triangle:
+    if not is_causal:
+        return _Triangle(False, None, key, value)
+    causal, window, key, value = top_left(query, key, value)
+    return _Triangle(causal, None if window is None else window[1], key, value)
+
+
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    dropout: float,
-    seed: Tensor | None,
+    q: Tensor, triangle: _Triangle, mask: Tensor | None, scale: float | None, dropout: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    causal, window, k, v = top_left(q, k, v) if is_causal else (False, None, k, v)
+    causal, right, k, v = triangle
+    window = None if right is None else (None, right)
     flags = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "seed": seed, **_masking(mask)}
     out, lse = attention(q, k, v, return_lse=True, **flags)
     return _laid_out_like(out, torch.empty_like(q)), lse
@@ -158,26 +176,19 @@ def _forward(
 def _backward(
     dout: Tensor,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    triangle: _Triangle,
     out: Tensor,
     lse: Tensor,
     mask: Tensor | None,
-    is_causal: bool,
     scale: float | None,
     dropout: float,
     seed: Tensor | None,
 ) -> DenseGradients:
-    seqlen_k = k.shape[2]
-    causal, window, k, v = top_left(q, k, v) if is_causal else (False, None, k, v)
-    right = None if window is None else window[1]
+    causal, right, k, v = triangle
     flags = Flags(causal=causal, window_right=right, scale=scale, dropout=dropout, needs_grad=True)
     operands = Operands(q, k, v, seed=seed if dropout else None, **_masking(mask))
     gradients = ops.backward("dense", operands, flags, out, lse, dout, None, Wanted())
-    dq, dk, dv = cast("DenseGradients", gradients[:3])
-    if k.shape[2] < seqlen_k:
-        dk, dv = (F.pad(g, (0, 0, 0, seqlen_k - k.shape[2])) for g in (dk, dv))
-    return dq, dk, dv
+    return cast("DenseGradients", gradients[:3])
 
 
 def _masking(mask: Tensor | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3, Fp8Tensor
 from tilewise.integrations.translation import places
+from tilewise.subclasses import check_class
 
 __all__ = ["Descale", "Descales", "rescaled", "without_gradients"]
 
@@ -121,6 +122,7 @@ def _check(name: str, descale: object, batch: int, data: Tensor) -> None:
     expected = f"({batch}, kv_heads) on {data.device}, {heads} heads a multiple"
     if not isinstance(descale, Tensor):
         raise InvalidProblem(name, f"a tensor {expected}", type(descale).__name__, fix)
+    check_class(name, descale)
     fits = descale.shape.numel() == 1 or (
         descale.dim() == 2 and descale.shape[0] in (1, batch) and descale.shape[1] and not heads % descale.shape[1]
     )

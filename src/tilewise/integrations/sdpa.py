@@ -15,24 +15,52 @@ seqlen_k). Neither makes a mask.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.backends import mha
+from torch.nn import Parameter
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations.translation import number_of, renamed
+from tilewise.nn.multihead import multi_head_attention_forward
+from tilewise.subclasses import check_class
 
-__all__ = ["register", "routed", "scaled_dot_product_attention", "top_left"]
+__all__ = ["InvalidCall", "register", "routed", "scaled_dot_product_attention", "top_left"]
 
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made")
 # What torch calls the arguments of tilewise.
 NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p"}
+PLAIN = (Tensor, Parameter)
 
 
+class InvalidCall(InvalidProblem, RuntimeError):
+    """A wrong argument of one of torch's functions, which would raise RuntimeError: so this is one as well."""
+
+
+def _as_torch(function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
+    """Makes the errors of a function name the arguments of torch's, and be caught where torch's are."""
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        try:
+            return function(*args, **kwargs)
+        except InvalidProblem as error:
+            raise renamed(error, NAMES, InvalidCall) from None
+
+    return call
+
+
+@_as_torch
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -46,46 +74,100 @@ def scaled_dot_product_attention(
     """Attention of query (..., heads, seqlen_q, dim) to key and value (..., kv_heads, seqlen_k, dim), as in torch.
 
     `attn_mask` is boolean (True = attend) or floating (added to the scores, differentiable) and broadcasts to (...,
-    heads, seqlen_q, seqlen_k). Unequal head counts need `enable_gqa`. Rejects `attn_mask` together with `is_causal`.
+    heads, seqlen_q, seqlen_k), or is a `torch.nn.attention.bias.CausalBias`, which makes no mask. Unequal head counts
+    need `enable_gqa`. Rejects `attn_mask` together with `is_causal`.
 
         >>> q = torch.ones(1, 2, 4, 8)
         >>> scaled_dot_product_attention(q, q, q, is_causal=True).shape
         torch.Size([1, 2, 4, 8])
     """
     is_causal = number_of(is_causal)
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    if not (all(isinstance(tensor, Tensor) for tensor in tensors) and isinstance(is_causal, bool)):
-        _refuse(query, key, value, attn_mask, is_causal)
+    triangle: Any = None
+    plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
+    if not (plain and (attn_mask is None or type(attn_mask) in PLAIN) and isinstance(is_causal, bool)):
+        triangle = _checked(query, key, value, attn_mask, is_causal)
     if attn_mask is not None and is_causal:
         fix = "Fold the triangle into attn_mask, or call tilewise.attention, which takes both causal= and mask=."
-        raise InvalidProblem("attn_mask", "None because is_causal is True", tuple(attn_mask.shape), fix)
+        got = tuple(attn_mask.shape) if triangle is None else "a CausalBias"
+        raise InvalidProblem("attn_mask", "None because is_causal is True", got, fix)
+    if triangle is not None:
+        attn_mask = None
     lead: torch.Size | None = None
     if not (query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]):
         lead, query, key, value, attn_mask = _four_dims(query, key, value, attn_mask)
     elif attn_mask is not None:
         _check_mask(attn_mask, query)
-    if not enable_gqa and query.shape[1] != key.shape[1]:
+    _, num_heads, _, head_dim = query.shape
+    num_kv_heads, head_dim_v = key.shape[1], value.shape[3]
+    if not enable_gqa and num_heads != num_kv_heads:
         key, value = _one_head_for_all(query, key, value)
-    window: tuple[int | None, int | None] | None = None
+    is_empty = not (num_heads and num_kv_heads and head_dim and head_dim_v)
+    if is_empty:
+        query, key, value, attn_mask = _filled(query, key, value, attn_mask)
+    causal, window = False, None
+    if triangle is not None:
+        is_causal, causal = _alignment(triangle, query, key)
     if is_causal:
-        is_causal, window, key, value = top_left(query, key, value)
+        causal, window, key, value = top_left(query, key, value)
     masked = attn_mask is not None and attn_mask.dtype == torch.bool
-    try:
-        out = attention(
-            query, key, value, causal=is_causal, window=window, mask=attn_mask if masked else None,
-            bias=None if masked else attn_mask, dropout=number_of(dropout_p), scale=number_of(scale),
-        )  # fmt: skip
-    except InvalidProblem as error:
-        raise renamed(error, NAMES) from None
+    out = attention(
+        query, key, value, causal=causal, window=window, mask=attn_mask if masked else None,
+        bias=None if masked else attn_mask, dropout=number_of(dropout_p), scale=number_of(scale),
+    )  # fmt: skip
+    if is_empty:
+        out = out[:, :num_heads, :, :head_dim_v]
     return out if lead is None else out.reshape(*lead, *out.shape[-2:])
 
 
-def _refuse(query: object, key: object, value: object, attn_mask: object, is_causal: object) -> NoReturn:
-    """Say which of these is of another type than torch's own function takes."""
+def _checked(query: object, key: object, value: object, attn_mask: object, is_causal: object) -> Any:
+    """Refuse what torch's own function does not take, and return an `attn_mask` that says where a triangle lies."""
+    triangle = attn_mask if _is_causal_bias(attn_mask) else None
     for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
-        if not isinstance(tensor, Tensor) and not (name == "attn_mask" and tensor is None):
+        if name == "attn_mask" and (tensor is None or triangle is not None):
+            continue
+        if not isinstance(tensor, Tensor):
             raise InvalidProblem(name, "a torch.Tensor", type(tensor).__name__, "Convert it with torch.as_tensor.")
-    raise InvalidProblem("is_causal", "True or False", repr(is_causal), "Pass a Python bool.")
+        check_class(name, tensor)
+    if not isinstance(is_causal, bool):
+        raise InvalidProblem("is_causal", "True or False", repr(is_causal), "Pass a Python bool.")
+    return triangle
+
+
+def _is_causal_bias(mask: object) -> bool:
+    if type(mask).__name__ != "CausalBias":
+        return False
+    # Imports torch's compiler, as making one did.
+    from torch.nn.attention.bias import CausalBias
+
+    return type(mask) is CausalBias
+
+
+def _alignment(triangle: Any, query: Tensor, key: Tensor) -> tuple[bool, bool]:
+    """Whether a CausalBias is aligned with the top-left corner, and whether with the bottom-right one."""
+    from torch.nn.attention.bias import CausalVariant
+
+    lengths, own = (query.shape[-2], key.shape[-2]), (triangle.seq_len_q, triangle.seq_len_kv)
+    if lengths != own:
+        fix = "Make it for these lengths: the two corners move apart with them."
+        raise InvalidProblem("attn_mask", f"a CausalBias for {lengths} (queries, keys)", f"one for {own}", fix)
+    lower_right = triangle.variant == CausalVariant.LOWER_RIGHT
+    return not lower_right, lower_right
+
+
+def _filled(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Tensors without heads or features with one of zeros: then scores are 0, and so are the values of no head."""
+    for name, size, other, owner, got in (
+        ("k", "head_dim", query.shape[3], "query", key.shape[3]),
+        ("v", "heads", key.shape[1], "key", value.shape[1]),
+    ):
+        if got != other:
+            raise InvalidProblem(name, f"{size} {other} as in {owner}", got, f"Make their {size} agree.")
+    if not query.shape[1]:
+        key, value, mask = key[:, :1], value[:, :1], None
+    padded = [F.pad(t, (0, not t.shape[3], 0, 0, 0, not t.shape[1])) for t in (query, key, value)]
+    return padded[0], padded[1], padded[2], mask
 
 
 def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, tuple[int | None, int | None] | None, Tensor, Tensor]:
@@ -115,7 +197,8 @@ def _four_dims(
         fix = "Make the leading dimensions of query, key and value agree, or be 1."
         raise InvalidProblem("query, key, value", "leading dimensions that broadcast", shapes, fix) from None
     lead = torch.Size((*batch_shape, *tensors[0].shape[-3:-2]))
-    q, k, v = (t.expand(*batch_shape, *t.shape[-3:]).reshape(-1, *t.shape[-3:]) for t in tensors)
+    batch = math.prod(batch_shape)
+    q, k, v = (t.expand(*batch_shape, *t.shape[-3:]).reshape(batch, *t.shape[-3:]) for t in tensors)
     if max(query.dim(), key.dim(), value.dim()) == 2:
         lead = torch.Size(())
     if mask is not None:
@@ -130,9 +213,13 @@ def _four_dims_mask(mask: Tensor, batch_shape: torch.Size) -> Tensor:
         raise InvalidProblem("attn_mask", f"at most {len(batch_shape) + 3} dimensions", tuple(mask.shape), fix)
     if mask.dim() <= 3:
         return mask
-    if mask.shape[:-3].numel() == 1:
+    lead = mask.shape[:-3]
+    # First, as a size that only the run will tell (an unbacked SymInt) is known to equal nothing but itself.
+    if len(lead) == len(batch_shape) and lead == batch_shape:
+        return mask.reshape(math.prod(batch_shape), *mask.shape[-3:])
+    if math.prod(lead) == 1:
         return mask.reshape(1, *mask.shape[-3:])
-    return mask.expand(*batch_shape, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+    return mask.expand(*batch_shape, *mask.shape[-3:]).reshape(math.prod(batch_shape), *mask.shape[-3:])
 
 
 def _check_mask(mask: Tensor, query: Tensor) -> None:
@@ -145,8 +232,8 @@ def _check_mask(mask: Tensor, query: Tensor) -> None:
 
 
 def _one_head_for_all(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Without `enable_gqa` torch only broadcasts a single head."""
-    if key.shape[1] == value.shape[1] == 1:
+    """Without `enable_gqa` torch only broadcasts a single head, or none, whose values are 0."""
+    if key.shape[1] == value.shape[1] <= 1:
         return key, value
     if query.shape[1] == 1:
         fix = "Expand the query to the heads of the key."
@@ -155,27 +242,75 @@ def _one_head_for_all(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     raise InvalidProblem("key", f"{query.shape[1]} heads as query has, or 1", key.shape[1], fix)
 
 
+# The functions of torch that are computed here, and by which function.
+ROUTES: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.scaled_dot_product_attention: scaled_dot_product_attention,
+    F.multi_head_attention_forward: _as_torch(multi_head_attention_forward),
+}
+
+
 class _Routed(TorchFunctionMode):
-    """Sends one torch function elsewhere and leaves all others alone."""
+    """Sends the functions of attention elsewhere and leaves all others alone."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
-        target = scaled_dot_product_attention if func is F.scaled_dot_product_attention else func
-        return target(*args, **(kwargs or {}))
+        return ROUTES.get(func, func)(*args, **(kwargs or {}))
+
+
+class _FusedLayers:
+    """Keeps torch's layers from their fused inference operators, which compute attention themselves, during blocks.
+
+    In eager mode an active function mode does that. torch.compile does not count modes there, but torch's switch.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._blocks, self._before = threading.Lock(), 0, True
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        if torch.compiler.is_compiling():
+            # Traced by one thread, which sees the variable only, not the function that sets it.
+            before = mha.get_fastpath_enabled()
+            mha._is_fastpath_enabled = False  # noqa: SLF001
+            try:
+                yield
+            finally:
+                mha._is_fastpath_enabled = before  # noqa: SLF001
+            return
+        with self._lock:
+            if not self._blocks:
+                self._before = mha.get_fastpath_enabled()
+                mha.set_fastpath_enabled(False)
+            self._blocks += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocks -= 1
+                if not self._blocks:
+                    mha.set_fastpath_enabled(self._before)
+
+
+_FUSED_LAYERS = _FusedLayers()
 
 
 @contextlib.contextmanager
 def routed() -> Iterator[None]:
     """Within the block `F.scaled_dot_product_attention` is computed by tilewise, under whatever name it was imported.
 
+    So is the attention of `nn.MultiheadAttention` and of torch's transformer layers: `F.multi_head_attention_forward`
+    becomes `tilewise.nn.multi_head_attention_forward`. With `need_weights=True`, which asks for the matrix that tiling
+    avoids, that is torch's own formula. These layers do not take their fused inference path (one operator for the
+    whole layer) in the block: they run in steps. Its switch, `torch.backends.mha`, is off for the whole process while
+    any thread is in a block.
+
     Nothing is patched: the block is a torch function mode, which belongs to the thread that entered it. Other
-    threads, also ones started inside the block, keep torch's kernels; so does what never calls the Python function,
-    such as the fused inference path of `nn.TransformerEncoderLayer`. A call tilewise cannot take raises; it is never
-    handed back.
+    threads, also ones started inside the block, keep torch's kernels; so does what calls neither function, such as
+    C++ code. A call tilewise cannot take raises; it is never handed back.
     """
-    with _Routed():
+    with _Routed(), _FUSED_LAYERS.off():
         yield
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
+from tilewise.subclasses import check_class
 
 __all__ = [
     "CACHE_NAMES",
@@ -41,9 +42,11 @@ FLASH_NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "wind
 CACHE_NAMES = FLASH_NAMES | {"k_pages": "k_cache", "v_pages": "v_cache", "seqlens_k": "cache_seqlens"}
 
 
-def renamed(error: InvalidProblem, names: dict[str, str]) -> InvalidProblem:
-    """The same error about the argument that the caller knows."""
-    return InvalidProblem(names.get(error.argument, error.argument), error.expected, error.got, error.fix)
+def renamed(
+    error: InvalidProblem, names: dict[str, str], kind: type[InvalidProblem] = InvalidProblem
+) -> InvalidProblem:
+    """The same error about the argument that the caller knows, as an error of the `kind` that the caller expects."""
+    return kind(names.get(error.argument, error.argument), error.expected, error.got, error.fix)
 
 
 def worded(
@@ -72,11 +75,13 @@ def require_tensors(**tensors: object) -> None:
         if tensor.is_nested or tensor.layout != torch.strided:
             got = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
             raise InvalidProblem(name, "a dense tensor", got, "Convert it with .to_dense() or .to_padded_tensor().")
+        check_class(name, tensor)
 
 
 def check_integers(name: str, tensor: object, shape: tuple[int, ...], fix: str) -> None:
     """Refuse what is no tensor of integers of this shape."""
     if isinstance(tensor, Tensor) and tensor.dtype in (torch.int32, torch.int64) and tuple(tensor.shape) == shape:
+        check_class(name, tensor)
         return
     got = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
     raise InvalidProblem(name, f"a tensor of integers of shape {shape}", got, fix)
@@ -115,6 +120,7 @@ def stacked(name: str, tensor: object, parts: int, dim: int) -> tuple[Tensor, ..
         rows = "batch, seqlen" if dim == 2 else "total"
         fix = f"Stack the tensors along dimension {dim}."
         raise InvalidProblem(name, f"a tensor ({rows}, {parts}, heads, dim)", got, fix)
+    check_class(name, tensor)
     return tensor.unbind(dim)
 
 

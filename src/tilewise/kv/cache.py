@@ -33,6 +33,7 @@ from tilewise.kv.quantised import SOURCES, append_quantised, as_container, copy_
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
 from tilewise.kv.writing import copy_pages, write_rows
 from tilewise.problem import MAX_HEAD_DIM
+from tilewise.subclasses import check_class
 
 if TYPE_CHECKING:
     from tilewise.plan import Plan
@@ -395,6 +396,7 @@ class PagedKVCache:
             )
         if new.is_nested or new.layout != torch.strided:
             raise InvalidProblem(name, "a dense tensor", "a nested or sparse one", "Pack its rows.")
+        check_class(name, new)
         if tuple(new.shape) != expected:
             fix = "Pack the rows of the step's requests in their order."
             raise InvalidProblem(name, f"shape {expected}", tuple(new.shape), fix)
@@ -418,6 +420,7 @@ class PagedKVCache:
 
 def _listed(tokens: Tokens) -> Sequence[int]:
     if isinstance(tokens, Tensor):
+        check_class("tokens", tokens)
         if tokens.dim() != 1 or tokens.is_floating_point():
             raise InvalidProblem("tokens", "a 1-D tensor of ids, or a list", tuple(tokens.shape), "One prompt a call.")
         listed: list[int] = tokens.tolist()

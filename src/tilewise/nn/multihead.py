@@ -1,6 +1,8 @@
-"""`torch.nn.MultiheadAttention` on tilewise: same constructor, parameters, state_dict and call."""
+"""`torch.nn.MultiheadAttention` and the function behind it on tilewise: same parameters, state_dict and calls."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,8 +10,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem
+from tilewise.validation import check_class
 
-__all__ = ["MultiheadAttention"]
+__all__ = ["MultiheadAttention", "multi_head_attention_forward"]
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -47,92 +50,231 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
             return out, weights
-        batched = query.dim() == 3
-        if not batched:
-            query, key, value = (t.unsqueeze(0) for t in (query, key, value))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        elif not self.batch_first:
-            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-        out = self._attend(query, key, value, key_padding_mask, None if is_causal else attn_mask, is_causal)
-        if not batched:
-            return out.squeeze(0), None
-        return out if self.batch_first else out.transpose(0, 1), None
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-    ) -> Tensor:
-        """Batch-first projections, attention, output projection."""
-        q, k, v = self._projected(query, key, value)
-        seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-        k, v, extra = self._with_extra_keys(k, v)
-        q, k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)) for t in (q, k, v))
-        mask, bias = self._masks(q, seqlen_k, extra, key_padding_mask, attn_mask)
-        window: tuple[int | None, int | None] | None = None
-        if is_causal:
-            # Top-left aligned as in torch; extra keys at the end stay visible, which no window can say.
-            if extra or seqlen_q < seqlen_k:
-                triangle = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).tril()
-                triangle = F.pad(triangle, (0, extra), value=True)
-                mask = triangle if mask is None else mask & triangle
-            else:
-                window = (None, seqlen_q - seqlen_k)
-        dropout = self.dropout if self.training else 0.0
-        out = attention(q, k, v, mask=mask, bias=bias, window=window, dropout=dropout, layout="bshd")
-        projected: Tensor = self.out_proj(out.flatten(2))
-        return projected
-
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        if self._qkv_same_embed_dim and query is key is value:
-            return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         if self._qkv_same_embed_dim:
-            weights = self.in_proj_weight.chunk(3)
+            q, k, v = _projected_together(query, key, value, self.in_proj_weight, self.in_proj_bias)
         else:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        bias: Tensor | None = self.in_proj_bias
-        biases = (None,) * 3 if bias is None else bias.chunk(3)
-        return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+            q, k, v = _projected(query, key, value, weights, self.in_proj_bias)
+        batched = query.dim() == 3
+        q, k, v = (_heads(t, self.num_heads, batch_first=self.batch_first) for t in (q, k, v))
+        if key_padding_mask is not None and not batched:
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        k, v, extra = _with_extra_keys(k, v, self.bias_k, self.bias_v, self.add_zero_attn)
+        out = _attend(
+            q, k, v, extra, key_padding_mask, None if is_causal else attn_mask, is_causal=is_causal,
+            dropout=self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        projected: Tensor = self.out_proj(out.flatten(2))
+        if not batched:
+            return projected.squeeze(0), None
+        return projected if self.batch_first else projected.transpose(0, 1), None
 
-    def _with_extra_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Append the learned key (`add_bias_kv`) and the zero key (`add_zero_attn`); also how many there are."""
-        before = k.shape[1]
-        if self.bias_k is not None and self.bias_v is not None:
-            k = torch.cat((k, self.bias_k.expand(k.shape[0], -1, -1)), 1)
-            v = torch.cat((v, self.bias_v.expand(v.shape[0], -1, -1)), 1)
-        if self.add_zero_attn:
-            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-        return k, v, k.shape[1] - before
 
-    def _masks(
-        self, q: Tensor, seqlen_k: int, extra: int, key_padding_mask: Tensor | None, attn_mask: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(mask, bias) in tilewise's sense: boolean masks joined and inverted, floating ones added."""
-        batch, seqlen_q = q.shape[:2]
-        given: list[Tensor] = []
-        if key_padding_mask is not None:
-            _check_mask("key_padding_mask", key_padding_mask, [(batch, seqlen_k)])
-            given.append(key_padding_mask[:, None, None, :])
-        if attn_mask is not None:
-            shapes = [(seqlen_q, seqlen_k), (batch * self.num_heads, seqlen_q, seqlen_k)]
-            _check_mask("attn_mask", attn_mask, shapes)
-            given.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (batch, self.num_heads)))
-        mask = bias = None
-        for tensor in given:
-            # Extra keys are always attended to: False in torch's sense of a mask, 0 in a bias.
-            padded = F.pad(tensor, (0, extra)) if extra else tensor
-            if padded.dtype == torch.bool:
-                mask = ~padded if mask is None else mask & ~padded
-            else:
-                bias = padded if bias is None else bias + padded
-        return mask, bias
+def multi_head_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Drop-in for `torch.nn.functional.multi_head_attention_forward`, which torch's own layers call.
+
+    Query (seqlen_q, batch, embed_dim), key and value (seqlen_k, batch, ...), or without the batch. With
+    `need_weights=True` it is torch's own function. `is_causal` means what it means there: it needs an `attn_mask`,
+    which it replaces where there is no `key_padding_mask`, and then also hides the keys of `bias_k` and
+    `add_zero_attn` from the queries before them.
+    """
+    if need_weights:
+        return F.multi_head_attention_forward(
+            query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v,
+            add_zero_attn, dropout_p, out_proj_weight, out_proj_bias, training, key_padding_mask, need_weights,
+            attn_mask, use_separate_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight, static_k, static_v,
+            average_attn_weights, is_causal,
+        )  # fmt: skip
+    _check_inputs(query, key, value, embed_dim_to_check, num_heads, separate=use_separate_proj_weight)
+    if is_causal and attn_mask is None:
+        fix = "torch.nn.Transformer.generate_square_subsequent_mask makes it."
+        raise InvalidProblem("attn_mask", "the triangle, because is_causal is True", None, fix)
+    if (bias_k is None) != (bias_v is None):
+        given = "bias_v" if bias_k is None else "bias_k"
+        raise InvalidProblem("bias_k, bias_v", "both or neither", f"{given} alone", "Pass the other one, too.")
+    if use_separate_proj_weight:
+        weights = [_given(n, w) for n, w in zip(SEPARATE, (q_proj_weight, k_proj_weight, v_proj_weight), strict=True)]
+        q, k, v = _projected(query, key, value, weights, in_proj_bias)
+    else:
+        q, k, v = _projected_together(query, key, value, _given("in_proj_weight", in_proj_weight), in_proj_bias)
+    q, k, v = (_heads(t, num_heads, batch_first=False) for t in (q, k, v))
+    k, v = _static("static_k", static_k, bias_k, q, k), _static("static_v", static_v, bias_v, q, v)
+    batched = query.dim() == 3
+    if key_padding_mask is not None and not batched:
+        key_padding_mask = key_padding_mask.unsqueeze(0)
+    k, v, extra = _with_extra_keys(k, v, bias_k, bias_v, add_zero_attn)
+    if is_causal and key_padding_mask is None:
+        # The extra keys come last in the triangle.
+        attn_mask, extra = None, 0
+    else:
+        is_causal = False
+    out = _attend(
+        q, k, v, extra, key_padding_mask, attn_mask, is_causal=is_causal, dropout=dropout_p if training else 0.0
+    )
+    # Sequences first and contiguous, as torch returns them.
+    projected = F.linear(out.transpose(0, 1).flatten(2), out_proj_weight, out_proj_bias)
+    return projected if batched else projected.squeeze(1), None
+
+
+SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def _check_inputs(query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, *, separate: bool) -> None:
+    if query.dim() not in (2, 3):
+        got = f"shape {tuple(query.shape)}"
+        raise InvalidProblem("query", "2 dimensions, or 3 with a batch", got, "Reshape it.")
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dim() != query.dim():
+            expected = f"{query.dim()} dimensions as query has"
+            raise InvalidProblem(name, expected, f"shape {tuple(tensor.shape)}", "Reshape it.")
+    if query.shape[-1] != embed_dim or embed_dim % num_heads:
+        expected = f"an embedding of {embed_dim}, a multiple of {num_heads} heads"
+        raise InvalidProblem("query", expected, query.shape[-1], "Use the layer's embed_dim.")
+    same = slice(-1) if separate else slice(None)
+    if key.shape[same] != value.shape[same]:
+        expected = f"shape {tuple(key.shape)} as key has" + (", but for the embedding" if separate else "")
+        raise InvalidProblem("value", expected, tuple(value.shape), "Each key has one value.")
+
+
+def _given(name: str, weight: Tensor | None) -> Tensor:
+    if weight is None:
+        fix = "use_separate_proj_weight says which weights are read."
+        raise InvalidProblem(name, "a tensor", None, fix)
+    return weight
+
+
+def _projected(
+    query: Tensor, key: Tensor, value: Tensor, weights: Sequence[Tensor], bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+
+
+def _projected_together(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    """By the three parts of one weight; in one product if the inputs are the same."""
+    if query is key is value:
+        return F.linear(query, weight, bias).chunk(3, -1)
+    return _projected(query, key, value, weight.chunk(3), bias)
+
+
+def _heads(rows: Tensor, num_heads: int, *, batch_first: bool) -> Tensor:
+    """Projected rows as (batch, seqlen, heads, dim), without a copy."""
+    heads = rows.unflatten(-1, (num_heads, -1))
+    if heads.dim() == 3:
+        return heads.unsqueeze(0)
+    return heads if batch_first else heads.transpose(0, 1)
+
+
+def _static(name: str, static: Tensor | None, bias: Tensor | None, q: Tensor, projected: Tensor) -> Tensor:
+    """Keys or values that were given ready, (batch * heads, seqlen_k, dim), in the place of the projected ones."""
+    if static is None:
+        return projected
+    if bias is not None:
+        raise InvalidProblem(name, "None beside bias_k and bias_v", tuple(static.shape), "Append the bias to it.")
+    check_class(name, static)
+    batch, _, num_heads, head_dim = q.shape
+    if static.dim() != 3 or static.shape[0] != batch * num_heads or static.shape[2] != head_dim:
+        expected = f"shape ({batch * num_heads}, seqlen_k, {head_dim})"
+        raise InvalidProblem(name, expected, tuple(static.shape), "It holds the heads of all sequences in turn.")
+    return static.unflatten(0, (batch, num_heads)).transpose(1, 2)
+
+
+def _with_extra_keys(
+    k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None, add_zero_attn: bool
+) -> tuple[Tensor, Tensor, int]:
+    """Append the learned key (`add_bias_kv`) and the zero key (`add_zero_attn`); also how many there are."""
+    batch, before, *head = k.shape
+    if bias_k is not None and bias_v is not None:
+        k = torch.cat((k, bias_k.reshape(1, 1, *head).expand(batch, -1, -1, -1)), 1)
+        v = torch.cat((v, bias_v.reshape(1, 1, *head).expand(batch, -1, -1, -1)), 1)
+    if add_zero_attn:
+        k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
+    return k, v, k.shape[1] - before
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extra: int,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    *,
+    is_causal: bool,
+    dropout: float,
+) -> Tensor:
+    """Attention of heads (batch, seqlen, heads, dim) under torch's masks, none of which hides the last `extra` keys."""
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1] - extra
+    mask, bias = _masks(q, seqlen_k, extra, key_padding_mask, attn_mask)
+    window: tuple[int | None, int | None] | None = None
+    if is_causal:
+        # Aligned with the top-left corner, as in torch.
+        if not extra and seqlen_q >= seqlen_k:
+            window = (None, seqlen_q - seqlen_k)
+        elif not extra and mask is None and bias is None:
+            # Nobody sees the keys past the last query.
+            k, v, window = k[:, :seqlen_q], v[:, :seqlen_q], (None, 0)
+        else:
+            triangle = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).tril()
+            triangle = F.pad(triangle, (0, extra), value=True)
+            mask = triangle if mask is None else mask & triangle
+    return attention(q, k, v, mask=mask, bias=bias, window=window, dropout=dropout, layout="bshd")
+
+
+def _masks(
+    q: Tensor, seqlen_k: int, extra: int, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """(mask, bias) in tilewise's sense: boolean masks joined and inverted, floating ones added."""
+    batch, seqlen_q, num_heads, _ = q.shape
+    given: list[Tensor] = []
+    if key_padding_mask is not None:
+        _check_mask("key_padding_mask", key_padding_mask, [(batch, seqlen_k)])
+        given.append(key_padding_mask[:, None, None, :])
+    if attn_mask is not None:
+        shapes = [(seqlen_q, seqlen_k), (batch * num_heads, seqlen_q, seqlen_k)]
+        _check_mask("attn_mask", attn_mask, shapes)
+        given.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (batch, num_heads)))
+    mask = bias = None
+    for tensor in given:
+        # Extra keys are always attended to: False in torch's sense of a mask, 0 in a bias.
+        padded = F.pad(tensor, (0, extra)) if extra else tensor
+        if padded.dtype == torch.bool:
+            mask = ~padded if mask is None else mask & ~padded
+        else:
+            bias = padded if bias is None else bias + padded
+    return mask, bias
 
 
 def _check_mask(name: str, tensor: Tensor, allowed: list[tuple[int, ...]]) -> None:
+    check_class(name, tensor)
     if tensor.dtype != torch.bool and not tensor.is_floating_point():
         fix = "0 and 1 become a mask by .bool(), where True means: do not attend."
         raise InvalidProblem(name, "a bool or floating-point tensor", tensor.dtype, fix)

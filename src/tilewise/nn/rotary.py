@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
+from tilewise.subclasses import check_class
 
 __all__ = ["check_rotary", "check_tables", "rotary_table", "rotate"]
 
@@ -39,6 +40,7 @@ def check_tables(cos: object, sin: object, names: tuple[str, str] = ("cos", "sin
             got = f"{table.dtype} of shape {tuple(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
             expected = "a floating-point tensor (seqlen, rotary_dim / 2)" if dims else "a floating-point tensor"
             raise InvalidProblem(name, expected, got, "See rotary_table.")
+        check_class(name, table)
     assert isinstance(cos, Tensor)
     assert isinstance(sin, Tensor)
     if cos.shape != sin.shape or cos.device != sin.device:

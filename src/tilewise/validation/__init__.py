@@ -15,6 +15,7 @@ import torch
 from tilewise import settings
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem, Kind
+from tilewise.subclasses import check_class
 from tilewise.validation.flags import (
     OPTIONAL_PAGED,
     autocast,
@@ -33,6 +34,7 @@ __all__ = [
     "OPTIONAL_PAGED",
     "autocast",
     "autocast_looks",
+    "check_class",
     "check_contents",
     "check_flag",
     "check_structure",

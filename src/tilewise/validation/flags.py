@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewise import backends
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags
+from tilewise.subclasses import check_class
 
 __all__ = ["autocast", "check_flag", "needs_grad", "normalise", "require_tensors", "seed_tensor"]
 
@@ -136,6 +137,7 @@ def require_tensors(*, optional: frozenset[str] = OPTIONAL, **tensors: Any) -> N
                 "torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged) makes it."
             )
             raise InvalidProblem(name, "a dense tensor", "a nested one", fix)
+        check_class(name, value)
         if value.layout != torch.strided:
             raise InvalidProblem(name, "a dense tensor", f"layout {value.layout}", "Convert it with .to_dense().")
         if name == "alibi_slopes" and value.requires_grad and torch.is_grad_enabled():
@@ -210,6 +212,8 @@ def _judge_hashable(*given: Any) -> Flags:
 def seed_tensor(seed: int | Tensor | None, dropout: float) -> Tensor | None:
     """The dropout seed as a 0-d int64 tensor; drawn from torch's default CPU generator where none is given."""
     if seed is not None:
+        if isinstance(seed, Tensor):
+            check_class("seed", seed)
         check_flag("seed", seed)
     if dropout == 0.0:
         return None

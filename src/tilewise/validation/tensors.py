@@ -276,15 +276,18 @@ def _check_broadcast(specs: Specs, scores: tuple[int, int, int, int], *, bounds_
             fix = "Pass the longest lengths; reading them from the GPU would make the CPU wait."
             raise InvalidProblem("max_seqlen_q, max_seqlen_k", f"integers, because {name} is given", None, fix)
         shape = specs[name].shape
-        broadcasts = len(shape) <= 4 and all(
-            size in (1, full) for size, full in zip(reversed(shape), reversed(scores), strict=False)
-        )
+        broadcasts = len(shape) <= 4 and all(map(_broadcasts, reversed(shape), reversed(scores)))
         if not broadcasts:
             expected = f"a shape that broadcasts to (batch, num_heads, seqlen_q, seqlen_k) = {scores}"
             fix = "Use size 1 along the dimensions it does not vary over."
             if tuple(shape) == (scores[0], scores[3]):
                 fix = f"A {name} of (batch, seqlen_k) is {name}[:, None, None, :]."
             raise InvalidProblem(name, expected, tuple(shape), fix)
+
+
+def _broadcasts(size: int, full: int) -> bool:
+    # In this order a size that only the run will tell (an unbacked SymInt) is compared with nothing but itself.
+    return size in ((1, full) if isinstance(size, int) else (full, 1))
 
 
 def _check_per_head(specs: Specs, batch: int, num_heads: int) -> None:

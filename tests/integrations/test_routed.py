@@ -1,0 +1,406 @@
+"""Torch's own layers inside `sdpa.routed()`: their attention is tilewise's, and their results are torch's."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tilewise as tw
+from tilewise.integrations import sdpa
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+]
+
+BATCH, SEQLEN_Q, SEQLEN_K, EMBED, HEADS = 3, 5, 7, 16, 4
+# Operators that compute attention by kernels of torch's.
+FUSED = ("_scaled_dot_product", "_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+
+
+class Operators(TorchDispatchMode):
+    """Keeps the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def attention_operators(names: list[str]) -> list[str]:
+    return [name for name in names if name.startswith("tilewise.") or any(fused in name for fused in FUSED)]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(mine: Any, torchs: Any) -> None:
+    torch.testing.assert_close(mine, torchs, atol=2e-5, rtol=2e-5)
+
+
+def padding(kind: str | None, batch: int | None = BATCH) -> Tensor | None:
+    if kind is None:
+        return None
+    ignored = torch.zeros(BATCH, SEQLEN_K, dtype=torch.bool)
+    ignored[0, -2:] = True
+    mask = ignored if kind == "bool" else torch.zeros(BATCH, SEQLEN_K).masked_fill(ignored, -torch.inf)
+    return mask if batch else mask[0]
+
+
+def attention_mask(kind: str | None, batch: int = BATCH) -> Tensor | None:
+    if kind in (None, "causal"):
+        return None if kind is None else torch.ones(SEQLEN_Q, SEQLEN_K, dtype=torch.bool).triu(1)
+    if kind == "causal float":
+        return torch.full((SEQLEN_Q, SEQLEN_K), -torch.inf).triu(1)
+    shape = (SEQLEN_Q, SEQLEN_K) if kind in ("bool", "float") else (batch * HEADS, SEQLEN_Q, SEQLEN_K)
+    scores = randn(*shape, seed=8)
+    if kind.startswith("float"):
+        return scores.requires_grad_()
+    ignored = scores < -0.5
+    ignored[..., 0] = False
+    return ignored
+
+
+def calls(layer: nn.MultiheadAttention, batched: bool) -> Iterator[dict[str, Any]]:
+    k_width, v_width = layer.kdim or EMBED, layer.vdim or EMBED
+    sizes = ((SEQLEN_Q, EMBED), (SEQLEN_K, k_width), (SEQLEN_K, v_width))
+    q, k, v = (randn(BATCH, *s, seed=i) if batched else randn(*s, seed=i) for i, s in enumerate(sizes))
+    if batched and not layer.batch_first:
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    if k_width == v_width:
+        v = k
+    kinds = (None, "bool", "float", "bool heads", "float heads", "causal", "causal float")
+    for pad, mask in itertools.product((None, "bool", "float"), kinds):
+        inputs = {"query": q.clone().requires_grad_(), "key": k, "value": v}
+        masks = {
+            "key_padding_mask": padding(pad, BATCH if batched else None),
+            "attn_mask": attention_mask(mask, BATCH if batched else 1),
+        }
+        yield {**inputs, **masks, "is_causal": mask in ("causal", "causal float")}
+
+
+def results(layer: nn.Module, **call: Any) -> list[Tensor]:
+    """Output, weights if there are any, and the gradients of everything that has one."""
+    out, weights = layer(**call)
+    found = [out] if weights is None else [out, weights]
+    inputs = [t for t in call.values() if isinstance(t, Tensor) and t.requires_grad]
+    wanted = [*inputs, *layer.parameters()]
+    grads = torch.autograd.grad(sum(t.square().sum() for t in found), wanted, allow_unused=True)
+    return [*found, *(torch.zeros(()) if g is None else g for g in grads)]
+
+
+OPTIONS = [
+    {"batch_first": a, "add_bias_kv": b, "add_zero_attn": c, "kdim": d, "vdim": d and d + 2, "bias": e}
+    for a, b, c, d, e in itertools.product((False, True), (False, True), (False, True), (None, 6), (False, True))
+]
+
+
+@pytest.mark.parametrize("batched", [True, False], ids=["batch", "unbatched"])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
+def test_multihead_attention_is_torchs(options: dict[str, Any], batched: bool) -> None:
+    """Causal ones too, where torch's shortcut hides the keys of add_bias_kv and add_zero_attn."""
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(EMBED, HEADS, **options)
+    for call in calls(layer, batched):
+        for weights in ({"need_weights": False}, {"need_weights": True, "average_attn_weights": False}):
+            torchs = results(layer, **call, **weights)
+            with sdpa.routed():
+                mine = results(layer, **call, **weights)
+            close(mine, torchs)
+            assert [t.stride() for t in mine[:1]] == [t.stride() for t in torchs[:1]]
+
+
+def test_multihead_attention_runs_tilewise_in_training_and_inference() -> None:
+    x = randn(BATCH, SEQLEN_Q, EMBED)
+    for training, batch_first in itertools.product((True, False), (True, False)):
+        layer = nn.MultiheadAttention(EMBED, HEADS, batch_first=batch_first).train(training)
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), sdpa.routed(), Operators() as operators:
+                layer(x, x, x, need_weights=False)
+            assert attention_operators(operators.names) == ["tilewise.dense.default"]
+
+
+def test_weights_are_torchs_formula() -> None:
+    """They are the matrix that tiling avoids, so no kernel of attention runs."""
+    layer, x = nn.MultiheadAttention(EMBED, HEADS), randn(BATCH, SEQLEN_Q, EMBED)
+    for average in (True, False):
+        expected = layer(x, x, x, average_attn_weights=average)
+        with sdpa.routed(), Operators() as operators:
+            found = layer(x, x, x, average_attn_weights=average)
+        assert all(map(torch.equal, found, expected))
+        assert attention_operators(operators.names) == []
+
+
+def encoder() -> tuple[nn.Module, tuple[Tensor, ...], int]:
+    return nn.TransformerEncoderLayer(EMBED, HEADS, 32, dropout=0.0, batch_first=True), (randn(2, 7, EMBED),), 1
+
+
+def encoder_norm_first() -> tuple[nn.Module, tuple[Tensor, ...], int]:
+    layer = nn.TransformerEncoderLayer(
+        EMBED, HEADS, 32, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"
+    )
+    return layer, (randn(2, 7, EMBED),), 1
+
+
+def encoders() -> tuple[nn.Module, tuple[Tensor, ...], int]:
+    layer = nn.TransformerEncoderLayer(EMBED, HEADS, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2), (randn(2, 7, EMBED),), 2
+
+
+def decoder() -> tuple[nn.Module, tuple[Tensor, ...], int]:
+    layer = nn.TransformerDecoderLayer(EMBED, HEADS, 32, dropout=0.0, batch_first=True)
+    return layer, (randn(2, 5, EMBED), randn(2, 7, EMBED, seed=1)), 2
+
+
+def transformer() -> tuple[nn.Module, tuple[Tensor, ...], int]:
+    model = nn.Transformer(EMBED, HEADS, 1, 1, 32, dropout=0.0)
+    return model, (randn(7, 2, EMBED), randn(5, 2, EMBED, seed=1)), 3
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...], int]]] = {
+    "encoder layer": encoder,
+    "encoder layer, norm first": encoder_norm_first,
+    "encoder": encoders,
+    "decoder layer": decoder,
+    "transformer": transformer,
+}
+
+
+def masks_of(name: str, kind: str) -> dict[str, Any]:
+    lengths = {"transformer": (7, "src"), "encoder": (7, ""), "decoder layer": (5, "tgt")}
+    seqlen, prefix = lengths.get(name, (7, "src"))
+    mask_name, padding_name = (f"{prefix}_mask".lstrip("_"), f"{prefix or 'src'}_key_padding_mask")
+    ignored = torch.zeros(2, seqlen, dtype=torch.bool)
+    ignored[1, -2:] = True
+    if kind == "padding":
+        return {padding_name: ignored}
+    causal_name = f"{prefix}_is_causal" if name in ("transformer", "decoder layer") else "is_causal"
+    triangle = nn.Transformer.generate_square_subsequent_mask(seqlen)
+    return {"none": {}, "causal": {mask_name: triangle, causal_name: True}, "mask": {mask_name: triangle}}[kind]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("kind", ["none", "causal", "mask", "padding"])
+@pytest.mark.parametrize("name", MODELS)
+def test_transformer_layers_are_torchs(name: str, kind: str, training: bool) -> None:
+    torch.manual_seed(0)
+    model, inputs, count = MODELS[name]()
+    model.train(training)
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    masks = masks_of(name, kind)
+
+    def run() -> list[Tensor]:
+        out = model(*leaves, **masks)
+        return [out, *torch.autograd.grad(out.square().sum(), [*leaves, *model.parameters()])]
+
+    torchs = run()
+    with sdpa.routed():
+        close(run(), torchs)
+    with torch.no_grad():
+        expected = model(*inputs, **masks)
+        with sdpa.routed(), Operators() as operators:
+            mine = model(*inputs, **masks)
+    # Torch's fused path for padded batches leaves zeros at the padding.
+    hidden = next((m for n, m in masks.items() if "padding" in n), None)
+    rows = ~hidden if hidden is not None and name == "encoder" else slice(None)
+    close(mine[rows], expected[rows])
+    assert attention_operators(operators.names) == ["tilewise.dense.default"] * count
+
+
+def compiled_operators(function: Callable[..., Any], *inputs: Tensor) -> tuple[Any, list[str]]:
+    """What a compiled function returns, and the operators of its graphs."""
+    names: list[str] = []
+
+    def forward(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=aot_autograd(fw_compiler=forward), fullgraph=True)
+    return compiled(*inputs), names
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("where", ["around", "within"])
+@pytest.mark.parametrize("name", ["encoder layer", "encoder", "decoder layer"])
+def test_compiled_transformer_layers(name: str, where: str, training: bool) -> None:
+    model, inputs, count = MODELS[name]()
+    model.train(training)
+
+    def within(*inputs: Tensor) -> Any:
+        with sdpa.routed():
+            return model(*inputs)
+
+    with torch.set_grad_enabled(training):
+        expected = model(*inputs)
+        if where == "within":
+            mine, names = compiled_operators(within, *inputs)
+        else:
+            with sdpa.routed():
+                mine, names = compiled_operators(lambda *inputs: model(*inputs), *inputs)
+    close(mine, expected)
+    assert attention_operators(names) == ["tilewise.dense.default"] * count
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_compiled_once_and_called_in_and_out_of_the_block() -> None:
+    torch._dynamo.reset()
+    model, inputs, _ = encoder()
+    model.eval()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        before = compiled(*inputs)
+        with sdpa.routed():
+            routed, eager = compiled(*inputs), model(*inputs)
+        assert torch.equal(compiled(*inputs), before)
+    assert torch.equal(routed, eager)
+    assert not torch.equal(routed, before), "the two must differ in rounding for this test to see anything"
+
+
+def test_export_in_the_block() -> None:
+    model, inputs, count = encoder()
+    with sdpa.routed():
+        exported = torch.export.export(model, inputs)
+    names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert attention_operators(names) == ["tilewise.dense.default"] * count
+    close(exported.module()(*inputs), model(*inputs))
+
+
+def test_dropout_in_training_keeps_the_mean_and_follows_the_seed() -> None:
+    layer = nn.MultiheadAttention(EMBED, HEADS, dropout=0.5)
+    nn.init.zeros_(layer.in_proj_weight[: 2 * EMBED].data)
+    x = randn(64, 1, EMBED)
+    expected, _ = layer.eval()(x, x, x, need_weights=False)
+    layer.train()
+    with sdpa.routed():
+        torch.manual_seed(1)
+        first = layer(x, x, x, need_weights=False)[0]
+        torch.manual_seed(1)
+        assert torch.equal(layer(x, x, x, need_weights=False)[0], first)
+        assert not torch.equal(layer(x, x, x, need_weights=False)[0], first)
+        mean = torch.stack([layer(x, x, x, need_weights=False)[0] for _ in range(200)]).mean((0, 1))
+        layer.eval()
+        close(layer(x, x, x, need_weights=False)[0], expected)
+    torch.testing.assert_close(mean, expected.mean(0), atol=0.05, rtol=0.0)
+
+
+def test_autocast() -> None:
+    model, inputs, _ = encoder()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(*inputs)
+        with sdpa.routed():
+            mine = model(*inputs)
+    assert mine.dtype is expected.dtype
+    torch.testing.assert_close(mine, expected, atol=3e-2, rtol=3e-2)
+
+
+def functional(layer: nn.MultiheadAttention, x: Tensor, **change: Any) -> Any:
+    call: dict[str, Any] = {
+        "query": x, "key": x, "value": x, "embed_dim_to_check": EMBED, "num_heads": HEADS,
+        "in_proj_weight": layer.in_proj_weight, "in_proj_bias": layer.in_proj_bias, "bias_k": None, "bias_v": None,
+        "add_zero_attn": False, "dropout_p": 0.0, "out_proj_weight": layer.out_proj.weight,
+        "out_proj_bias": layer.out_proj.bias, "need_weights": False,
+    }  # fmt: skip
+    return F.multi_head_attention_forward(**{**call, **change})
+
+
+def test_static_keys_and_values() -> None:
+    layer, x = nn.MultiheadAttention(EMBED, HEADS), randn(SEQLEN_Q, BATCH, EMBED)
+    static = {f"static_{n}": randn(BATCH * HEADS, SEQLEN_K, EMBED // HEADS, seed=i) for i, n in enumerate("kv")}
+    for change in (static, {**static, "add_zero_attn": True}, {**static, "key_padding_mask": padding("bool")}):
+        expected, _ = functional(layer, x, **change)
+        with sdpa.routed():
+            close(functional(layer, x, **change)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("attn_mask: expected shape", {"attn_mask": torch.zeros(2, 2)}),
+        ("attn_mask: expected a bool or floating", {"attn_mask": torch.zeros(5, 5, dtype=torch.int32)}),
+        ("key_padding_mask: expected shape", {"key_padding_mask": torch.zeros(BATCH, 4)}),
+        ("attn_mask: expected the triangle", {"is_causal": True}),
+        ("query: expected an embedding of 24", {"embed_dim_to_check": 24}),
+        ("query: expected an embedding of 16, a multiple of 3", {"num_heads": 3}),
+        ("value: expected shape", {"value": torch.zeros(4, BATCH, EMBED)}),
+        ("key: expected 3 dimensions", {"key": torch.zeros(5, EMBED)}),
+        ("query: expected 2 dimensions", {"query": torch.zeros(EMBED)}),
+        ("key: expected batch 3", {"key": torch.zeros(5, 2, EMBED), "value": torch.zeros(5, 2, EMBED)}),
+        ("bias_k, bias_v: expected both", {"bias_k": torch.zeros(1, 1, EMBED)}),
+        ("in_proj_weight: expected a tensor", {"in_proj_weight": None}),
+        ("k_proj_weight: expected a tensor", {"use_separate_proj_weight": True, "q_proj_weight": torch.eye(EMBED)}),
+        ("static_k: expected shape", {"static_k": torch.zeros(2, 5, 4)}),
+        ("dropout_p: expected a probability", {"dropout_p": 1.0}),
+    ],
+)
+def test_wrong_arguments_are_refused_with_a_reason_where_torch_raises(message: str, change: dict[str, Any]) -> None:
+    layer, x = nn.MultiheadAttention(EMBED, HEADS), randn(SEQLEN_Q, BATCH, EMBED)
+    if "dropout_p" not in change:
+        with pytest.raises((AssertionError, RuntimeError)):
+            functional(layer, x, **change)
+    with sdpa.routed(), pytest.raises(tw.InvalidProblem, match=message) as caught:
+        functional(layer, x, **change)
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_empty_batches_and_sequences() -> None:
+    layer = nn.MultiheadAttention(EMBED, HEADS)
+    for length, batch in ((0, 2), (5, 0), (0, 0), (1, 1)):
+        x = randn(length, batch, EMBED)
+        with sdpa.routed():
+            found, _ = layer(x, x, x, need_weights=False)
+        assert found.shape == (length, batch, EMBED)
+        close(found, layer(x, x, x, need_weights=False)[0])
+
+
+@contextmanager
+def without_fused_layers() -> Iterator[None]:
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_the_switch_of_fused_layers_is_as_before_once_every_block_is_left() -> None:
+    enabled = torch.backends.mha.get_fastpath_enabled
+    assert enabled()
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with sdpa.routed():
+            inside.set()
+            leave.wait(30)
+
+    with sdpa.routed():
+        assert not enabled()
+        thread = threading.Thread(target=other)
+        thread.start()
+        inside.wait(30)
+    assert not enabled()
+    leave.set()
+    thread.join()
+    assert enabled()
+    with without_fused_layers():
+        with sdpa.routed(), sdpa.routed():
+            assert not enabled()
+        assert not enabled()
+    with pytest.raises(ZeroDivisionError), sdpa.routed():
+        raise ZeroDivisionError
+    assert enabled()
