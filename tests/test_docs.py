@@ -113,6 +113,15 @@ def headings(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_pages_name_no_commit(page: Path) -> None:
+    """Readers have no history to look them up in; the linked JSON files say what was measured."""
+    text = re.sub(r"\([^()\s]*\)", "", page.read_text())  # without the targets of links
+    words = re.findall(r"(?<![\w.,-])(?:[0-9a-f]{7,12}|[0-9a-f]{40})(?![\w,-])", text)
+    assert [word for word in words if re.search("[a-f]", word) and re.search("[0-9]", word)] == []
+    assert re.findall(r"\bcommit [0-9a-f]{7,40}\b", text) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_to_files_and_headings(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
         linked = page.parent / target if target else page

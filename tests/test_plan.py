@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import pickle
 from collections.abc import Iterator
@@ -14,7 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise as tw
-from tilewise import device, dispatch
+from tilewise import device
+from tilewise.backends.base import TileShape
 from tilewise.device import DeviceSpec
 from tilewise.masks import Band, TileGrid, TileKind
 from tilewise.plan import Plan, cost
@@ -293,21 +293,23 @@ class Absent:
     def unavailable(self) -> str | None:
         return "not on this machine"
 
-    def supports(self, problem: AttentionProblem, spec: DeviceSpec) -> str | None:
-        return None if spec.type == "cuda" and problem.head_dim == 24 else "needs a GPU"
+    def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
+        return None if device.type == "cuda" and problem.head_dim == 24 else "needs a GPU"
 
-    def tile_shape(self, problem: AttentionProblem, spec: DeviceSpec) -> TileGrid:
-        return TileGrid(64, 32 if spec.type == "cuda" else problem.seqlen_k)
+    def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
+        return TileShape(64, 32 if device.type == "cuda" else problem.seqlen_k)
+
+    def forward(self, *_: Any) -> Any:
+        raise AssertionError("absent")
+
+    backward = forward
 
 
 @pytest.fixture
-def absent_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    loaded = dispatch.load
-    monkeypatch.setattr(importlib.import_module("tilewise.backends"), "NAMES", ("absent", "reference"))
-    monkeypatch.setattr(dispatch, "load", lambda name: Absent() if name == "absent" else loaded(name))
-    dispatch._select.cache_clear()
+def absent_backend() -> Iterator[None]:
+    tw.register_backend(Absent(), before="hopper")
     yield
-    dispatch._select.cache_clear()
+    tw.unregister_backend("absent")
 
 
 @pytest.mark.usefixtures("absent_backend")
@@ -319,7 +321,7 @@ def test_availability_here_does_not_count_for_another_device() -> None:
     exact = q.double()  # the only dtype for which the reference is taken unasked
     here = tw.explain(exact, exact, exact)
     assert here.backend == "reference"
-    assert here.rejected == (("absent", "not on this machine"),)
+    assert here.rejected[0] == ("absent", "not on this machine")
     assert "not absent" in str(here)
 
 

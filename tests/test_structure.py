@@ -40,11 +40,25 @@ ARROWS: dict[str, set[str]] = {
     "calls": {"device"},
     "derivatives": set(),
     "schemas": {"operands", "problem"},
+    "sharded": {"problem"},
+    "tracing": {"problem"},
     "flops": {"calls", "operands", "problem", "schemas", "validation"},
     "ops": {"batching", "calls", "derivatives", "dispatch", "validation", "canonical", "device", "backends"}
-    | {"flops", "problem", "operands", "schemas"},
-    "cascade": {"ops", "validation", "dispatch", "operands", "problem", "numerics", "device"},
-    "api": {"fp8", "calls", "cascade", "ops", "validation", "dispatch", "operands", "numerics"},
+    | {"flops", "problem", "operands", "schemas", "tracing"},
+    "cascade": {"ops", "tracing", "validation", "dispatch", "operands", "problem", "numerics", "device"},
+    "api": {
+        "backends",
+        "fp8",
+        "calls",
+        "cascade",
+        "sharded",
+        "tracing",
+        "ops",
+        "validation",
+        "dispatch",
+        "operands",
+        "numerics",
+    },
     "kv": {"fp8", "api", "canonical", "cascade", "dispatch", "plan", "problem"},
     "backends": SPINE | {"fp8"},
     "plan": SPINE | {"fp8", "validation", "dispatch", "cascade", "figures"},
@@ -52,14 +66,14 @@ ARROWS: dict[str, set[str]] = {
     "simulator": {"masks", "plan"},
     "explorer": {"device", "dispatch", "plan", "problem"},
     "bench": SPINE | {"fp8", "api", "cascade", "__init__", "plan", "dispatch", "testing", "figures"},
-    "distributed": SPINE | {"backends", "canonical", "derivatives", "dispatch", "ops", "validation"},
+    "distributed": SPINE | {"backends", "canonical", "derivatives", "dispatch", "ops", "tracing", "validation"},
     "cli": SPINE
     | {"api", "__init__", "plan", "dispatch", "backends", "bench", "validation"}
     | {"distributed", "explorer", "figures", "fp8"},
     "nn": {"api", "validation"},
     "integrations": {"fp8", "api", "numerics", "ops", "operands", "nn", "kv", "problem"},
     "__main__": {"cli"},
-    "__init__": {"api", "kv", "plan"},
+    "__init__": {"api", "backends", "kv", "plan"},
 }
 
 

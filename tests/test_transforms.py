@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -185,3 +186,27 @@ def test_ranks_refuse_derivatives_along_a_direction(tmp_path: Path) -> None:
             dual(lambda q: context_parallel_attention(q, q, q), randn(1, 2, 4, 4, grad=False))
     finally:
         dist.destroy_process_group()
+
+
+TRACED = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+
+
+@TRACED
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("known", [False, True], ids=["first", "repeated"])
+def test_jit_trace_is_refused(known: bool, grad: bool) -> None:
+    """Traced graphs would hold this call's results as constants, whatever they are run with."""
+    q = torch.randn(1, 2, 5 + known, 8, requires_grad=grad)
+    cu = torch.tensor([0, 5], dtype=torch.int32)
+    packed = q.detach()[0].transpose(0, 1).contiguous()
+    calls: dict[str, tuple[Any, Any]] = {
+        "dense": (lambda q: tw.attention(q, q, q, causal=True), q),
+        "packed": (lambda x: tw.attention_varlen(x, x, x, cu, cu, max_seqlen_q=5, max_seqlen_k=5), packed),
+    }
+    for call, given in calls.values():
+        if known:
+            call(given), call(given)
+        for _ in range(2):
+            with pytest.raises(tw.Unsupported, match=r"torch.jit.trace cannot record attention.*torch.compile"):
+                torch.jit.trace(call, (given,))
+        call(given)  # and nothing of it stays

@@ -233,12 +233,12 @@ MISTAKES: dict[str, tuple[Call, Arguments, str, str, str]] = {
     "longer than its table": (tw.attention_paged, paged(seqlens_k=int32(9, 3)), "seqlens_k", "= 8", "9 at sequence 0"),
     "negative length": (tw.attention_paged, paged(seqlens_k=int32(6, -1)), "seqlens_k", "between 0", "-1"),
     "lengths for another batch": (tw.attention_paged, paged(seqlens_k=int32(6, 3, 1)), "seqlens_k", "batch 2", "3"),
-    "block_table of int64": (
+    "block_table of int16": (
         tw.attention_paged,
-        paged(block_table=torch.zeros(2, 2, dtype=torch.int64)),
+        paged(block_table=torch.zeros(2, 2, dtype=torch.int16)),
         "block_table",
         "dtype int32",
-        "int64",
+        "int16",
     ),
     "too many query rows": (tw.attention_paged, paged(q=torch.zeros(3, 4, 8)), "q", "one token a sequence", "3 rows"),
     "pages of two sizes": (

@@ -7,13 +7,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tilewise import process  # noqa: F401  remembers the process before anybody forks
-from tilewise.api import attention, attention_paged, attention_varlen, backends, merge
+from tilewise.api import (
+    attention,
+    attention_paged,
+    attention_varlen,
+    merge,
+    register_backend,
+    unregister_backend,
+)
 from tilewise.errors import InvalidProblem, OutOfPages, TilewiseError, Unsupported
 from tilewise.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from tilewise.api import backends
     from tilewise.kv import PagedKVCache
     from tilewise.plan import Plan, explain
+else:
+    from tilewise import backends  # the package, which can be called
 
 __all__ = [
     "InvalidProblem",
@@ -28,6 +38,8 @@ __all__ = [
     "backends",
     "explain",
     "merge",
+    "register_backend",
+    "unregister_backend",
 ]
 
 # Names that are loaded on first use, and from where.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from tilewise import calls, cascade, dispatch, ops, validation
+from tilewise import calls, cascade, dispatch, ops, sharded, tracing, validation
+from tilewise.backends.base import Backend
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.numerics import merge_partials
@@ -67,6 +69,8 @@ __all__ = [
     "backends",
     "merge",
     "refuse_rows",
+    "register_backend",
+    "unregister_backend",
 ]
 
 # q, k and v: tensors, or e4m3 data with its scales.
@@ -102,6 +106,7 @@ def attention(
     deterministic: bool | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    **unknown: Any,
 ) -> calls.Result:
     """Exact attention of dense tensors, differentiable in q, k, v, bias, sinks and through lse.
 
@@ -114,6 +119,8 @@ def attention(
         >>> attention(q, k, v, causal=True).shape
         torch.Size([1, 2, 4, 8])
     """
+    if unknown:
+        raise validation.unexpected(attention, unknown)
     given = (q, k, v)
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
         given = (q, k, v, None, None, None, None, bias, mask, alibi_slopes, sinks)  # type: ignore[assignment]
@@ -126,6 +133,16 @@ def attention(
     )  # fmt: skip
     if slot is not None and slot.call is not None:
         return slot.call(given, places)
+    if slot is None and sharded.is_dtensor(q):
+        validation.check_flag("layout", layout)
+        call = functools.partial(
+            attention, causal=causal, window=window, softcap=softcap, seed=seed, scale=scale, layout=layout,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
+        return sharded.attend(
+            "dense", call, return_lse=return_lse, layout=layout, dropout=dropout, q=q, k=k, v=v, bias=bias, mask=mask,
+            alibi_slopes=alibi_slopes, sinks=sinks,
+        )  # fmt: skip
     (query, key, value), scales = validation.unwrapped(q, k, v, layout)
     validation.require_tensors(q=query, k=key, v=value, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
     query, key, value = validation.autocast(query, key, value)
@@ -183,6 +200,7 @@ def attention_varlen(
     deterministic: bool | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    **unknown: Any,
 ) -> calls.Result:
     """Exact attention of packed sequences, each to itself: sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1.
 
@@ -196,6 +214,8 @@ def attention_varlen(
         >>> attention_varlen(q, k, v, cu, cu, causal=True).shape
         torch.Size([5, 2, 8])
     """
+    if unknown:
+        raise validation.unexpected(attention_varlen, unknown)
     given = (q, k, v, cu_seqlens_q, cu_seqlens_k)
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
         given = (*given, None, None, bias, mask, alibi_slopes, sinks)  # type: ignore[assignment]
@@ -208,6 +228,15 @@ def attention_varlen(
     )  # fmt: skip
     if slot is not None and slot.call is not None:
         return slot.call(given, places)
+    if slot is None and sharded.is_dtensor(q):
+        call = functools.partial(
+            attention_varlen, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window=window,
+            softcap=softcap, seed=seed, scale=scale, deterministic=deterministic, backend=backend,
+        )  # fmt: skip
+        return sharded.attend(
+            "varlen", call, return_lse=return_lse, dropout=dropout, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
+        )  # fmt: skip
     (query, key, value), scales = validation.unwrapped(q, k, v, "packed")
     validation.require_tensors(
         q=query, k=key, v=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask,
@@ -269,6 +298,7 @@ def attention_paged(
     deterministic: bool | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    **unknown: Any,
 ) -> calls.Result:
     """Exact attention to keys and values kept in pages: token j of sequence b is slot j % page_size of page
     block_table[b, j // page_size].
@@ -284,6 +314,8 @@ def attention_paged(
         >>> attention_paged(torch.ones(1, 2, 8), pages, pages, table, torch.tensor([5], dtype=torch.int32)).shape
         torch.Size([1, 2, 8])
     """
+    if unknown:
+        raise validation.unexpected(attention_paged, unknown)
     given = (q, k_pages, v_pages, cu_seqlens_q, None, block_table, seqlens_k)
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
         given = (*given, bias, mask, alibi_slopes, sinks)  # type: ignore[assignment]
@@ -303,6 +335,16 @@ def attention_paged(
         )  # fmt: skip
     if slot is not None and slot.call is not None:
         return slot.call(given, places)
+    if slot is None and sharded.is_dtensor(q):
+        call = functools.partial(
+            attention_paged, max_seqlen_q=max_seqlen_q, shared_prefix=shared_prefix, causal=causal, window=window,
+            softcap=softcap, scale=scale, deterministic=deterministic, backend=backend,
+        )  # fmt: skip
+        return sharded.attend(
+            "paged", call, return_lse=return_lse, q=q, k_pages=k_pages, v_pages=v_pages, block_table=block_table,
+            seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q, bias=bias, mask=mask, alibi_slopes=alibi_slopes,
+            sinks=sinks,
+        )  # fmt: skip
     (query, key, value), scales = validation.unwrapped(q, k_pages, v_pages, "packed", "paged")
     validation.require_tensors(
         q=query, k_pages=key, v_pages=value, block_table=block_table, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q,
@@ -466,10 +508,27 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout:
         if out.dim() == 0 or out.shape != out_a.shape or lse.shape != out.shape[:-1]:
             expected = f"an lse that fits out of shape {tuple(out_a.shape)} in layout {layout!r}"
             raise InvalidProblem(name, expected, tuple(lse.shape), "Merge results of one problem over different keys.")
-    out, lse = merge_partials(out_a, a, out_b, b)
+    with tracing.span(tracing.MERGE, (out_a, lse_a, out_b, lse_b)):
+        out, lse = merge_partials(out_a, a, out_b, b)
     return out, lse.transpose(*dims) if heads_last else lse
 
 
 def backends() -> tuple[dispatch.Status, ...]:
     """The backends in order of preference, each "available" or with the reason why not."""
     return dispatch.statuses()
+
+
+def register_backend(backend: Backend, *, before: str = "reference") -> None:
+    """Offer a backend of your own under its `name`: to `backend=<name>`, to `backend="auto"`, `explain` and `backends`.
+
+    `backend` is an object with the methods of `tilewise.backends.base.Backend`. "auto" asks it just before the backend
+    named by `before`: after all those of this package unless told otherwise. A name that is taken is refused.
+    """
+    dispatch.register(backend, before=before)
+    calls.forget()
+
+
+def unregister_backend(name: str) -> None:
+    """Take a backend back that was registered; the backends of this package stay."""
+    dispatch.unregister(name)
+    calls.forget()

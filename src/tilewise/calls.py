@@ -22,7 +22,7 @@ from torch.utils._device import DeviceContext
 
 from tilewise import device, settings
 
-__all__ = ["MAX_CALLS", "Look", "Places", "Slot", "are_plain", "is_watched", "slot_of"]
+__all__ = ["MAX_CALLS", "Look", "Places", "Slot", "are_plain", "forget", "is_watched", "slot_of"]
 
 # Kept at a time: 3 KiB each, on a GPU 19 with a forward pass for one set of addresses and 50 with a backward. What is
 # laid out for more addresses is bounded for all calls together (backends/gpu/scratch.py).
@@ -154,11 +154,12 @@ def _is_wrapped(tensor: Tensor) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether something beside autograd watches what happens now: compilers, vmap, modes."""
+    """Whether something beside autograd watches what happens now: compilers, vmap, modes, torch.jit.trace."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()  # noqa: SLF001
         or torch._C._len_torch_dispatch_stack()  # noqa: SLF001
+        or torch._C._is_tracing()  # noqa: SLF001
         or (torch._C._len_torch_function_stack() and _function_modes_watch())  # noqa: SLF001
     )
 
@@ -200,6 +201,7 @@ def slot_of(
             _is_deterministic(),
             current.backend,
             current.check_values,
+            current.nvtx,
             device.override(),
             # Whether a prefix is attended apart is a question of cost, which counts the threads.
             None if groups is None else torch.get_num_threads(),
@@ -266,3 +268,9 @@ def _family(*flags: Any) -> Family:
 def _slot(family: Family, groups: Any, *looks: Any) -> Slot:
     del family, looks
     return Slot(groups)
+
+
+def forget() -> None:
+    """Forget every call: who computes it may have changed."""
+    _family.cache_clear()
+    _slot.cache_clear()

@@ -8,16 +8,17 @@ from torch import Tensor
 from tilewise.operands import Gradients, Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["canonical", "contiguous_last", "heads_first", "restored"]
+__all__ = ["COUNTS", "canonical", "contiguous_last", "heads_first", "restored"]
 
+# Index tensors.
 COUNTS = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k")
 
 
 def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
     """Heads-first q, k, v with a contiguous last dimension; bias, mask and slopes expanded without being copied.
 
-    Lengths and tables of pages lie without gaps, too (one length for all, `n.expand(batch)`, has stride 0), and
-    running totals of int64 become int32: validation has checked that the rows they count are fewer than 2^31.
+    Lengths and tables of pages lie without gaps, too (one length for all, `n.expand(batch)`, has stride 0), and those
+    of int64 become int32: validation has checked that the rows they count are fewer than 2^31.
     """
     operands = _with_counts(operands)
     q, k, v, *rest = operands

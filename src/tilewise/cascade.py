@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise import dispatch, ops, validation
+from tilewise import dispatch, ops, settings, tracing, validation
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem
 from tilewise.numerics import merge_partials
@@ -226,7 +226,8 @@ class _Shared:
     """A call whose prefixes are attended apart. It outlives the tensors it was made with, and holds none of them."""
 
     __slots__ = (
-        "_attend", "_backend", "_both", "_count", "_flags", "_groups", "_own", "_problem", "_reads", "_with_lse",
+        "_attend", "_backend", "_both", "_count", "_flags", "_groups", "_nvtx", "_own", "_problem", "_reads",
+        "_with_lse",
     )  # fmt: skip
 
     def __init__(
@@ -235,16 +236,23 @@ class _Shared:
     ) -> None:  # fmt: skip
         self._backend, self._problem, _, self._flags = prefix
         self._groups, self._own, self._attend, self._count = groups, own, attend, count
-        self._reads, self._with_lse = reads, return_lse
-        # All kernels at once, where those of the own keys are bound, too, and no contents are to be judged before them:
+        self._reads, self._with_lse, self._nvtx = reads, return_lse, settings.current().nvtx
+        # All kernels at once, where those of the own keys are bound, too, and no contents are to be judged or converted
+        # before them:
         # two passes after each other take a slow host 11 us more.
-        unread, first = () if return_lse else ("lse",), None if reads else own.bound
+        unread, first = () if return_lse else ("lse",), None if reads or own.wide else own.bound
         self._both = None if first is None else self._backend.bind_after(first, attend, count, unread, own.problem)
 
     def __call__(self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None) -> Any:
         if self._reads:
             self._check(tensors)
-        made = None if self._both is None else self._both(tensors, places)
+        if self._both is None:
+            made = None
+        elif tracing.profiler._is_profiler_enabled or self._nvtx:  # noqa: SLF001
+            with tracing.span(tracing.FORWARD, tensors, self._backend.name, self._own.problem):
+                made = self._both(tensors, places)
+        else:
+            made = self._both(tensors, places)
         if made is None:
             made = self._one_by_one(tensors)
         return (made[0], made[1]) if self._with_lse else made[0]
@@ -268,9 +276,10 @@ class _Shared:
         _, _, _, rows, own_table, own_keys = tensors[self._count :]
         made: Any = self._own(operands._replace(block_table=own_table, seqlens_k=own_keys))
         prefix = self._prefix_of(tensors)
-        if self._attend((*prefix, rows, *made)) is None:
-            num_rows = sum(group.rows for group in self._groups)
-            self._backend.attend_prefixes(self._problem, prefix, num_rows, rows, *made)
+        with tracing.span(tracing.FORWARD, prefix, self._backend.name, self._problem):
+            if self._attend((*prefix, rows, *made)) is None:
+                num_rows = sum(group.rows for group in self._groups)
+                self._backend.attend_prefixes(self._problem, prefix, num_rows, rows, *made)
         out, lse = made
         return out, lse
 
@@ -293,7 +302,8 @@ def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tens
     out, lse = ops.repeated("paged", _own(shared, operands), flags)
     direct, rows = _direct(shared, operands, flags), _rows(shared)
     if direct is not None:
-        direct.backend.attend_prefixes(direct.problem, direct.operands, shared.num_rows, rows, out, lse)
+        with tracing.span(tracing.FORWARD, direct.operands, direct.backend.name, direct.problem):
+            direct.backend.attend_prefixes(direct.problem, direct.operands, shared.num_rows, rows, out, lse)
         return out, lse
     q = operands.q[: shared.num_rows] if rows is None else operands.q.index_select(0, rows)
     prefix, everything = _prefix(shared, operands, flags)

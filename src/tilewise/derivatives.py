@@ -1,16 +1,19 @@
-"""Derivatives of attention that are not computed, refused in one place: second ones, and those along a direction."""
+"""What cannot be made of attention, refused in one place: second derivatives, those along a direction, and graphs of
+torch.jit.trace.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise.errors import Unsupported
 
-__all__ = ["refuse_forward_mode", "refuse_second", "refuse_tangents"]
+__all__ = ["refuse_forward_mode", "refuse_second", "refuse_tangents", "refuse_tracing"]
 
 
 def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
@@ -33,3 +36,14 @@ def refuse_second(ctx: Any, *_: Any) -> None:
     """Raise, whatever there is."""
     del ctx
     raise Unsupported("second derivatives of attention are not computed; take them of a formula in plain torch instead")
+
+
+def refuse_tracing() -> None:
+    """Raise while torch.jit.trace records (and the exporters that are made of it): it would keep the result as a
+    constant, or flags and lengths of this call for all later ones.
+    """
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():  # noqa: SLF001
+        raise Unsupported(
+            "torch.jit.trace cannot record attention: the kernels are not operators of TorchScript. Use torch.compile, "
+            "or torch.export (torch.onnx.export(..., dynamo=True) is made of it)"
+        )

@@ -8,18 +8,18 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import NamedTuple
 
 import torch
 
 from tilewise import backends, settings
+from tilewise.backends import Status, load, statuses
 from tilewise.backends.base import Backend
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Rejection", "Selection", "Status", "load", "select", "statuses"]
+__all__ = ["Rejection", "Selection", "Status", "load", "register", "require", "select", "statuses", "unregister"]
 
 
 class Rejection(NamedTuple):
@@ -36,26 +36,24 @@ class Selection(NamedTuple):
     rejected: tuple[Rejection, ...]
 
 
-class Status(NamedTuple):
-    """A backend and whether it can run here: `reason` is None if so."""
-
-    name: str
-    reason: str | None
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason or 'available'}"
+def register(backend: Backend, *, before: str) -> None:
+    """Add a backend from outside, asked before the one named; what was chosen so far is chosen again."""
+    backends.register(backend, before)
+    _select.cache_clear()
 
 
-@functools.cache
-def load(name: str) -> Backend:
-    """The backend of that name; its compiler is not loaded yet."""
-    backend: Backend = importlib.import_module(f"tilewise.backends.{name}").BACKEND
-    return backend
+def unregister(name: str) -> None:
+    """Remove a backend from outside."""
+    backends.unregister(name)
+    _select.cache_clear()
 
 
-def statuses() -> tuple[Status, ...]:
-    """Every backend in order of preference, with the reason why it cannot run on this machine, if any."""
-    return tuple(Status(name, load(name).unavailable()) for name in backends.NAMES)
+def require(name: str, argument: str = "backend") -> None:
+    """Raise unless there is such a backend."""
+    if name != "auto" and name not in (known := backends.names()):
+        expected = "'auto' or one of " + ", ".join(map(repr, known))
+        fix = "tilewise.backends() lists what is there." if argument == "backend" else "Unset it or name a backend."
+        raise InvalidProblem(argument, expected, repr(name), fix)
 
 
 def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, here: bool = True) -> Selection:
@@ -64,9 +62,7 @@ def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, her
     With `here=False` only the problem and the device count, not what this machine has: for planning.
     """
     name = settings.current().backend if requested == "auto" else requested
-    if name != "auto" and name not in backends.NAMES:
-        known = "auto or one of " + ", ".join(backends.NAMES)
-        raise InvalidProblem("TILEWISE_BACKEND", known, repr(name), "Unset the variable or name a backend.")
+    require(name, "TILEWISE_BACKEND" if requested == "auto" else "backend")
     if problem.fp8 and problem.needs_grad:
         raise Unsupported(
             "gradients through FP8 inputs are not computed: rounding to e4m3 has none. Call it under torch.no_grad(), "
@@ -78,7 +74,7 @@ def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, her
 @functools.lru_cache(maxsize=4096)
 def _select(problem: AttentionProblem, device: DeviceSpec, name: str, here: bool) -> Selection:
     rejected: list[Rejection] = []
-    for candidate in backends.NAMES if name == "auto" else (name,):
+    for candidate in backends.names() if name == "auto" else (name,):
         backend = load(candidate)
         reason = (backend.unavailable() if here else None) or backend.supports(problem, device)
         if reason is None and name == "auto" and candidate == "reference" and problem.dtype != torch.float64:

@@ -2,6 +2,7 @@
 
     TilewiseError
     ├── InvalidProblem (ValueError)         the call makes no sense: an argument is wrong, whoever computes it
+    │   └── UnexpectedArgument (TypeError)  there is no argument of that name; says which one is meant
     ├── Unsupported (NotImplementedError)   the call makes sense, but no permitted backend can run it here
     └── OutOfPages (MemoryError)            a paged cache has no page left; nothing was changed
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["InvalidProblem", "OutOfPages", "TilewiseError", "Unsupported"]
+__all__ = ["InvalidProblem", "OutOfPages", "TilewiseError", "UnexpectedArgument", "Unsupported"]
 
 
 class TilewiseError(Exception):
@@ -31,6 +32,10 @@ class InvalidProblem(TilewiseError, ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.argument, self.expected, self.got, self.fix)
+
+
+class UnexpectedArgument(InvalidProblem, TypeError):
+    """A function was given a keyword that it does not take, such as another library's name for one that it does."""
 
 
 class Unsupported(TilewiseError, NotImplementedError):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise import batching, calls, derivatives, device, dispatch, flops, validation
+from tilewise import batching, calls, derivatives, device, dispatch, flops, settings, tracing, validation
 from tilewise.backends.base import Binding, Bound
-from tilewise.canonical import canonical, contiguous_last, heads_first, restored
+from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, restored
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
@@ -27,6 +27,8 @@ __all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "refuse"
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 # Where they stand among the operands.
 _PLACES = tuple(Operands._fields.index(name) for name in DIFFERENTIABLE)
+# Index tensors, which kernels read as int32.
+_COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
 # Backward passes that a call keeps in mind, by what is wanted and how the results' gradients lie: rarely more than one.
 MAX_BACKWARDS = 4
 
@@ -74,6 +76,7 @@ def result(
 ) -> calls.Result:
     """`attention`, of which only `out` may be wanted; `slot` is where later calls that look the same find this one."""
     derivatives.refuse_tangents(operands)
+    derivatives.refuse_tracing()
     if is_plain_eager(operands):
         lasting = slot is not None and validation.lasts(kind, operands, flags)
         call = Call(kind, operands, flags, return_lse=return_lse, lasting=lasting)
@@ -109,17 +112,19 @@ class Call:
     """
 
     __slots__ = (
-        "_backwards", "_chosen", "_lasting", "_reads", "_record", "_recorded", "bound", "flags", "kind", "problem",
-        "return_lse",
+        "_backwards", "_chosen", "_lasting", "_nvtx", "_reads", "_record", "_recorded", "bound", "flags", "kind",
+        "problem", "return_lse", "wide",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool) -> None:
         self.kind, self.flags, self.return_lse = kind, flags, return_lse
         self.problem, self._chosen = _choose(kind, operands, flags)
         self._recorded = flags.needs_grad
+        # Index tensors of int64 are converted before the pass, which is bound to those of int32.
+        self.wide = tuple([i for i in _COUNTS if (t := operands[i]) is not None and t.dtype == torch.int64])
         # The forward pass, if it is bound to how the tensors lie.
-        self.bound = self._bound_forward(operands) if lasting else None
-        self._lasting = lasting
+        self.bound = self._bound_forward(Operands(*self._narrowed(operands))) if lasting else None
+        self._lasting, self._nvtx = lasting, settings.current().nvtx
         self._reads = lasting and validation.reads_contents(kind, operands)
         self._backwards: tuple[_BoundBackward, ...] = ()
         # The wrapper of torch's own `apply` unwraps what functorch leaves behind (2 us); no lasting call has such.
@@ -127,13 +132,18 @@ class Call:
 
     def __call__(
         self, tensors: Sequence[Tensor | None], places: calls.Places | None = None,
-        before: Callable[[], None] | None = None,
+        before: Callable[[], None] | None = None, traced: bool = False,
     ) -> calls.Result:  # fmt: skip
         """(out, lse), or out if only that was asked for; `places` as `calls.slot_of` gives them."""
+        if (tracing.profiler._is_profiler_enabled or self._nvtx) and not traced:  # noqa: SLF001
+            with tracing.span(tracing.FORWARD, tensors, self._chosen.backend.name, self.problem):
+                return self(tensors, places, before, True)
         if self._reads:
             validation.check_contents(self.problem, Operands(*tensors), self.flags)  # type: ignore[arg-type]
         if before is not None:
             before()
+        if self.wide:
+            tensors, places = self._narrowed(tensors), None
         if self._recorded:
             recorded: calls.Result = self._record(self, places, *tensors)
             return recorded
@@ -151,12 +161,18 @@ class Call:
             return _run(self.problem, self._chosen, Operands(*tensors))  # type: ignore[arg-type]
         return made
 
-    def gradients(self, given: tuple[Any, ...], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
+    def gradients(
+        self, given: tuple[Any, ...], needs: tuple[bool, ...], traced: bool = False
+    ) -> Sequence[Tensor | None]:
         """Of every tensor of the call that `needs` one; given are dout, dlse, out, lse and the tensors."""
         if forward_ad._current_level >= 0:  # noqa: SLF001
             derivatives.refuse_tangents(given)
         # With create_graph=True the op is called, whose own autograd refuses second derivatives; and if a mode watches.
         by_op = torch.is_grad_enabled() or bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001
+        watched = tracing.profiler._is_profiler_enabled or self._nvtx  # noqa: SLF001
+        if watched and not traced and not by_op and calls.are_plain(given[:2]):
+            with tracing.span(tracing.BACKWARD, given[4:], self._chosen.backend.name, self.problem):
+                return self.gradients(given, needs, True)
         looked_up = self._bound_backward(given, needs) if self._lasting and not by_op else None
         if looked_up is not None:
             known, places = looked_up
@@ -171,6 +187,10 @@ class Call:
         else:
             found = _run_backward(self.problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
         return _scattered(found, wanted, len(tensors))
+
+    def _narrowed(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Every index tensor as int32; what was read of them was read before."""
+        return [t.to(torch.int32) if i in self.wide else t for i, t in enumerate(tensors)] if self.wide else tensors
 
     def _bound_forward(self, operands: Operands) -> Bound | None:
         backend = self._chosen.backend
@@ -335,11 +355,15 @@ def _run(problem: AttentionProblem, chosen: dispatch.Selection, operands: Operan
 
 
 def _launch(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
-    return _run(*_choose(kind, operands, flags), operands)
+    problem, chosen = _choose(kind, operands, flags)
+    with tracing.span(tracing.FORWARD, operands, chosen.backend.name, problem):
+        return _run(problem, chosen, operands)
 
 
 def _launch_backward(kind: Kind, operands: Operands, flags: Flags, *rest: Any) -> Gradients:
-    return _run_backward(*_choose(kind, operands, flags), operands, *rest)
+    problem, chosen = _choose(kind, operands, flags)
+    with tracing.span(tracing.BACKWARD, operands, chosen.backend.name, problem):
+        return _run_backward(problem, chosen, operands, *rest)
 
 
 def _run_backward(
@@ -371,6 +395,7 @@ def _forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
 
 def _forward_fake(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
     operands, flags = unpack(kind, args)
+    dispatch.require(flags.backend)
     problem = validation.describe(kind, operands, flags)
     out = operands.q.new_empty(problem.out_shape, dtype=problem.dtype)
     return out, operands.q.new_empty(problem.lse_shape, dtype=problem.accumulate_dtype)

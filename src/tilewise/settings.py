@@ -5,6 +5,7 @@
 | `TILEWISE_BACKEND`      | `auto`  | backend used where a call says `backend="auto"`                    |
 | `TILEWISE_CHECK_VALUES` | `0`     | `1`: check index tensors on a GPU too (one synchronisation a call) |
 | `TILEWISE_CACHE_DIR`    | (user)  | where compiled kernels are kept: a folder of the user's alone      |
+| `TILEWISE_NVTX`         | `0`     | `1`: an NVTX range around each forward and backward (Nsight)       |
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Settings:
     backend: str = "auto"
     check_values: bool = False
     cache_dir: Path | None = None
+    nvtx: bool = False
 
 
 _current: Settings | None = None
@@ -43,6 +45,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         backend=environ.get("TILEWISE_BACKEND", "auto"),
         check_values=_switch(environ, "TILEWISE_CHECK_VALUES"),
         cache_dir=Path(cache) if cache else None,
+        nvtx=_switch(environ, "TILEWISE_NVTX"),
     )
 
 

@@ -165,6 +165,16 @@ def test_decode_calls(gpu: str, allocations: int, kernels: int, gpus: FakeCuda) 
         assert cost.frames <= FRAMES[gpu]
 
 
+@pytest.mark.parametrize(("gpu", "kernels"), [("hopper", 1), ("triton", 2)])
+def test_index_tensors_of_int64_cost_their_conversion(gpu: str, kernels: int, gpus: FakeCuda) -> None:
+    q, (k, v, _) = torch.zeros(1, 32, 128, dtype=BF16), rows(40, 64, 8, 128)
+    table, lengths = torch.zeros(1, 32, dtype=torch.int64), torch.tensor([2000])
+    cost = cost_of(lambda: tilewise.attention_paged(q, k, v, table, lengths, backend=gpu), gpus)
+    assert cost.operators == dict.fromkeys(("aten::to", "aten::_to_copy", "aten::empty_strided", "aten::copy_"), 2)
+    assert (cost.allocations, cost.launches) == (3, kernels)
+    assert cost.frames <= FRAMES[gpu] + 2
+
+
 @pytest.mark.parametrize(("gpu", "made", "kernels"), [("hopper", 1, 2), ("triton", 1, 1)])
 def test_fp8_calls(gpu: str, made: int, kernels: int, gpus: FakeCuda) -> None:
     """Containers are taken apart, then it is a call like any other; on Hopper V is transposed into scratch first."""
@@ -208,6 +218,11 @@ def test_a_call_with_a_shared_prefix(gpu: str, e4m3: bool, gpus: FakeCuda, monke
     assert cost[:3] == ({}, 1, 2)
     # Containers are taken apart, too.
     assert cost.frames <= FRAMES["hopper" if gpu == "auto" else gpu] + 1 + e4m3
+    # Numbers of int64 are converted before the kernels read them.
+    hint = hint._replace(own_table=alone.long(), own_seqlens=lengths.long())
+    assert cost_of(run, gpus).operators["aten::_to_copy"] == 2
+    hint = hint._replace(block_table=prefix.long(), seqlens_k=keys.long())
+    assert cost_of(run, gpus).operators["aten::_to_copy"] == 4
 
 
 @pytest.mark.parametrize("rows_q", [0, 3])

@@ -93,6 +93,7 @@ def context_parallel_attention(
     deterministic: bool | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries to the keys of all ranks of a group or one-dimensional DeviceMesh.
 
@@ -104,6 +105,8 @@ def context_parallel_attention(
 
         >>> out = context_parallel_attention(q, k, v, mesh["context"], causal=True)  # doctest: +SKIP
     """
+    if unknown:
+        raise validation.unexpected(context_parallel_attention, unknown)
     group = group_of(mesh_or_group)
     try:
         tensors, settings = _judged(
@@ -156,6 +159,7 @@ def _judged(
     if cu_seqlens is not None:
         validation.require_tensors(cu_seqlens=cu_seqlens)
     derivatives.refuse_tangents((q, k, v, alibi_slopes, sinks))
+    derivatives.refuse_tracing()
     q, k, v = validation.autocast(q, k, v)
     grads = [validation.needs_grad(t) for t in (q, k, v, sinks)]
     flags = validation.normalise(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import device, dispatch
+from tilewise import device, dispatch, tracing
 from tilewise.backends.base import Backend
 from tilewise.canonical import canonical, contiguous_last
 from tilewise.distributed.pieces import Piece
@@ -128,7 +128,9 @@ def piece_forward(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> 
     """(out, lse) of a piece's rows, heads first; q, k and v are whole shards, heads first."""
     block = _block(call, piece, q, k, v)
     problem = block.problem
-    out, lse = _backend(problem, q.device, call.backend).forward(problem, canonical(problem, block.operands))
+    backend = _backend(problem, q.device, call.backend)
+    with tracing.span(tracing.FORWARD, block.operands, backend.name, problem):
+        out, lse = backend.forward(problem, canonical(problem, block.operands))
     if problem.kind == "varlen":
         out, lse = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
     return out, lse if block.shift is None else lse + block.shift
@@ -154,7 +156,8 @@ def piece_backward(
         rows = _as_of_the_piece(*backend.forward(problem, operands), rows)
     dout = contiguous_last(rows.dout)
     asked = Wanted(wanted.dq, wanted.dk, wanted.dv)
-    dq, dk, dv = backend.backward(problem, operands, rows.out, rows.lse, dout, rows.dlse, asked)[:3]
+    with tracing.span(tracing.BACKWARD, block.operands, backend.name, problem):
+        dq, dk, dv = backend.backward(problem, operands, rows.out, rows.lse, dout, rows.dlse, asked)[:3]
     if problem.kind == "varlen":
         dq, dk, dv = (None if g is None else g.transpose(0, 1).unsqueeze(0) for g in (dq, dk, dv))
     if block.hidden:

@@ -105,6 +105,7 @@ def explain(
     backend: str = "auto",
     return_lse: bool = False,
     device: Where = None,
+    **unknown: Any,
 ) -> Plan:
     """What `attention`, `attention_varlen` (with cu_seqlens) or `attention_paged` (with a block_table) would do.
 
@@ -115,6 +116,8 @@ def explain(
         >>> explain(q, k, v, causal=True, device="h200").tiled.flops
         34368126976
     """
+    if unknown:
+        raise validation.unexpected(explain, unknown)
     paged, packed = block_table is not None, cu_seqlens_q is not None
     layouts = ("packed", "paged") if paged else ("packed",) if packed else (layout,)
     data, scales = validation.unwrapped(q, k, v, *layouts)

@@ -25,6 +25,7 @@ from tilewise.validation.flags import (
     normalise,
     require_tensors,
 )
+from tilewise.validation.foreign import unexpected
 from tilewise.validation.quantised import taken_apart, unwrapped, with_scales
 from tilewise.validation.tensors import FLOATS, TensorSpec, describe
 from tilewise.validation.values import check_values, longest_sequences
@@ -46,6 +47,7 @@ __all__ = [
     "reads_contents",
     "require_tensors",
     "taken_apart",
+    "unexpected",
     "unwrapped",
     "with_scales",
 ]

@@ -45,6 +45,11 @@ def _is_window(value: Any) -> bool:
     )
 
 
+def _is_registered(name: str) -> bool:
+    # torch.compile cannot trace the search for entry points: the op judges the name then.
+    return torch.compiler.is_compiling() or name in backends.names()
+
+
 def _is_seed(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dtype == torch.int64 and value.numel() == 1
@@ -85,8 +90,8 @@ RULES: dict[str, Rule] = {
         "None follows torch.use_deterministic_algorithms.",
     ),
     "backend": Rule(
-        lambda x: isinstance(x, str) and (x == "auto" or x in backends.NAMES),
-        "'auto' or one of " + ", ".join(map(repr, backends.NAMES)),
+        lambda x: isinstance(x, str) and (x == "auto" or x in backends.NAMES or _is_registered(x)),
+        "'auto', one of " + ", ".join(map(repr, backends.NAMES)) + ", or the name of a registered backend",
         "tilewise.backends() lists what is there.",
     ),
     "return_lse": Rule(lambda x: isinstance(x, bool), "True or False", "Pass a Python bool."),

@@ -22,6 +22,8 @@ __all__ = ["FLOATS", "TensorSpec", "describe"]
 # A seed followed by the batch entry, head, row and key that dropout counts from.
 SEED_WITH_ORIGIN = 5
 E4M3 = torch.float8_e4m3fn
+# Index tensors are read as int32; those of int64 are converted in every call.
+INTEGERS = (torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # The scales of e4m3 operands.
@@ -70,10 +72,10 @@ DTYPES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
     "q_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
     "k_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
     "v_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
-    "cu_seqlens_q": ((torch.int32, torch.int64), "Convert it with .to(torch.int32)."),
-    "cu_seqlens_k": ((torch.int32, torch.int64), "Convert it with .to(torch.int32)."),
-    "block_table": ((torch.int32,), "Convert it with .to(torch.int32)."),
-    "seqlens_k": ((torch.int32,), "Convert it with .to(torch.int32)."),
+    "cu_seqlens_q": (INTEGERS, "Convert it with .to(torch.int32)."),
+    "cu_seqlens_k": (INTEGERS, "Convert it with .to(torch.int32)."),
+    "block_table": (INTEGERS, "Convert it with .to(torch.int32)."),
+    "seqlens_k": (INTEGERS, "Convert it with .to(torch.int32)."),
     "bias": (FLOATS, "A boolean tensor belongs in mask= (True = attend)."),
     "mask": (
         (torch.bool,),

@@ -31,10 +31,16 @@ def register(*, ignore: Iterable[str] = ()) -> None:
     """Offer tilewise to transformers under the names "tilewise" and "tilewise_flash"; may be called again.
 
     A keyword argument that a model hands to its attention and tilewise does not know raises; names in `ignore` are
-    dropped instead, for models whose extra arguments do not change attention. Rejects releases before 5.17.
+    dropped instead, for models whose extra arguments do not change attention. Rejects releases before 5.17; raises
+    ModuleNotFoundError where transformers is not installed.
     """
-    import transformers
-
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        fix = "pip install 'tilewise[transformers]'"
+        raise ModuleNotFoundError(f"transformers is not installed: {fix}", name="transformers") from error
     release = _release(transformers.__version__)
     if release < OLDEST:
         oldest = ".".join(map(str, OLDEST))

@@ -1,0 +1,119 @@
+"""Index tensors of int64 (`cu_seqlens`, `block_table`, `seqlens_k`) are taken as those of int32 are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.integrations import flash_attn, flash_attn_interface
+
+TABLE = torch.tensor([[4, 1, 0], [2, 3, 5]], dtype=torch.int32)
+LENGTHS = torch.tensor([10, 3], dtype=torch.int32)
+STARTS = torch.tensor([0, 3, 5], dtype=torch.int32)
+
+
+def pages() -> Tensor:
+    return torch.randn(6, 4, 2, 16, generator=torch.Generator().manual_seed(0))
+
+
+def queries(rows: int = 2) -> Tensor:
+    return torch.randn(rows, 4, 16, generator=torch.Generator().manual_seed(1))
+
+
+def wide(tensor: Tensor, how: str) -> Tensor:
+    """The same numbers in int64, in memory of their own, with gaps, or one for all."""
+    if how == "strided":
+        return torch.stack((tensor.long(), tensor.long() + 2**40), -1)[..., 0]
+    return tensor.long()
+
+
+@pytest.mark.parametrize("how", ["plain", "strided"])
+@pytest.mark.parametrize("names", [("block_table",), ("seqlens_k",), ("block_table", "seqlens_k")], ids="-".join)
+@pytest.mark.parametrize("by", ["cpu", "reference"])
+def test_pages_named_in_int64(names: tuple[str, ...], how: str, by: str) -> None:
+    narrow: dict[str, Any] = {"block_table": TABLE, "seqlens_k": LENGTHS}
+    given = {name: wide(t, how) if name in names else t for name, t in narrow.items()}
+    q, kv = queries().requires_grad_(), pages().requires_grad_()
+    results = []
+    for indices in (narrow, given, given):
+        out, lse = tw.attention_paged(q, kv, kv, **indices, backend=by, return_lse=True)
+        results.append((out, lse, *torch.autograd.grad(out.square().sum(), (q, kv))))
+    for other in results[1:]:
+        for found, expected in zip(other, results[0], strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_packed_queries_over_pages_and_without_gradients() -> None:
+    q, kv = queries(5), pages()
+
+    def call(table: Tensor, lengths: Tensor, starts: Tensor) -> Tensor:
+        return tw.attention_paged(q, kv, kv, table, lengths, cu_seqlens_q=starts, max_seqlen_q=3, causal=True)
+
+    expected = call(TABLE, LENGTHS, STARTS)
+    for _ in range(3):
+        assert torch.equal(call(TABLE.long(), LENGTHS.long(), STARTS.long()), expected)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(TABLE.long(), LENGTHS.long(), STARTS.long()), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "expected"),
+    [
+        ("seqlens_k", torch.tensor([10, 2**32 + 3]), "lengths between 0 and max_pages"),
+        ("seqlens_k", torch.tensor([10, -(2**32) + 3]), "lengths between 0 and max_pages"),
+        ("block_table", TABLE.long() + torch.tensor([[0, 0, 0], [2**32, 0, 0]]), "page numbers below"),
+        ("seqlens_k", LENGTHS.to(torch.int16), "dtype int32 or int64"),
+        ("block_table", TABLE.float(), "dtype int32 or int64"),
+    ],
+)
+@pytest.mark.parametrize("seen", [False, True], ids=["first", "after a good one"])
+def test_numbers_past_int32_are_refused(name: str, bad: Tensor, expected: str, seen: bool) -> None:
+    given: dict[str, Any] = {"block_table": TABLE.long(), "seqlens_k": LENGTHS.long()}
+    if seen:
+        tw.attention_paged(queries(), pages(), pages(), **given)
+    with pytest.raises(tw.InvalidProblem, match=expected) as caught:
+        tw.attention_paged(queries(), pages(), pages(), **given | {name: bad})
+    assert caught.value.argument == name
+
+
+def test_entries_that_are_not_read_may_be_anything() -> None:
+    garbage = TABLE.long()
+    garbage[1, 1:] = 2**40
+    expected = tw.attention_paged(queries(), pages(), pages(), TABLE, LENGTHS)
+    assert torch.equal(tw.attention_paged(queries(), pages(), pages(), garbage, LENGTHS.long()), expected)
+
+
+def test_plans_of_int64() -> None:
+    plan = tw.explain(queries(), pages(), pages(), block_table=TABLE.long(), seqlens_k=LENGTHS.long())
+    assert plan.problem == tw.explain(queries(), pages(), pages(), block_table=TABLE, seqlens_k=LENGTHS).problem
+
+
+def through_fa2(table: Tensor, lengths: Tensor, starts: Tensor) -> Any:
+    del starts
+    return flash_attn.flash_attn_with_kvcache(
+        queries()[:, None], pages(), pages(), cache_seqlens=lengths, block_table=table
+    )
+
+
+def through_fa3(table: Tensor, lengths: Tensor, starts: Tensor) -> Any:
+    return flash_attn_interface.flash_attn_with_kvcache(
+        queries(5), pages(), pages(), cache_seqlens=lengths, page_table=table, cu_seqlens_q=starts, max_seqlen_q=3
+    )
+
+
+def through_varlen(table: Tensor, lengths: Tensor, starts: Tensor) -> Any:
+    totals = torch.nn.functional.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0))
+    return flash_attn.flash_attn_varlen_func(
+        queries(5), pages(), pages(), starts, totals, 3, 10, block_table=table, causal=True
+    )
+
+
+@pytest.mark.parametrize("call", [through_fa2, through_fa3, through_varlen])
+def test_the_drop_ins_take_int64(call: Callable[..., Any]) -> None:
+    expected = call(TABLE, LENGTHS, STARTS)
+    assert torch.equal(call(TABLE.long(), LENGTHS.long(), STARTS.long()), expected)
