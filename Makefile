@@ -2,11 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
+PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-fast test-exhaustive test-transformers check format bench test-gpu bench-gpu clean
+.PHONY: demo test test-fast test-exhaustive test-transformers test-stack check format bench test-gpu bench-gpu clean
 
-demo: $(READY)
+demo: $(DEMO)
 	$(BIN)/python -m tilewise demo
 
 test: $(READY)
@@ -50,11 +52,32 @@ test-gpu:
 bench-gpu:
 	PYTHONPATH=src python3 -m tilewise.bench --device cuda --plots bench/results $(ARGS)
 
-# constraints.txt pins the development set; torch comes first because only the exact pin finds a CPU build.
-$(READY): pyproject.toml constraints.txt
+# The suite's core under another torch and the Triton it asks for, in an environment of its own below build/:
+# make test-stack TORCH=2.15.0, or TRITON=3.9.0 to exchange Triton alone. A torch wheel with CUDA takes some 5 GB.
+TORCH := 2.13.0
+TRITON :=
+STACK_TESTS := tests/backends/test_conformance.py tests/backends/test_triton_interpreter.py tests/backends/test_hopper_aot.py
+STACK := build/stack/torch-$(TORCH)$(if $(TRITON),-triton-$(TRITON))
+test-stack:
+	mkdir -p $(STACK)
+	grep -vE "^(torch|triton)==" constraints.txt > $(STACK)/constraints.txt
+	$(PYTHON) -m venv $(STACK)/venv
+	$(STACK)/venv/bin/python $(PIP) "torch==$(TORCH)"
+	$(STACK)/venv/bin/python $(PIP) --constraint $(STACK)/constraints.txt --editable ".[dev,gpu]" $(if $(TRITON),"triton==$(TRITON)")
+	$(STACK)/venv/bin/python -c "import sys, numpy, torch, triton; print('Python', sys.version.split()[0], 'numpy', numpy.__version__, 'torch', torch.__version__, 'Triton', triton.__version__)"
+	$(STACK)/venv/bin/python -m pytest -q -n 2 --dist loadgroup --timeout 600 -m "not exhaustive" $(STACK_TESTS)
+
+# What `make demo` needs, and no more. constraints.txt pins versions. torch comes first because only the exact pin finds
+# a CPU build where one is offered.
+$(DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,gpu,transformers]"
+	$(BIN)/python $(PIP) --constraint constraints.txt torch
+	$(BIN)/python $(PIP) --constraint constraints.txt --editable .
+	touch $@
+
+# What the tests need beyond that.
+$(READY): $(DEMO)
+	$(BIN)/python $(PIP) --constraint constraints.txt --editable ".[dev,gpu,transformers]"
 	touch $@
 
 clean:
