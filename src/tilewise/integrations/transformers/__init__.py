@@ -5,23 +5,21 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
 
 Two names, one implementation: transformers takes a name that contains "flash" as one that needs no mask in continuous
-batching, and every other name (from release 5.19 on) as one that cannot do it. Importing this module changes nothing.
-docs/migration.md says what each argument becomes.
+batching and reads packed sequences from positions, and every other name (from release 5.19 on) as one that cannot do
+either. Importing this module changes nothing. docs/migration.md says what each argument becomes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations.transformers.forward import attention_forward
 from tilewise.integrations.transformers.masks import attention_mask_function
+from tilewise.integrations.transformers.routing import FLASH_NAME, NAME, watch
 
 __all__ = ["FLASH_NAME", "NAME", "register"]
-
-NAME, FLASH_NAME = "tilewise", "tilewise_flash"
 
 # The oldest release whose keyword arguments are known and tested, and the first that has no `paged|` prefix.
 OLDEST, UNPREFIXED = (5, 17), (5, 19)
@@ -47,36 +45,17 @@ def register(*, ignore: Iterable[str] = ()) -> None:
         raise Unsupported(f"transformers {transformers.__version__} is older than {oldest}; upgrade transformers")
     if isinstance(ignore, str):  # which would be a collection of letters
         raise InvalidProblem("ignore", "a collection of names", repr(ignore), f"Pass [{ignore!r}].")
-    forward = functools.partial(attention_forward, ignore=frozenset(ignore))
+    names = frozenset(ignore)
     for name in (NAME, FLASH_NAME):
+        forward = functools.partial(attention_forward, ignore=names, packs_by_position=name == FLASH_NAME)
         transformers.AttentionInterface.register(name, forward)
         transformers.AttentionMaskInterface.register(name, attention_mask_function)
         if release < UNPREFIXED:
             # No mask function: the packed arguments of continuous batching say it all.
             transformers.AttentionInterface.register(f"paged|{name}", forward)
-    _accept_flash_name(transformers.PreTrainedModel)
+    watch()
 
 
 def _release(version: str) -> tuple[int, ...]:
     """(5, 17) of "5.17.0.dev0"."""
     return tuple(int(part) for part in version.split(".")[:2])
-
-
-def _accept_flash_name(model_class: type) -> None:
-    """Let models take "tilewise_flash" for what it is.
-
-    transformers takes every other name that contains "flash" for a kernel to download, registered or not, and some
-    models (GPT-OSS) put another one in its place. There is no way in but this method; other names pass it unchanged.
-    """
-    check: Callable[..., str] = model_class._check_and_adjust_attn_implementation  # type: ignore[attr-defined] # noqa: SLF001
-    if getattr(check, "accepts", None) == FLASH_NAME:
-        return
-
-    @functools.wraps(check)
-    def accepting(model: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        if attn_implementation in (FLASH_NAME, f"paged|{FLASH_NAME}"):
-            return attn_implementation
-        return check(model, attn_implementation, *args, **kwargs)
-
-    accepting.accepts = FLASH_NAME  # type: ignore[attr-defined]
-    model_class._check_and_adjust_attn_implementation = accepting  # type: ignore[attr-defined] # noqa: SLF001

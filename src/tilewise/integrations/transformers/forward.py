@@ -10,17 +10,17 @@ from torch import Tensor
 
 from tilewise.api import attention, attention_varlen
 from tilewise.errors import InvalidProblem, Unsupported
-from tilewise.integrations.transformers.masks import Structure
+from tilewise.integrations.transformers.masks import Packing, Structure, StructuredMask, packing_of, tracing
 from tilewise.integrations.transformers.paged import Step, attend_to_cache
 from tilewise.integrations.translation import Window, length
 
 __all__ = ["attention_forward"]
 
-# What models pass on to every attention and no attention acts on: bookkeeping of outputs, losses and caches. Positions
-# are in q and k already (rotary embeddings), and where they start again is in the mask.
+# What models pass on to every attention and no attention acts on: bookkeeping of outputs, losses and caches, and the
+# sequences of layers that are no attention (`seq_idx` of Mamba's; attention has cu_seq_lens_q for the same).
 BOOKKEEPING = frozenset({
     "cache_position", "logits_indices", "logits_processor_args", "logits_to_keep", "num_items_in_batch",
-    "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "seq_idx", "use_cache",
+    "output_hidden_states", "output_router_logits", "return_dict", "seq_idx", "use_cache",
 })  # fmt: skip
 
 
@@ -33,8 +33,7 @@ class _Mask:
     mask: Tensor | None = None
     bias: Tensor | None = None
     keys: int | None = None
-    cu_seqlens: Tensor | None = None
-    max_seqlen: int | None = None
+    packing: Packing | None = None
 
 
 def attention_forward(
@@ -56,6 +55,8 @@ def attention_forward(
     cu_seq_lens_k: Any = None,
     max_length_q: int | Tensor | None = None,
     max_length_k: Any = None,
+    position_ids: Tensor | None = None,
+    packs_by_position: bool = False,
     ignore: frozenset[str] = frozenset(),
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -64,9 +65,13 @@ def attention_forward(
 
     The mask says everything where there is one; without one `is_causal` (or the module's) and `sliding_window` hold,
     the last query at the last key. `s_aux` are sinks, `position_bias` a bias; `cu_seq_lens_*` mark packed sequences,
-    and `cache` is the paged cache of continuous batching. An argument that is not honoured raises Unsupported.
+    and `cache` is the paged cache of continuous batching. Positions are in q and k already (rotary embeddings); where
+    `packs_by_position`, as flash-attn's names do, and there is no mask, a sequence begins at every position 0.
+    An argument that is not honoured raises Unsupported.
     """
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    # Continuous batching is causal. Elsewhere a module that says nothing and has no mask sees everything, as in eager
+    # attention: causal masks are never left out for tilewise.
+    causal = bool(getattr(module, "is_causal", cache is not None) if is_causal is None else is_causal)
     shared: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "scale": scaling, "deterministic": deterministic}
     if cache is not None:
         _require_no("continuous batching", dropout=dropout, position_bias=position_bias)
@@ -79,28 +84,36 @@ def attention_forward(
         _require_known(kwargs, ignore)
         return attend_to_cache(_layer_index(module), query, key, value, cache, step, shared), None
     _require_known(kwargs, ignore)
-    flags = _flags(attention_mask, causal, sliding_window, is_packed=cu_seq_lens_q is not None)
+    if query.shape[0] == 1 != key.shape[0]:
+        query = query.expand(key.shape[0], -1, -1, -1)  # learned queries, the same for every example
+    mask = attention_mask.content if isinstance(attention_mask, StructuredMask) else attention_mask
+    flags = _flags(mask, causal, sliding_window, query.shape[2], key.shape[2], is_packed=cu_seq_lens_q is not None)
     if cu_seq_lens_q is not None:
         _require_no("cu_seq_lens_q", attention_mask=flags.mask, float_mask=flags.bias, position_bias=position_bias)
         bounds = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         return _packed(query, key, value, bounds, flags, dropout, shared), None
-    if flags.cu_seqlens is not None:
+    if packs_by_position and mask is None and position_ids is not None:
+        flags = _packed_by_position(flags, position_ids, query, key)
+    if flags.packing is not None:
         _require_no("packed sequences", position_bias=position_bias)
-        bounds = (flags.cu_seqlens, flags.cu_seqlens, flags.max_seqlen, flags.max_seqlen)
+        bounds = (flags.packing.cu_seqlens,) * 2 + (flags.packing.max_seqlen,) * 2
         return _packed(query, key, value, bounds, flags, dropout, shared), None
+    bias = _bias(flags.bias, position_bias, key.shape[2], flags.keys)
     if flags.keys is not None and flags.keys < key.shape[2]:
         key, value = key[:, :, : flags.keys], value[:, :, : flags.keys]
     out = attention(
-        query, key, value, causal=flags.causal, window=flags.window, mask=flags.mask,
-        bias=_bias(flags.bias, position_bias, key.shape[2]), dropout=dropout, **shared,
+        query, key, value, causal=flags.causal, window=flags.window, mask=flags.mask, bias=bias, dropout=dropout,
+        **shared,
     )  # fmt: skip
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
 
 
-def _flags(mask: Any, causal: bool, sliding_window: int | None, is_packed: bool) -> _Mask:
+def _flags(
+    mask: Any, causal: bool, sliding_window: int | None, queries: int, keys: int, is_packed: bool
+) -> _Mask:
     """What a mask of any kind says; where `is_packed` the bounds of the sequences are known already.
 
-    A matrix, or a structure with a window, leaves nothing to the other arguments.
+    A matrix or a structure leaves nothing to the other arguments.
     """
     window: Window | None = (
         None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
@@ -108,19 +121,48 @@ def _flags(mask: Any, causal: bool, sliding_window: int | None, is_packed: bool)
     if mask is None:
         return _Mask(causal, window)
     if isinstance(mask, Structure):
-        window = mask.window or window
+        _require_length(mask.rows, mask.shape[3], queries, keys)
         if mask.sequences is not None and not is_packed:
-            return _Mask(mask.causal, window, cu_seqlens=mask.packing.cu_seqlens, max_seqlen=mask.packing.max_seqlen)
-        return _Mask(mask.causal, window, mask.keep, keys=mask.keys)
+            return _Mask(mask.causal, mask.window, packing=mask.packing)
+        return _Mask(mask.causal, mask.window, mask.keep, keys=mask.keys)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
         expected = "None, a boolean mask of padding (batch, keys), or a boolean or float mask of four dimensions"
         got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise InvalidProblem("attention_mask", expected, got, "Leave the mask to the model, or make it one of these.")
     if mask.dim() == 2:
+        _require_length(1, mask.shape[1], queries, keys)
         return _Mask(causal, window, mask[:, None, None, :].to(torch.bool))
+    _require_length(mask.shape[2], mask.shape[3], queries, keys)
     if mask.dtype == torch.bool:
         return _Mask(False, None, mask)
     return _Mask(False, None, bias=mask)
+
+
+def _require_length(rows: int, columns: int, queries: int, keys: int) -> None:
+    """A mask that is shorter or longer than what it masks was made for something else."""
+    if columns != keys or rows not in (1, queries):
+        fix = 'This model changes its queries or keys after it made the mask: use attn_implementation="eager".'
+        expected = f"a mask for {queries} queries and {keys} keys"
+        raise InvalidProblem("attention_mask", expected, f"one for {rows} and {columns}", fix)
+
+
+def _packed_by_position(flags: _Mask, position_ids: Tensor, query: Tensor, key: Tensor) -> _Mask:
+    """The sequences in one row of tokens that their positions (1, tokens), or coordinates (tokens, axes), tell apart.
+
+    Looking at positions makes the CPU wait for a GPU in every layer, as transformers' own path for flash-attn does.
+    While a model is traced nobody can look, and the sequences become a mask.
+    """
+    tokens = query.shape[2]
+    if query.shape[0] != 1 or tokens != key.shape[2] or position_ids.numel() % tokens:
+        return flags  # a batch has a row for each sequence, and attention across has other positions
+    first = (position_ids.reshape(tokens, -1) == 0).all(-1)
+    if tracing(position_ids):
+        sequence = first.cumsum(0)
+        return dataclasses.replace(flags, mask=(sequence[:, None] == sequence)[None, None])
+    if not bool(first[1:].any()):
+        return flags
+    first[0] = True
+    return dataclasses.replace(flags, packing=packing_of(first[None]))
 
 
 def _packed(
@@ -150,10 +192,14 @@ def _layer_index(module: torch.nn.Module) -> int:
     return index
 
 
-def _bias(mask: Tensor | None, position_bias: Tensor | None, keys: int) -> Tensor | None:
+def _bias(mask: Tensor | None, position_bias: Tensor | None, keys: int, existing: int | None) -> Tensor | None:
+    """The sum of what is added to scores, for the keys that exist."""
     if position_bias is None:
         return mask
-    position_bias = position_bias[..., :keys]
+    if position_bias.shape[-1] not in (1, keys):
+        fix = "This model changes its keys after it made the bias: use attn_implementation=\"eager\"."
+        raise InvalidProblem("position_bias", f"a bias for {keys} keys", f"one for {position_bias.shape[-1]}", fix)
+    position_bias = position_bias[..., :existing]
     return position_bias if mask is None else position_bias + mask
 
 
@@ -166,7 +212,7 @@ def _require_no(where: str, **arguments: Any) -> None:
 def _require_causal(causal: bool, attention_mask: Any) -> None:
     if not causal:
         raise Unsupported("continuous batching is causal, and is_causal=False was asked for; use model.generate")
-    if isinstance(attention_mask, Tensor):
+    if isinstance(attention_mask, Tensor) and not isinstance(attention_mask, StructuredMask):
         fix = 'use attn_implementation="tilewise_flash", for which transformers makes no mask'
         raise Unsupported(f"tilewise reads the paged cache without a mask, and one was passed; {fix}")
 

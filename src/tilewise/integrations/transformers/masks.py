@@ -1,11 +1,13 @@
 """What transformers asks of a mask, as flags instead of a matrix.
 
 transformers describes a mask by a function of (batch, head, query, key) made of a few known pieces. Where the pieces
-are causality, a window, padding or packed sequences, `attention_mask_function` answers with nothing (None), with the
-padding as a view (bidirectional), or with a `Structure`: flags, a (batch, 1, 1, keys) mask of the padding, and the
-sequence each token belongs to. Everything else (chunks, image blocks, a model's own functions), and whatever must
-keep its shape while it is traced, becomes the boolean matrix that transformers makes for SDPA, which is then all of
-the mask.
+are causality, a window, padding or packed sequences, a `Structure` says the same: flags, a (batch, 1, 1, keys) mask of
+the padding, and the sequence each token belongs to. Everything else (chunks, image blocks, a model's own functions),
+and whatever must keep its shape while it is traced, is a boolean matrix in `Structure.keep`.
+
+Not every attention is tilewise's: some modules of transformers apply the mask themselves, and some edit it first. So
+`attention_mask_function` answers with a `StructuredMask`, a tensor that is the float matrix which eager attention gets.
+The matrix is made when someone reads it; `attention_forward` takes the structure instead.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_map_only
 
 from tilewise.integrations.translation import Window
 
-__all__ = ["Packing", "Structure", "attention_mask_function"]
+__all__ = ["Packing", "Structure", "StructuredMask", "attention_mask_function", "packing_of", "tracing"]
 
 MaskFunction = Callable[..., Any]
 
@@ -35,13 +38,23 @@ class Packing:
     max_seqlen: int
 
 
+def packing_of(first: Tensor) -> Packing:
+    """The packed sequences by their bounds; `first` (batch, seqlen) is True where one begins.
+
+    Counting them makes the CPU wait for a GPU.
+    """
+    starts = first.flatten().nonzero().flatten()
+    cu_seqlens = torch.cat([starts, starts.new_tensor([first.numel()])]).to(torch.int32)
+    return Packing(cu_seqlens, int(cu_seqlens.diff().max()))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Structure:
     """A mask without its matrix. `shape` and `ndim` are those of the matrix, which is how transformers knows one.
 
     `keys`: how many keys exist; the rest of a static cache is not written yet. The last query stands at the last of
-    them. `keep` (batch, 1, 1, keys): False where a key is padding. `sequences` (batch, seqlen): which packed sequence
-    a token belongs to.
+    them. `keep` broadcasts to (batch, 1, queries, keys): False where a key is hidden, for one query or for all of them.
+    `sequences` (batch, seqlen): which packed sequence a token belongs to.
     """
 
     shape: tuple[int, int, int, int]
@@ -56,19 +69,70 @@ class Structure:
         """Dimensions of the matrix."""
         return 4
 
-    def contiguous(self) -> Structure:
-        """Itself: `generate` says this to the masks it makes ahead."""
-        return self
+    @property
+    def rows(self) -> int:
+        """For how many queries it is, 1 if it is the same for any."""
+        same = self.keep is None or self.keep.shape[2] == 1
+        return 1 if same and not self.causal and self.window is None and self.sequences is None else self.shape[2]
 
     @functools.cached_property
     def packing(self) -> Packing:
-        """The packed sequences by their bounds. Counting them makes the CPU wait for a GPU, once for all layers."""
+        """The packed sequences by their bounds, counted once for all layers."""
         assert self.sequences is not None
         first = torch.ones_like(self.sequences, dtype=torch.bool)
         first[:, 1:] = self.sequences[:, 1:] != self.sequences[:, :-1]
-        starts = first.flatten().nonzero().flatten()
-        cu_seqlens = torch.cat([starts, starts.new_tensor([first.numel()])]).to(torch.int32)
-        return Packing(cu_seqlens, int(cu_seqlens.diff().max()))
+        return packing_of(first)
+
+
+class StructuredMask(Tensor):
+    """A mask of eager attention, 0 where a key is seen and the lowest number where not, that knows its structure.
+
+    Its matrix is made by the first operation on it.
+    """
+
+    _structure: Structure
+    _make: Callable[[], Tensor]
+    _matrix: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, structure: Structure, make: Callable[[], Tensor], dtype: torch.dtype, device: torch.device | str
+    ) -> StructuredMask:
+        """`make` makes the matrix."""
+        mask: StructuredMask = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined] # noqa: SLF001
+            cls, structure.shape, dtype=dtype, device=torch.device(device)
+        )
+        mask._structure, mask._make, mask._matrix = structure, make, None  # noqa: SLF001
+        return mask
+
+    @property
+    def matrix(self) -> Tensor:
+        """What eager attention would get."""
+        if self._matrix is None:
+            self._matrix = self._make()
+        return self._matrix
+
+    @property
+    def content(self) -> Structure | Tensor:
+        """The structure, or the matrix once somebody may have written into it."""
+        # Versions count writes, also those into views, but are not kept in inference mode.
+        if self._matrix is None or not (self.is_inference() or self._version):
+            return self._structure
+        return self._matrix
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Itself: `generate` says this to the masks it makes ahead."""
+        return self
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        return f"StructuredMask({self._structure})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(StructuredMask, lambda mask: mask.matrix, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,86 +159,82 @@ def attention_mask_function(
     attention_mask: Tensor | Structure | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
     **others: Any,
-) -> Tensor | Structure | None:
+) -> Tensor | Structure:
     """What `attention_forward` gets as `attention_mask`; called by transformers, once per kind of layer and forward.
 
     Query i stands at position q_offset + i, key j at kv_offset + j; `attention_mask` (batch, positions) is False for
-    padding.
+    padding. The answer is never None, which some modules take for "causal" and others for "everything".
     """
     from transformers import masking_utils
 
     if isinstance(attention_mask, Structure):
-        return attention_mask  # `generate` makes masks ahead and sends them through the model
+        return attention_mask  # made by an outer model while it is traced
     mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
-    tracing = _tracing(attention_mask)
-    pieces = _pieces(mask_function, tracing)
+    is_traced = tracing(attention_mask)
+    pieces = _pieces(mask_function, is_traced)
+    arguments = others | {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
+        "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask, "device": device,
+        "allow_is_bidirectional_skip": False,
+    }  # fmt: skip
+    make = functools.partial(masking_utils.eager_mask, dtype=dtype, **arguments)
     shape = (batch_size, 1, q_length, kv_length)
+    keys: int | None = None
+    if pieces is not None and not pieces.everything:
+        keys = _existing_keys(q_length, kv_length, q_offset, kv_offset, is_traced)
     if pieces is not None and pieces.everything:
-        keep = _padding(attention_mask, kv_offset, kv_length, tracing)
-        if keep is not None or allow_is_bidirectional_skip:
-            return None if keep is None else keep.expand(shape)
-    elif pieces is not None:
-        keys = _existing_keys(q_length, kv_length, q_offset, kv_offset, tracing)
-        skip = allow_is_causal_skip if pieces.causal else allow_is_bidirectional_skip and keys == kv_length
-        if keys is not None and (skip or pieces.sequences is not None):
-            keep = _padding(attention_mask, kv_offset, keys, tracing)
-            trivial = keep is None and pieces.sequences is None and keys == kv_length and _moot(pieces.window, keys)
-            return None if trivial else Structure(shape, pieces.causal, pieces.window, keys, keep, pieces.sequences)
-    # Where a matrix is wanted, all of it: a skipped one would mean something else to SDPA than to tilewise.
-    matrix: Tensor = masking_utils.sdpa_mask(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False, **others,
-    )  # fmt: skip
-    return matrix
+        keep = _padding(attention_mask, kv_offset, kv_length, is_traced)
+        structure = Structure(shape, False, None, kv_length, keep)
+    elif pieces is not None and keys is not None and (pieces.causal or keys == kv_length):
+        keep = _padding(attention_mask, kv_offset, keys, is_traced)
+        structure = Structure(shape, pieces.causal, pieces.window, keys, keep, pieces.sequences)
+    elif q_length == 1:
+        return make()  # a row is no larger than its description, and may go into a compiled model
+    else:
+        keep = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
+        structure = Structure(shape, False, None, kv_length, keep)
+    if not is_traced:
+        return StructuredMask(structure, make, dtype, device)
+    # A model that forbids to skip the mask reads it, and a Structure cannot be read.
+    return structure if allow_is_causal_skip or allow_is_bidirectional_skip else make()
 
 
-def _tracing(attention_mask: Tensor | None) -> bool:
+def tracing(tensor: Tensor | None) -> bool:
     """Whether values cannot be looked at: under torch.compile, export, fake tensors or a CUDA graph's capture."""
-    if torch.compiler.is_compiling() or isinstance(attention_mask, FakeTensor):
+    if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
         return True
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _existing_keys(q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, tracing: bool) -> int | None:
+def _existing_keys(q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, is_traced: bool) -> int | None:
     """How many keys there are up to the last query, or None where that is not to be known as a number.
 
     A static cache counts its tokens on the device. For one query the matrix is a row, cheaper than waiting for it.
     """
     if isinstance(q_offset, Tensor):
-        if tracing or q_length == 1:
+        if is_traced or q_length == 1:
             return None
         q_offset = int(q_offset)
     keys = q_offset + q_length - kv_offset
     return keys if 0 < keys <= kv_length else None
 
 
-def _padding(attention_mask: Tensor | None, kv_offset: int, keys: int, tracing: bool) -> Tensor | None:
+def _padding(attention_mask: Tensor | None, kv_offset: int, keys: int, is_traced: bool) -> Tensor | None:
     """(batch, 1, 1, keys), or None where nothing is padded, which one look per forward tells."""
     if attention_mask is None:
         return None
     keep = attention_mask[:, kv_offset : kv_offset + keys].to(torch.bool)
     if keep.shape[1] < keys:
         keep = torch.nn.functional.pad(keep, (0, keys - keep.shape[1]))
-    if not tracing and bool(keep.all()):
+    if not is_traced and bool(keep.all()):
         return None
     return keep[:, None, None, :]
 
 
-def _moot(window: Window | None, keys: int) -> bool:
-    """Whether a window hides nothing, nor the `sliding_window` that takes its place where there is no mask.
-
-    In causal models that is the same window. To both sides it may be one key narrower: some models pass the W of
-    their mask |i - j| <= W, which attention takes for W - 1 to each side.
-    """
-    if window is None:
-        return True
-    reach = keys - 1 if window[1] is None else keys
-    return all(side is None or side >= reach for side in window)
-
-
-def _pieces(mask_function: MaskFunction, tracing: bool) -> _Pieces | None:
+def _pieces(mask_function: MaskFunction, is_traced: bool) -> _Pieces | None:
     """The pieces of a mask function, or None if one of them is unknown."""
     from transformers import masking_utils
 
@@ -182,7 +242,7 @@ def _pieces(mask_function: MaskFunction, tracing: bool) -> _Pieces | None:
         return _Pieces(causal=True)
     if mask_function is masking_utils.bidirectional_mask_function:
         return _Pieces()
-    if tracing:
+    if is_traced:
         return None  # torch.compile does not look into closures
     pieces = _Pieces()
     for leaf in _conjuncts(mask_function):
