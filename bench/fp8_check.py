@@ -23,10 +23,9 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import device as devices
 from tilewise import fp8, validation
-from tilewise.backends.gpu.launching import raw_views
+from tilewise.backends.gpu.launching import Pass, raw_views
 from tilewise.backends.hopper import fp8_launch
 from tilewise.backends.hopper.fp8_configs import Fp8Tile
-from tilewise.backends.hopper.launching import counter_for
 from tilewise.operands import Flags, Operands
 from tilewise.testing import BackendImplementation, check
 from tilewise.testing.conformance import Nonconformance
@@ -158,22 +157,16 @@ def prepared(
     operands, flags = validation.with_scales(Operands(data_q, data_k, data_v), Flags(causal=causal), scales)
     problem = validation.problem_of("dense", operands, flags)
     device, index = devices.of(data_q.device), data_q.get_device()
-    ready = fp8_launch.fp8_pass(problem, device, index, raw_views(operands), tile)
-    made = [None if allocation is None else allocation.new(data_q) for allocation in ready.made.values()]
-    tensors = (*operands, *made, counter_for(data_q))
-    ready.launches.run(tensors)
-    alone = forward_alone(ready.launches, index)
-    return lambda: alone(tensors)
+    ready = fp8_launch.fp8_pass(problem, device, index, raw_views(operands), tile=tile).kernels
+    assert ready is not None
+    # Everything lies where it did, so that the last kernel alone has what V's transposition left for it.
+    made = Pass(ready.calls, Operands._fields, ready.allocations, device, index, num_counters=1).run(operands)
+    names = (*Operands._fields, *made)
+    alone = Pass(ready.calls[-1:], names, {}, device, index, num_counters=1)
+    tensors = (*operands, *made.values())
 
-
-def forward_alone(launches: Any, index: int) -> Callable[[Any], None]:
-    """The last launch of a pass: the forward kernel without V's transposition, which has been done."""
-    direct, pick = launches._direct[-1], launches._pick  # noqa: SLF001
-    stream = torch.cuda.current_stream(index).cuda_stream
-
-    def run(tensors: Any) -> None:
-        function, arguments, _ = direct.filled(stream, [t.data_ptr() for t in pick(tensors)])
-        function(*arguments)
+    def run() -> None:
+        alone(tensors)
 
     return run
 

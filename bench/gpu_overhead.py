@@ -7,7 +7,7 @@ PyTorch first, then timed in layers, all of them in turn, each a part of the one
 
     public      tilewise.attention (forward and backward: with torch.autograd.grad)
     bound pass  what a call that looks like an earlier one runs: make the results, launch
-    launches    results given too: look the laid out parameters up and start the kernels
+    launches    the kernels at known addresses: ask whether hooks are to see them, and start them
     driver      cuLaunchKernelEx alone, all parameters laid out
     new pass    what a call that looks like none before runs beside its judgement, once the problem is prepared
     torch       SDPA on the same tensors
@@ -74,17 +74,16 @@ def tensors(seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int, dim: int, *
 
 def parts_of(bound: Any, given: tuple[Tensor | None, ...]) -> Layers:
     """A bound pass, and its parts with the tensors of one call."""
-    made = bound(given)
-    started = list(bound._started.values())[-1]  # noqa: SLF001
-    used, launches = bound.used(given, made, started), bound._launches  # noqa: SLF001
-    launches.start(used)
+    held = bound(given)  # lives as long as its addresses are used
+    filled = list(bound._filled.values())[-1]  # noqa: SLF001
 
-    def driver_alone() -> None:
-        for function, arguments, _ in started.filled:
+    def driver_alone() -> Any:
+        for function, arguments, _ in filled:
             function(*arguments)
+        return held
 
-    parts = {"bound pass": lambda: bound(given), "launches": lambda: launches.start(used)}
-    return parts | ({"driver": driver_alone} if started.filled else {})
+    parts = {"bound pass": lambda: bound(given), "launches": lambda: driver.queued(filled)}
+    return parts | ({"driver": driver_alone} if filled else {})
 
 
 def forward_layers(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Layers:

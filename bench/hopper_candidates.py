@@ -13,7 +13,6 @@ from tilewise import device
 from tilewise.backends.gpu.launching import raw_views
 from tilewise.backends.hopper import BACKEND, backward_plan, launch_backward
 from tilewise.backends.hopper.configs import BackwardConfig, backward_config
-from tilewise.backends.hopper.launching import counter_for
 from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
 
@@ -35,7 +34,7 @@ def backward_candidates(
     usual = BACKEND.backward(problem, operands, out, lse, dout, None, Wanted())
     calls = {}
     for name, config_of in _configs(problem).items():
-        call = _call(config_of, problem, (*operands, out, lse, dout, None))
+        call = _call(config_of, problem, (dout, None, out, lse, *operands))
         wrong = [n for n, mine, theirs in zip(("dq", "dk", "dv"), call(), usual, strict=False) if _differ(mine, theirs)]
         if wrong:
             print(f"candidate {name}: {', '.join(wrong)} differ", flush=True)
@@ -54,18 +53,17 @@ def _configs(problem: AttentionProblem) -> dict[str, ConfigOf]:
 def _call(
     config_of: ConfigOf, problem: AttentionProblem, given: tuple[Any, ...]
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    q = given[0]
+    q = given[4]
     with mock.patch.object(backward_plan, "backward_config", config_of):
         ready = launch_backward.backward_pass.__wrapped__(
-            problem, device.of(q.device), q.get_device(), raw_views(given), True
+            problem, device.of(q.device), q.get_device(), raw_views(given)
         )
-    assert not ready.copies, "candidates are timed on tensors that TMA can address"
-    gradients = [made for made in (ready.dq, ready.dk, ready.dv) if made is not None]
+    kernels = ready.kernels
+    assert kernels is not None, "candidates are timed on tensors that TMA can address"
 
     def run() -> tuple[torch.Tensor, ...]:
-        made = tuple(allocation.new(q) for allocation in gradients)
-        ready.launches.run((*given, ready.workspace.new(q), *made, counter_for(q)))
-        return made
+        made = kernels.run(given)
+        return made["dq"], made["dk"], made["dv"]
 
     return run
 

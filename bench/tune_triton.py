@@ -30,8 +30,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import device as devices
+from tilewise.backends.gpu import launching as kernels
 from tilewise.backends.gpu.compilation import compile_call
-from tilewise.backends.gpu.launching import Launches, View
+from tilewise.backends.gpu.launching import View
 from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.triton import arguments, configs, launch, passes, planning
 from tilewise.backends.triton.configs import Config, Pass
@@ -106,8 +107,8 @@ class Inputs:
 
     def runner(self, calls: list[KernelCall]) -> Run:
         """The calls, compiled and ready to be started."""
-        ready = Launches(calls, tuple(self.tensors), self.device, self.index)
-        return functools.partial(ready.run, tuple(self.tensors.values()))
+        ready = kernels.Pass(calls, tuple(self.tensors), {}, self.device, self.index)
+        return functools.partial(ready, tuple(self.tensors.values()))
 
     def calls(self, direction: Pass, config: Config) -> list[KernelCall]:
         """The kernels of a pass with the given tiles."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -187,12 +187,25 @@ def test_doctor_says_how_kernels_are_started(monkeypatch: pytest.MonkeyPatch) ->
     found = {backend["name"]: backend["launch_path"] for backend in read("doctor")["backends"]}
     assert found["triton"] == found["hopper"] == "direct"
     assert found["cpu"] is None
-    monkeypatch.setattr(driver, "_entry", lambda _: ctypes.CDLL("libcuda.so.of-no-machine"))
-    assert "launch path ordinary: no cuLaunchKernelEx in a library called libcuda.so.1" in succeed(
-        "doctor", columns=200
-    )
-    monkeypatch.setattr(driver, "is_direct", lambda: False)
-    assert "launch path ordinary: triton" in succeed("doctor", columns=200)
+    monkeypatch.setattr(driver, "_entry", lambda _: None)
+    path = "launch path Triton's, some 50 us more a kernel: no cuLaunchKernelEx in a library called libcuda.so.1"
+    assert path in succeed("doctor", columns=200)
+
+
+def test_doctor_says_which_triton_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    releases = importlib.import_module("tilewise.backends.gpu.releases")
+    for name in ("triton", "hopper"):
+        monkeypatch.setattr(dispatch.load(name), "unavailable", lambda: None)
+    for number, words in (
+        ("3.9.0", "triton 3.9.0, a release that was tested"),
+        ("3.10.1", "triton 3.10.1, newer than those that were tested (3.6 to 3.9); hopper kernels were tried"),
+    ):
+        monkeypatch.setattr(releases, "installed", lambda number=number: number)
+        found = {backend["name"]: backend["compiler"] for backend in read("doctor")["backends"]}
+        assert found["hopper"].startswith(words)
+        assert found["cpu"] is None
+        assert f"compiled by {words}" in succeed("doctor", columns=200)
 
 
 # --- warmup
@@ -215,6 +228,40 @@ def test_warmup_fills_the_cache_and_says_what_it_left_out(stub_compiler: Path) -
     assert filled["cpu"]["skipped"] is None
     assert filled["cpu"]["cache"]["entries"] == count
     assert filled["reference"]["cache"] is None
+
+
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_warmup_says_what_a_compiler_could_not_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a sentence for each backend, and with an exit status that a build of an image stops at."""
+    pytest.importorskip("triton")
+
+    def broken(call: Any, *_: Any) -> Any:
+        raise RuntimeError(f"no such name in {call.kernel.__name__}\nand a page of details")
+
+    monkeypatch.setattr(importlib.import_module("tilewise.backends.gpu.warmup"), "compile_call", broken)
+    releases = importlib.import_module("tilewise.backends.gpu.releases")
+    result = invoke("warmup", "--device", "h200", columns=200)
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output
+    line = rf"{name}: failed, triton {releases.installed()} could not compile \w+ for .*: RuntimeError: no such name"
+    assert re.search(line, result.output)
+    found = {one["name"]: one for one in json.loads(invoke("warmup", "--device", "h200", "--json").stdout)["backends"]}
+    assert "no such name" in found[name]["failed"]
+
+
+def test_warmup_and_explain_follow_the_installed_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    releases = importlib.import_module("tilewise.backends.gpu.releases")
+    dispatch._select.cache_clear()
+    monkeypatch.setattr(releases, "installed", lambda: "3.5.1")
+    old = "triton 3.5.1 is older than 3.6 (pip install --upgrade triton)"
+    assert f"hopper: skipped, {old}" in succeed("warmup", "--device", "h200", columns=200)
+    result = invoke("explain", "--device", "h200", columns=200)
+    assert result.exit_code == 1
+    assert old in result.output
+    dispatch._select.cache_clear()
+    monkeypatch.setattr(releases, "installed", lambda: "")  # a plan for another machine needs none here
+    assert json.loads(invoke("explain", "--device", "h200", "--json").stdout)["backend"] == "hopper"
+    dispatch._select.cache_clear()
 
 
 @pytest.mark.usefixtures("stub_compiler")

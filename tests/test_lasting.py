@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tilewise import lasting
-from tilewise.backends.gpu import scratch
 from tilewise.fp8 import rotation
 
 CPU = torch.device("cpu")
@@ -53,17 +52,14 @@ def test_made_by_the_caller_if_no_thread_starts(monkeypatch: pytest.MonkeyPatch)
     assert lasting.outside_pools(threading.get_ident, CPU) == threading.get_ident()
 
 
-def test_scratch_and_constants_are_made_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constants_are_made_so(monkeypatch: pytest.MonkeyPatch) -> None:
     makers: list[int] = []
 
     def watched(*args: object, **options: object) -> Tensor:
         makers.append(threading.get_ident())
         return torch.zeros(1 << 16, dtype=torch.uint8, device=CPU)
 
-    monkeypatch.setattr(scratch, "_bytes", watched)
     monkeypatch.setattr(torch, "tensor", watched)
-    scratch.kept_by_stream([100], -1, 424_242)
     rotation.part_sizes(509, CPU)
     inspect.unwrap(rotation.part_sizes)(508, CPU)  # as compilers see it
-    scratch.made_anew([100], -1)
-    assert [maker == threading.get_ident() for maker in makers] == [False, False, True, True]
+    assert [maker == threading.get_ident() for maker in makers] == [False, True]

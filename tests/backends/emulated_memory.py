@@ -65,7 +65,7 @@ class Memory:
         del layout
         return self.data.clone()
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory:
+    def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory:
         del layout
         return Memory(self.data.view(-1).view(dtype)[: math.prod(shape)].view(shape))
 

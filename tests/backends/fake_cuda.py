@@ -60,8 +60,12 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, co
                            const uint64_t* strides, const unsigned* box) {
   seen.maps++; memset(map, 0, 128); memcpy(map, &address, 8); memcpy((char*)map + 8, shape, 8 * rank); return 0;
 }
+int cuDriverGetVersion(int* version) { *version = 13000; return 0; }
 int cuCtxGetCurrent(void** context) { *context = (void*)(uint64_t)(1 + current); return 0; }
 int cuCtxSetCurrent(void* context) { current = (int)(uint64_t)context - 1; return 0; }
+int cuCtxGetDevice(int* device) { *device = current; return 0; }
+int cuModuleUnload(void* module) { return 0; }
+int cuStreamIsCapturing(void* stream, int* status) { *status = 0; return 0; }
 int cuDeviceGet(int* device, int index) { *device = index; return 0; }
 int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)(uint64_t)(1 + device); return 0; }
 int cuModuleLoadData(void** module, const void* data) { *module = (void*)(uint64_t)(1 + current); return 0; }

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fake_cuda import STREAMS, FakeCuda
-from tilewise.backends.gpu import scratch
 
 __all__ = ["FakeGpus", "Placed", "placed"]
 
@@ -63,10 +62,6 @@ class FakeGpus:
         monkeypatch.setattr(torch.cuda, "_exchange_device", driver.exchange_device)
         monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", driver.exchange_device)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=lambda: None))
-        monkeypatch.setattr(scratch, "outside_pools", lambda make, _: make())
-        monkeypatch.setattr(
-            scratch, "_bytes", lambda size, index: self.keep(torch.empty(size, dtype=torch.uint8), index)
-        )
 
     def _made(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Placed:
         return placed(torch.empty_strided(shape, strides, dtype=dtype), self.driver.device())

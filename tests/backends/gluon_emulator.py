@@ -17,7 +17,7 @@ import re
 import threading
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,15 +110,16 @@ class Device:
 class EmulatedLaunch:
     """A prepared launch: the call's kernel is run with real tensors in the place of addresses."""
 
-    def __init__(self, call: Any, compiled: Any, names: Sequence[str]) -> None:
-        del compiled
-        self.call, self.names = call, names
+    is_direct = False
 
-    def __call__(self, stream: int, tensors: Sequence[Tensor | None]) -> None:
+    def __init__(self, call: Any, compiled: Any) -> None:
+        del compiled
+        self.call = call
+
+    def start(self, stream: int, tensors: dict[str, Tensor]) -> None:
         del stream
         materialised = importlib.import_module(f"{SHARED}.symbols").materialised
-        named = dict(zip(self.names, tensors, strict=True))
-        self.call.kernel[self.call.grid](*(materialised(argument, named) for argument in self.call.ordered))
+        self.call.kernel[self.call.grid](*(materialised(argument, tensors) for argument in self.call.ordered))
 
 
 MODE = types.SimpleNamespace(late_loads=False)
@@ -415,7 +416,7 @@ LANGUAGE: dict[str, Any] = {
     "min": lambda x, axis: x.amin(axis),
     "sum": lambda x, axis: x.sum(axis),
     "associative_scan": lambda x, axis, _: x.cumsum(axis),  # sums are all that is scanned
-    **dict.fromkeys(("thread_barrier", "debug_barrier"), lambda: HERE.clock.meet()),
+    "debug_barrier": lambda: HERE.clock.meet(),
     "dot": lambda a, b, acc=0.0: a.float() @ b.float() + acc,
     "reshape": lambda x, shape: x.reshape(shape),
     "broadcast_to": lambda x, shape: x.expand(shape),
@@ -450,9 +451,7 @@ HOPPER: dict[str, Any] = {
         arrive=lambda slots, count=1: slots.one.arrive(count),
         expect=lambda slots, count: slots.one.arrive(1, count),
     ),
-    "tma": types.SimpleNamespace(
-        async_copy_global_to_shared=load_box, async_copy_shared_to_global=store_box, store_wait=store_wait
-    ),
+    "tma": types.SimpleNamespace(store_wait=store_wait),
     "fence_async_shared": lambda: None,
     "warpgroup_mma": issue,
     "warpgroup_mma_wait": wait_products,
@@ -465,13 +464,18 @@ MODULES: dict[str, dict[str, Any]] = {
         "cdiv": lambda a, b: -(-a // b),
     },
     "triton.language": LANGUAGE,
-    "triton.language.core": {"_aggregate": lambda cls: cls},
     "triton.experimental": {"gluon": types.SimpleNamespace(jit=jit, constexpr_function=lambda f: f)},
     "triton.experimental.gluon": {"language": types.SimpleNamespace(**LANGUAGE)},
     "triton.experimental.gluon.language.nvidia.hopper": HOPPER,
     "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
     f"{SHARED}.compilation": {"compile_call": lambda call, *_: call.kernel},
-    f"{SHARED}.driver": {"DirectLaunch": object, "OrdinaryLaunch": EmulatedLaunch, "direct_launch": lambda *_: None,
-                         "Filled": tuple, "queued": len},
-    f"{PACKAGE}.reduction": {"reduce_add": lambda desc, corner, source: store_box(desc, corner, source, add=True)},
+    f"{SHARED}.driver": {"Launch": EmulatedLaunch, "Filled": tuple, "queued": len},
+    f"{SHARED}.releases": {
+        "aggregate": lambda cls: cls,
+        "async_load": load_box,
+        "async_store": store_box,
+        "barrier": lambda: HERE.clock.meet(),
+        "reduce_add": lambda desc, corner, source: store_box(desc, corner, source, add=True),
+        "reinterpreted": lambda buffer, *args: buffer.reinterpret(*args),
+    },
 }  # fmt: skip

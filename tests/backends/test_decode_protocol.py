@@ -44,10 +44,10 @@ PAGED = {
 
 
 @pytest.fixture
-def decode(emulated: Callable[[str], Any]) -> Callable[[AttentionProblem, Operands], Any]:  # noqa: F811
+def decode(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:  # noqa: F811
     launch = importlib.import_module(f"{PACKAGE}.launch_decode")
     counters = torch.zeros(64, dtype=torch.int32)
-    vars(emulated("launching")).update(counter_for=lambda *_: counters)
+    monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: counters)
 
     def run(problem: AttentionProblem, operands: Operands) -> Any:
         out, lse = launch.run_decode(problem, operands)
@@ -115,7 +115,7 @@ def test_parts_that_not_all_threads_have_written_are_found(
     decode: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thread 0 publishes what the others wrote only behind a barrier."""
-    monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.decode").gl, "thread_barrier", lambda: None)
+    monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.decode"), "barrier", lambda: None)
     case = DENSE["group of four"]
     with pytest.raises(AssertionError, match="no release and acquire order"):
         decode(case.problem, case.inputs())

@@ -56,12 +56,12 @@ def quantised(case: Case, qk: Any, v: Any) -> tuple[AttentionProblem, Operands]:
 
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", CASES)
-def test_forward(name: str, late: bool, emulated: Callable[[str], Any]) -> None:  # noqa: F811
+def test_forward(name: str, late: bool, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     MODE.late_loads = late
     problem, operands = quantised(*CASES[name])
     launch = importlib.import_module(f"{PACKAGE}.fp8_launch")
     counter = torch.zeros(1, dtype=torch.int32)
-    vars(emulated("launching")).update(counter_for=lambda *_: counter)
+    monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: counter)
     out, lse = launch.run_fp8_forward(problem, operands)
     expected, expected_lse = reference().forward(replace(problem, dtype=torch.float64), operands)
     assert int(counter) == 0

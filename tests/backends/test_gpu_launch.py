@@ -6,10 +6,10 @@ launcher runs, against a driver that launches nothing (fake_cuda).
 
 from __future__ import annotations
 
+import collections
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +20,7 @@ from concurrently import run_concurrently
 from fake_cuda import FakeCuda, fake_cuda
 from tilewise import device as devices
 from tilewise import validation
+from tilewise.backends.gpu import releases
 from tilewise.backends.hopper import BACKEND as HOPPER
 from tilewise.backends.triton import BACKEND as TRITON
 from tilewise.backends.triton.configs import SHORT_KEYS
@@ -33,7 +34,6 @@ triton = pytest.importorskip("triton", minversion="3.6")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 driver = pytest.importorskip("tilewise.backends.gpu.driver")
 launching = pytest.importorskip("tilewise.backends.gpu.launching")
-scratch = pytest.importorskip("tilewise.backends.gpu.scratch")
 symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 triton_launch = pytest.importorskip("tilewise.backends.triton.launch")
 gpu_counters = pytest.importorskip("tilewise.backends.gpu.counters")
@@ -62,8 +62,7 @@ def h200(monkeypatch: pytest.MonkeyPatch, fake_cuda: FakeCuda) -> Iterator[FakeC
     for cache in caches:
         cache.cache_clear()
     counter = torch.zeros(1, dtype=torch.int32)
-    counters = SimpleNamespace(current=lambda _: counter)
-    monkeypatch.setattr(gpu_counters, "_counters", lambda _: counters)
+    monkeypatch.setattr(gpu_counters.HostCounters, "current", lambda *_: counter)
     fake_cuda.expect()
     with devices.overridden(devices.named("h200")):
         yield fake_cuda
@@ -170,7 +169,7 @@ def test_the_second_call_only_launches(
     def never(*_: Any) -> None:
         raise AssertionError("a second call with an equal problem plans or compiles")
 
-    monkeypatch.setattr(launching.Launches, "__init__", never)
+    monkeypatch.setattr(launching.Pass, "__init__", never)
     monkeypatch.setattr(compilation, "types_of", never)
     h200.expect()
     train(gpu, operands_of(length), causal=True)
@@ -242,9 +241,9 @@ def test_what_is_compiled_offline_is_what_runs(gpu: Any, h200: FakeCuda, compile
     assert [call.kernel.__name__ for call in calls] == before
 
 
-def launched_parameters(h200: FakeCuda, launches: Any, run: Callable[[], Any]) -> dict[str, Any]:
+def launched_parameters(h200: FakeCuda, kernels: Any, run: Callable[[], Any]) -> dict[str, Any]:
     """What the driver was handed by the only launch of a pass, by parameter and field."""
-    (call,) = launches.calls
+    (call,) = kernels.calls
     signature = compilation.types_of(call).signature
     h200.expect(signature)
     run()
@@ -267,7 +266,7 @@ def test_the_driver_gets_the_arguments_of_triton_kernels(h200: FakeCuda) -> None
     problem, ready = problem_of(operands._replace(q=operands.q[:, :, :200]), causal=True, scale=0.5)
     forward = triton_launch.forward_pass(problem, devices.named("h200"), -1, launching.raw_views(ready))
     results: list[tuple[Tensor, Tensor]] = []
-    got = launched_parameters(h200, forward.launches, lambda: results.append(TRITON.forward(problem, ready)))
+    got = launched_parameters(h200, forward, lambda: results.append(TRITON.forward(problem, ready)))
     ((out, lse),) = results
     assert (got["q.ptr"], got["k.ptr"], got["v.ptr"]) == tuple(t.data_ptr() for t in ready[:3])
     assert (got["out.ptr"], got["lse.ptr"]) == (out.data_ptr(), lse.data_ptr())
@@ -275,7 +274,7 @@ def test_the_driver_gets_the_arguments_of_triton_kernels(h200: FakeCuda) -> None
     assert (got["lse.stride_batch"], got["lse.stride_head"]) == (4 * 200, 200)
     assert (got["sizes.seqlen_q"], got["sizes.seqlen_k"], got["sizes.num_heads"]) == (200, 300, 4)
     assert got["scalars.scale"] == 0.5
-    assert h200.seen().grid == (forward.launches.calls[0].grid)
+    assert h200.seen().grid == forward.calls[0].grid
 
 
 def test_packed_rows_reach_the_driver_in_boxes(h200: FakeCuda) -> None:
@@ -286,9 +285,10 @@ def test_packed_rows_reach_the_driver_in_boxes(h200: FakeCuda) -> None:
     problem, spec = validation.problem_of("varlen", operands, Flags(causal=True)), devices.named("h200")
     ready = canonical(problem, operands)
     forward = triton_launch.forward_pass(problem, spec, -1, launching.raw_views(ready))
-    alone = launching.Launches(forward.launches.calls[1:], triton_launch.FORWARD_TENSORS, spec, -1)
-    out, lse, workspace = (made.new(q) for made in (forward.out, forward.lse, forward.workspace))
-    got = launched_parameters(h200, alone, lambda: alone.run((*ready, out, lse, workspace)))
+    alone = launching.Pass(forward.calls[1:], Operands._fields, forward.allocations, spec, -1)
+    results: list[dict[str, Tensor]] = []
+    got = launched_parameters(h200, alone, lambda: results.append(alone.run(ready)))
+    out = results[0]["out"]
     shape, strides = (2**30 + 1, 601, 2, 2**30, 128), (2**34 - 256, 256, 128, 256, 1)
     tensors = {"q": q, "k": k, "v": v, "out": out}
     assert {n: got[f"{n}_desc"] for n in tensors} == {n: (t.data_ptr(), *shape, *strides) for n, t in tensors.items()}
@@ -299,7 +299,7 @@ def test_the_driver_gets_the_descriptors_of_hopper_kernels(h200: FakeCuda) -> No
     problem, ready = problem_of(operands_of(300, heads=4, batch=2), causal=True)
     forward = hopper_launch.forward_pass(problem, devices.named("h200"), -1, launching.raw_views(ready))
     results: list[tuple[Tensor, Tensor]] = []
-    got = launched_parameters(h200, forward.launches, lambda: results.append(HOPPER.forward(problem, ready)))
+    got = launched_parameters(h200, forward.kernels, lambda: results.append(HOPPER.forward(problem, ready)))
     ((out, lse),) = results
     shape, strides = (2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)
     assert got["k_desc"] == (ready.k.data_ptr(), *shape, *strides)
@@ -309,20 +309,22 @@ def test_the_driver_gets_the_descriptors_of_hopper_kernels(h200: FakeCuda) -> No
     assert h200.seen().threads == 384
 
 
+@pytest.mark.skipif(not releases.serves_specialised_forward(), reason="another kernel runs on this release")
 def test_the_driver_gets_the_specialised_forward_of_triton(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three warpgroups, and tensor maps whose boxes are what one of those that compute takes of a query tile."""
     boxes: list[list[int]] = []
-    plain = driver.TensorMaps.__init__
+    plain = driver.TensorMap.of
 
-    def noted(maps: Any, tile: Any, meta: Any) -> None:
-        plain(maps, tile, meta)
-        boxes.append(list(maps._rest[0]))
+    def noted(tile: Any, meta: Any) -> Any:
+        made = plain(tile, meta)
+        boxes.append(list(made.box[::-1]))
+        return made
 
-    monkeypatch.setattr(driver.TensorMaps, "__init__", noted)
+    monkeypatch.setattr(driver.TensorMap, "of", noted)
     problem, ready = problem_of(operands_of(256, dim=128, heads=8, batch=16), causal=True, scale=0.5)
     forward = triton_launch.forward_pass(problem, devices.named("h200"), -1, launching.raw_views(ready))
     results: list[tuple[Tensor, Tensor]] = []
-    got = launched_parameters(h200, forward.launches, lambda: results.append(TRITON.forward(problem, ready)))
+    got = launched_parameters(h200, forward, lambda: results.append(TRITON.forward(problem, ready)))
     ((out, lse),) = results
     assert boxes == [[64, 64], [1, 1, 128, 64], [1, 1, 128, 64]]
     assert got["q_desc"] == (ready.q.data_ptr(), 16 * 8 * 256, 128, 128, 1)
@@ -333,30 +335,32 @@ def test_the_driver_gets_the_specialised_forward_of_triton(h200: FakeCuda, monke
     assert (h200.seen().grid, h200.seen().threads) == ((131, 1, 1), 384)
 
 
-def test_tensor_maps_are_encoded_once_for_an_address(h200: FakeCuda) -> None:
+def test_tensor_maps_are_encoded_once_for_all_addresses(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, ready = problem_of(operands_of(300))
-    out, lse = HOPPER.forward(problem, ready)
-    ready_pass = hopper_launch.forward_pass(problem, devices.named("h200"), -1, launching.raw_views(ready))
-    given = (*ready, out, lse, None, torch.zeros(1, dtype=torch.int32))
-    ready_pass.launches.run(given)
-    h200.expect()
-    ready_pass.launches.run(given)
-    assert h200.seen().maps == 0
+    kernels: Any = HOPPER.bind_forward(problem, ready, want_lse=True)
+    made: list[Tensor] = []
+    monkeypatch.setattr(kernels, "_allocate", lambda *_: made.pop(0))
+
+    def maps_of(q: Tensor) -> int:
+        made[:] = results
+        h200.expect()
+        kernels((q, *ready[1:3]))
+        return h200.seen().maps
+
+    results = [torch.empty_strided(*allocation[:2], dtype=allocation[2]) for allocation in kernels._made]
+    assert [maps_of(ready.q) for _ in range(3)] == [4, 0, 0]
     elsewhere = torch.zeros_like(ready.q)
-    ready_pass.launches.run((elsewhere, *given[1:]))
-    assert h200.seen().maps == 1
+    assert [maps_of(elsewhere) for _ in range(2)] == [4, 0]
+    assert maps_of(ready.q) == 0
 
 
-def test_tensor_maps_are_bounded(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "MAX_REMEMBERED", 3)
-    tile = symbols.Tile(symbols.Address("x", BF16), (64, 64), (64, 1), (64, 64))
-    meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64]}
-    maps = driver.TensorMaps(tile, meta)
-    h200.expect()
-    for address in range(0, 160, 16):
-        assert maps.at(address) is maps.at(address)
-    assert h200.seen().maps == 10
-    assert len(maps._known) <= 3
+def test_what_is_laid_out_is_bounded_for_all_passes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "MAX_FILLED", 5)
+    monkeypatch.setattr(launching, "_order", functools.cache(collections.deque))
+    passes: list[dict[tuple[int, ...], Any]] = [{} for _ in range(4)]
+    for number in range(12):
+        launching._remember(passes[number % 4], (0, number), number)
+    assert [list(known.values()) for known in passes] == [[8], [9], [10], [7, 11]]
 
 
 def test_hooks_see_direct_launches(h200: FakeCuda) -> None:
@@ -376,42 +380,42 @@ def test_hooks_see_direct_launches(h200: FakeCuda) -> None:
 
 @pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])
 def test_the_ordinary_path_hands_over_the_same(gpu: Any, h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a Triton release whose launcher is not known, and where the driver's library has another name."""
-    prepare = triton_launch._prepare_forward if gpu is TRITON else hopper_launch.forward_pass.__wrapped__
+    """Of a kernel whose parameters are not those that are laid out, and where the driver's library has another name."""
     problem, ready = problem_of(operands_of(300), causal=True)
-    results = (torch.zeros(1, 2, 300, 64, dtype=BF16), torch.zeros(1, 2, 300), None, torch.zeros(1, dtype=torch.int32))
     found: list[Any] = []
-    for direct, library in ((True, "libcuda.so.1"), (False, "libcuda.so.1"), (True, "libcuda.so.of-no-machine")):
-        monkeypatch.setattr(driver, "is_direct", lambda direct=direct: direct)
+    for scratch, library in ((2, "libcuda.so.1"), (3, "libcuda.so.1"), (2, "libcuda.so.of-no-machine")):
+        monkeypatch.setattr(driver, "NUM_SCRATCH", scratch)
         monkeypatch.setattr(driver, "LIBRARY", library)
         driver._entry.cache_clear()
-        launches = prepare(problem, devices.named("h200"), -1, launching.raw_views(ready)).launches
-        assert len(launches._direct) == (len(launches.calls) if not found else 0)
-        run = functools.partial(launches.run, (*ready, *results))
-        found.append(launched_parameters(h200, launches, run))
-    assert found[0] == found[1] == found[2]
+        for cache in (triton_launch._kept_forward, hopper_launch.forward_pass):
+            cache.cache_clear()
+        kernels = gpu.bind_forward(problem, ready, want_lse=True)
+        assert [launch.is_direct for launch in kernels._launches] == [not found]
+        results = [torch.empty_strided(*allocation[:2], dtype=allocation[2]) for allocation in kernels._made]
+        held = found[0][1] if found else results
+        monkeypatch.setattr(kernels, "_allocate", lambda *_, given=[*held]: given.pop(0))
+        found.append((launched_parameters(h200, kernels, functools.partial(kernels, ready)), held))
+    driver._entry.cache_clear()
+    assert found[0][0] == found[1][0] == found[2][0]
     assert "no-machine" in driver.launch_path()
-    monkeypatch.setattr(driver, "is_direct", lambda: False)
-    assert "3.6" in driver.launch_path()
+    driver._entry.cache_clear()
 
 
 def test_the_driver_hears_which_kernel_may_start_early(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lost rows are computed again by a kernel that waits for the forward itself; no other kernel may overlap."""
-    ways = []
-    for direct in (True, False):
-        monkeypatch.setattr(driver, "is_direct", lambda direct=direct: direct)
+    for scratch, is_direct in ((2, True), (3, False)):
+        monkeypatch.setattr(driver, "NUM_SCRATCH", scratch)
         for keys, overlaps in ((8192, True), (128, False)):
             problem, ready = problem_of(operands_of(keys), causal=True)
-            views = launching.raw_views(ready)
-            launches = hopper_launch.forward_pass.__wrapped__(problem, devices.named("h200"), -1, views).launches
-            assert [call.overlaps for call in launches.calls] == ([False, True] if overlaps else [False])
-            made = torch.zeros(1, 2, keys, 64, dtype=BF16), torch.zeros(1, 2, keys)
+            kernels = hopper_launch.forward_pass.__wrapped__(
+                problem, devices.named("h200"), -1, launching.raw_views(ready)
+            ).kernels
+            assert [call.overlaps for call in kernels.calls] == ([False, True] if overlaps else [False])
+            assert {launch.is_direct for launch in kernels._launches} == {is_direct}
             h200.expect()
-            launches.run((*ready, *made, None, torch.zeros(1, dtype=torch.int32)))
-            assert h200.seen().launches == len(launches.calls)
+            kernels(ready)
+            assert h200.seen().launches == len(kernels.calls)
             assert h200.seen().overlaps == overlaps
-            ways.append(len(launches._direct))
-    assert ways == [2, 1, 0, 0]
 
 
 @pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])
@@ -450,27 +454,38 @@ def test_bound_passes_refuse_addresses_that_are_not_aligned(h200: FakeCuda) -> N
     assert bound(unaligned[:3]) is not None
 
 
-def test_what_nobody_reads_is_kept(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the stream, if it is small: nothing but out is made. Larger parts lie in one block, another in every call."""
+def test_what_nobody_reads_lies_in_one_block(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the call alone: one that comes between its kernels (of a thread, a hook, a finaliser) has another."""
     q, k = torch.zeros(1, 8, 1, 64, dtype=BF16), torch.zeros(1, 2, 4096, 64, dtype=BF16)
     problem, ready = problem_of(Operands(q, k, k))
-    for most in (launching.MAX_KEPT, 0):
-        monkeypatch.setattr(launching, "MAX_KEPT", most)
-        for gpu in (HOPPER, TRITON):
-            bound = gpu.bind_forward(problem, ready, want_lse=False)
-            assert bound is not None
-            assert bound.made == ("out",)
-            made = [bound(ready) for _ in range(2)]
-            blocks = [tensor.data_ptr() for results in made if results is not None for tensor in results[1:]]
-            assert len(set(blocks)) == (0 if most else 2)
-    monkeypatch.undo()
+    given: list[int] = []
+    inner: list[Any] = []
+    plain, queued = driver.Launch.filled, launching.queued
+    for gpu in (HOPPER, TRITON):
+        bound: Any = gpu.bind_forward(problem, ready, want_lse=False)
+        assert bound.made == ("out",)
+        given.clear()
+        inner.clear()
+
+        def noted(launch: Any, stream: int, addresses: Any) -> Any:
+            given.append(addresses["workspace"])
+            return plain(launch, stream, addresses)
+
+        def between(filled: Any, bound: Any = bound) -> int:
+            if not inner:
+                inner.append(None)
+                bound(ready)
+            return int(queued(filled))
+
+        monkeypatch.setattr(driver.Launch, "filled", noted)
+        monkeypatch.setattr(launching, "queued", between)
+        made = bound(ready)
+        assert made is not None
+        assert len(made) == 2  # out and the block
+        assert all(made[1].data_ptr() <= at < made[1].data_ptr() + made[1].nbytes for at in given[: len(bound.calls)])
+        assert len(set(given)) == 2
+        monkeypatch.undo()
     assert HOPPER.bind_forward(problem, ready, want_lse=True).made == ("out", "lse")  # type: ignore[union-attr]
-    address = symbols.Address("x", torch.float32)
-    call = symbols.KernelCall(None, (1, 1, 1), {"x": address})
-    small, large = (launching.Allocation.contiguous((n,), torch.float32) for n in (100, 1 << 22))
-    assert launching.is_keepable(small, "x", [call])
-    assert not launching.is_keepable(small, "x", [call, call])
-    assert not launching.is_keepable(large, "x", [call])
 
 
 def test_threads_share_prepared_launches(h200: FakeCuda, compiled: Compiled) -> None:

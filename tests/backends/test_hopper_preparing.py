@@ -41,7 +41,7 @@ def waves_of_one(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
     for rounds in ("AHEAD_ROUNDS", "CAUSAL_AHEAD_ROUNDS"):
         monkeypatch.setattr(emulated("backward_plan"), rounds, 1)
     counter = torch.zeros(1, dtype=torch.int32)  # a deadlock leaves it as it was
-    monkeypatch.setattr(emulated("launch_backward"), "counter_for", lambda _: counter)
+    monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: counter)
     prepared.cache_clear()
     yield emulated
     prepared.cache_clear()

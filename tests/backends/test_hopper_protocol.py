@@ -29,10 +29,10 @@ from tilewise.problem import AttentionProblem
 pytestmark = pytest.mark.slow
 
 
-def poisoned(_: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What results and workspaces are made with: full of NaN."""
-    made = torch.empty_strided(*args, **kwargs)
-    return made.fill_(math.nan) if made.is_floating_point() else made
+def poisoned(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What results and workspaces are made with: full of NaN, also where bytes are read as numbers."""
+    made = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+    return made.fill_(math.nan if made.is_floating_point() else 255 if dtype == torch.uint8 else -1)
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +41,24 @@ def emulated() -> Iterator[Callable[[str], Any]]:
     replaced = ("triton.", f"{PACKAGE}.", f"{SHARED}.")
     ours = [name for name in sys.modules if name == "triton" or name.startswith(replaced)]
     saved = {name: sys.modules.pop(name) for name in ours}
-    plain_type, plain_empty = torch.Tensor.type, torch.Tensor.new_empty_strided
+    guards: Any = torch._C._dynamo.guards
+    plain_type, plain_empty = torch.Tensor.type, guards._empty_strided_cpu
     for name, members in MODULES.items():
         module = types.ModuleType(name)
         vars(module).update(members)
         sys.modules[name] = module
     torch.Tensor.type = property(lambda _: types.SimpleNamespace(layout=None))  # type: ignore[assignment,method-assign]
-    torch.Tensor.new_empty_strided = poisoned  # type: ignore[assignment,method-assign]
+    guards._empty_strided_cpu = poisoned
     try:
         with device.overridden(replace(device.named("h200"), num_sms=3)):
             counter = torch.zeros(1, dtype=torch.int32)
             for name in ("launching", "launch_backward"):
-                module = importlib.import_module(f"{PACKAGE}.{name}")
-                vars(module).update(counter_for=lambda *_: counter)
+                importlib.import_module(f"{PACKAGE}.{name}")
+            vars(sys.modules[f"{SHARED}.counters"])["HostCounters"].current = lambda *_: counter
             yield lambda name: sys.modules.get(f"{PACKAGE}.{name}") or sys.modules[f"{SHARED}.{name}"]
     finally:
         torch.Tensor.type = plain_type  # type: ignore[method-assign]
-        torch.Tensor.new_empty_strided = plain_empty  # type: ignore[method-assign]
+        guards._empty_strided_cpu = plain_empty
         for name in [n for n in sys.modules if n == "triton" or n.startswith(replaced)]:
             del sys.modules[name]
         sys.modules.update(saved)
@@ -263,7 +264,7 @@ def check_forward(case: Case, emulated: Callable[[str], Any]) -> None:
     """The forward of a case against the specification."""
     operands = case.inputs()
     out, lse = emulated("launch").run_forward(case.problem, operands)
-    assert emulated("launching").counter_for(out) == 0, "the tile counter must come back to zero"
+    assert emulated("counters").HostCounters().current() == 0, "the tile counter must come back to zero"
     ref, ref_lse = expected(case, operands)
     error = 0.02 if case.dtype == torch.bfloat16 else 0.0025
     torch.testing.assert_close(out.double(), ref, atol=error, rtol=error)
@@ -335,14 +336,14 @@ def test_a_slot_released_too_early_is_found(emulated: Callable[[str], Any], monk
 
     monkeypatch.setattr(ring, "wait", wait_and_release)
     monkeypatch.setattr(ring, "release", lambda *_: None)
-    monkeypatch.setattr(emulated("launching"), "counter_for", lambda *_: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: torch.zeros(1, dtype=torch.int32))
     assert not survives(FORWARD["d128 causal"], emulated, late_loads=False)
 
 
 def test_a_missing_wait_is_found(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gluon_emulator.DEADLOCK_S", 2.0)  # roles out of step wait for each other, which is enough
     monkeypatch.setattr(emulated("channels").Ring, "wait", lambda *_: None)
-    monkeypatch.setattr(emulated("launching"), "counter_for", lambda *_: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: torch.zeros(1, dtype=torch.int32))
     assert not survives(FORWARD["d128 causal"], emulated, late_loads=True)
 
 
@@ -404,7 +405,7 @@ def run_backward(case: Case, operands: Operands, given: Backward, emulated: Call
     got: Gradients = run(
         case.problem, operands, out.bfloat16(), lse.float(), dout, dlse.float(), Wanted(dsinks=case.sinks)
     )
-    assert emulated("launch_backward").counter_for(out) == 0, "the tile counter must come back to zero"
+    assert emulated("counters").HostCounters().current() == 0, "the tile counter must come back to zero"
     return got
 
 
@@ -461,7 +462,7 @@ def test_a_missing_hand_over_is_found(
         monkeypatch.setattr(wide, "barrier_at", lambda *_: None)
     else:
         monkeypatch.setattr(wide.tma, "store_wait", lambda _: None)
-    monkeypatch.setattr(emulated("launch_backward"), "counter_for", lambda _: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: torch.zeros(1, dtype=torch.int32))
     with pytest.raises((AssertionError, RuntimeError)):
         check_backward(BACKWARD["d256"], emulated)
 

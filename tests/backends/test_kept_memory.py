@@ -1,4 +1,4 @@
-"""What a GPU backend keeps from call to call: scratch memory of streams, laid-out parameters, tile counters.
+"""What a GPU backend keeps from call to call: tile counters.
 
 Tensors on the CPU stand in for those on a GPU, and streams are numbers.
 """
@@ -7,65 +7,16 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from concurrently import run_concurrently
-from tilewise.backends.gpu import scratch
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept() -> Iterator[None]:
-    """No stream keeps anything."""
-    caches = (scratch._kept_on, scratch._order)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
-
-
-def test_scratch_is_kept_by_the_stream() -> None:
-    """The same bytes for all who ask, more of them if need be; others on another stream or for a graph."""
-    a, b = scratch.kept_by_stream([100, 3000], -1, 12345)
-    assert (a.nbytes, b.nbytes) == (100, 3000)
-    assert b.data_ptr() == a.data_ptr() + 256
-    assert scratch.kept_by_stream([4000], -1, 12345)[0].data_ptr() == a.data_ptr()
-    more = scratch.kept_by_stream([5000], -1, 12345)[0]
-    assert more.data_ptr() != a.data_ptr()
-    assert scratch.kept_by_stream([5000], -1, 12346)[0].data_ptr() != more.data_ptr()
-    assert scratch.made_anew([5000], -1)[0].data_ptr() != more.data_ptr()
-    assert scratch.kept_by_stream([], -1, 99) == []
-
-
-def test_no_more_streams_keep_memory_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams are made and destroyed: what the oldest one kept goes, also where a pass remembers its address."""
-    monkeypatch.setattr(scratch, "MAX_STREAMS", 3)
-    known: dict[scratch.Places, Tensor] = {}
-    for stream in range(100, 110):
-        (part,) = scratch.kept_by_stream([1000], -1, stream)
-        scratch.remember(known, (stream, 16), part)
-        scratch.remember(known, (stream, 32), part)
-    assert list(scratch._kept_on(-1, "one kernel")) == [107, 108, 109]
-    assert sorted(known) == [(stream, place) for stream in (107, 108, 109) for place in (16, 32)]
-    # More memory for a stream is no further stream.
-    scratch.kept_by_stream([100_000], -1, 107)
-    assert list(scratch._kept_on(-1, "one kernel")) == [107, 108, 109]
-
-
-def test_what_is_remembered_is_bounded_for_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "MAX_REMEMBERED", 5)
-    passes: list[dict[scratch.Places, int]] = [{} for _ in range(4)]
-    for number in range(12):
-        scratch.remember(passes[number % 4], (0, number), number)
-    assert [list(known.values()) for known in passes] == [[8], [9], [10], [7, 11]]
 
 
 class FakeStream:

@@ -20,6 +20,7 @@ import torch
 
 import tilewise
 from interpreting import interpret
+from tilewise.backends.gpu import releases
 from tilewise.masks import Band, TileGrid, TileKind
 
 triton = pytest.importorskip("triton")
@@ -276,6 +277,7 @@ def test_specialised_forward(causal: bool, seqlen_q: int, seqlen_k: int, monkeyp
     q, k, v = (torch.randn(2, h, n, 16).half() for h, n in ((2, seqlen_q), (1, seqlen_k), (1, seqlen_k)))
     v[1] = torch.nan
     options: dict[str, Any] = {"causal": causal, "backend": "triton", "return_lse": True}
+    monkeypatch.setattr(releases, "serves_specialised_forward", lambda: True)
     with configs.overridden({"forward": configs.Config(16, 16, 4, 2, specialised=True)}):
         out, lse = tilewise.attention(q, k, v, **options)
         q2, k2, v2 = (x.transpose(1, 2).contiguous() for x in (q, k, v))

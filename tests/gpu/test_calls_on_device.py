@@ -1,6 +1,6 @@
 """Every kind of call as a program makes it on a real GPU: again and again, in graphs, on streams, in threads, compiled.
 
-A call that was made before finds its kernels' parameters laid out and its scratch memory kept by the stream, so these
+A call that was made before finds its kernels' parameters laid out and its counters kept by the stream, so these
 ask whether any of that is ever used where it should not be.
 """
 

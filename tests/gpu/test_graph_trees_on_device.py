@@ -34,13 +34,15 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> Iterator[None]:
-    """As in a new process: the compiled call is the first one that wants counters, scratch memory and constants."""
+    """As in a new process: the compiled call is the first one that wants counters and constants."""
     from tilewise import calls
-    from tilewise.backends.gpu import counters, scratch
+    from tilewise.backends.gpu import counters
+    from tilewise.backends.hopper import launch, launch_backward, launch_decode
     from tilewise.fp8 import rotation
 
     torch._dynamo.reset()
-    kept: list[Any] = [counters._counters, scratch._kept_on, calls._family, calls._slot]
+    passes = [launch.forward_pass, launch_backward.backward_pass, launch_decode.decode_pass]
+    kept: list[Any] = [counters.counters_of, *passes, calls._family, calls._slot]
     kept += [cell.cell_contents for name in rotation.__all__ for cell in getattr(rotation, name).__closure__ or ()]
     for one in kept:
         if hasattr(one, "cache_clear"):

@@ -16,7 +16,7 @@ from tilewise.testing import BackendImplementation, Case, check
 triton = pytest.importorskip("triton")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
 passes = pytest.importorskip("tilewise.backends.triton.passes")
-choosing = pytest.importorskip("tilewise.backends.triton.choosing")
+releases = pytest.importorskip("tilewise.backends.gpu.releases")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -29,7 +29,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What the forward passes of a test are made of: this kernel and no other, or the test has shown nothing."""
-    if not devices.of(torch.device("cuda")).has_wgmma or choosing._release() not in choosing.READ_RELEASES:
+    if not devices.of(torch.device("cuda")).has_wgmma or not releases.serves_specialised_forward():
         pytest.skip("the kernel is for Hopper and compilers that were read")
     made: list[Any] = []
     original = passes.specialised_call

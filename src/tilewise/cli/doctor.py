@@ -76,13 +76,17 @@ def _device(spec: DeviceSpec, where: torch.device) -> dict[str, Any]:
 
 
 def _backend(status: dispatch.Status) -> dict[str, Any]:
-    """Name, availability, and, where the backend has them to tell of, its kernel cache and how it starts kernels."""
+    """Name, availability, and, where the backend has them to tell of, its compiler, its kernel cache and how it starts
+    kernels.
+    """
     backend = None if status.reason else dispatch.load(status.name)
-    cache_state, launch_path = getattr(backend, "cache_state", None), getattr(backend, "launch_path", None)
+    cache_state = getattr(backend, "cache_state", None)
+    launch_path, compiler = getattr(backend, "launch_path", None), getattr(backend, "compiler", None)
     return {
         "name": status.name,
         "available": status.reason is None,
         "reason": status.reason,
+        "compiler": None if compiler is None else compiler(),
         "cache": None if cache_state is None else dict(cache_state()),
         "launch_path": None if launch_path is None else launch_path(),
     }
@@ -125,6 +129,8 @@ def _device_line(found: dict[str, Any]) -> str:
 
 def _backend_line(found: dict[str, Any]) -> str:
     line = "[green]available[/]" if found["available"] else f"[yellow]no:[/] {escape(found['reason'])}"
+    if found["compiler"]:
+        line += f"\ncompiled by {escape(found['compiler'])}"
     if found["cache"]:
         line += f"\n{escape(cache_line(found['cache']))}"
     if found["launch_path"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Annotated, Any
 
 import torch
@@ -11,6 +10,7 @@ import typer
 
 from tilewise import device as devices
 from tilewise import dispatch
+from tilewise.backends.gpu import releases
 from tilewise.cli.console import JsonOption, Step, cache_line, print_json, progress
 from tilewise.device import DEVICES, DeviceSpec
 from tilewise.errors import InvalidProblem, Unsupported
@@ -39,8 +39,12 @@ def command(*, device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = N
         for found in filled:
             typer.echo(_line(found))
     # A cache that stays incomplete would be noticed only later, by every process that compiles again.
-    if any(found["cache"] and found["cache"]["entries"] < found["cache"]["entries_when_full"] for found in filled):
+    if any(found["failed"] or not _is_full(found["cache"]) for found in filled):
         raise typer.Exit(1)
+
+
+def _is_full(cache: dict[str, Any] | None) -> bool:
+    return cache is None or cache["entries"] >= cache["entries_when_full"]
 
 
 def _gpu(name: str | None) -> DeviceSpec | None:
@@ -63,7 +67,7 @@ def _filled(status: dispatch.Status, device: str | None, gpu: DeviceSpec | None,
 
 
 def _skipped(name: str, reason: str) -> dict[str, Any]:
-    return {"name": name, "cache": None, "skipped": reason}
+    return {"name": name, "cache": None, "skipped": reason, "failed": None}
 
 
 def fill(status: dispatch.Status, step: Step) -> dict[str, Any]:
@@ -73,20 +77,31 @@ def fill(status: dispatch.Status, step: Step) -> dict[str, Any]:
     if status.reason is not None or warmup is None or cache_state is None:
         return _skipped(status.name, status.reason or "compiles nothing, or only for the problem it is given")
     warmup(lambda name, done, total: step(f"{status.name}: {name} ({done + 1} of {total})"))
-    return {"name": status.name, "cache": dict(cache_state()), "skipped": None}
+    return {"name": status.name, "cache": dict(cache_state()), "skipped": None, "failed": None}
 
 
 def fill_for_gpu(name: str, gpu: DeviceSpec, step: Step) -> dict[str, Any]:
     """Compile the kernels of the common problems that a backend gets on a GPU, which need not be here."""
-    if importlib.util.find_spec("triton") is None:
-        return _skipped(name, "the triton package is not installed (pip install triton)")
+    if (missing := releases.missing()) is not None:
+        return _skipped(name, missing)
     common = importlib.import_module("tilewise.backends.gpu.common").common_problems()
     mine = [(label, problem) for label, problem in common if _runs(name, problem, gpu)]
     if not mine:
         return _skipped(name, f"serves none of the common problems on {gpu.name}")
-    warmup = importlib.import_module("tilewise.backends.gpu.warmup").warmup
-    state = warmup(name, mine, gpu, lambda what, done, total: step(f"{name}: {what} ({done + 1} of {total})"))
-    return {"name": name, "cache": state._asdict(), "skipped": None}
+    compiling = ""
+
+    def told(what: str, done: int, total: int) -> None:
+        nonlocal compiling
+        compiling = what
+        step(f"{name}: {what} ({done + 1} of {total})")
+
+    try:
+        state = importlib.import_module("tilewise.backends.gpu.warmup").warmup(name, mine, gpu, told)
+    except Exception as error:  # whatever a compiler may raise: the others are still filled
+        first = (str(error).strip() or "no reason given").splitlines()[0]
+        reason = f"triton {releases.installed()} could not compile {compiling}: {type(error).__name__}: {first}"
+        return _skipped(name, reason) | {"skipped": None, "failed": reason}
+    return {"name": name, "cache": state._asdict(), "skipped": None, "failed": None}
 
 
 def _runs(name: str, problem: Any, gpu: DeviceSpec) -> bool:
@@ -97,6 +112,8 @@ def _runs(name: str, problem: Any, gpu: DeviceSpec) -> bool:
 
 
 def _line(found: dict[str, Any]) -> str:
+    if found["failed"] is not None:
+        return f"{found['name']}: failed, {found['failed']}"
     if found["skipped"] is not None:
         return f"{found['name']}: skipped, {found['skipped']}"
     return f"{found['name']}: {cache_line(found['cache'])}"

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, Fixed, KernelCall, Multiple, Tile
 from tilewise.device import DeviceSpec
 
-__all__ = ["Types", "compile_call", "target_of", "types_of"]
+__all__ = ["Types", "compile_call", "forget_compiled", "target_of", "types_of"]
 
 TYPE_NAMES = {
     torch.float16: "fp16",
@@ -124,9 +124,14 @@ def _compiled(kernel: Any, types: Types, options: tuple[tuple[str, int], ...], t
     )
 
 
+def forget_compiled() -> None:
+    """Let go of what was compiled."""
+    _compiled.cache_clear()
+
+
 def _source_class(kernel: Any) -> Any:
     if not kernel.is_gluon():
         return ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
+    from tilewise.backends.gpu.releases import GluonASTSource
 
     return GluonASTSource

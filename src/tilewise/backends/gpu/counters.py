@@ -8,12 +8,13 @@ import threading
 import torch
 from torch import Tensor
 
-from tilewise.backends.gpu.launching import interpreted
-from tilewise.backends.gpu.scratch import MAX_STREAMS
 from tilewise.lasting import outside_pools
 
-__all__ = ["CounterMaker", "Counters", "counter_for", "counter_maker"]
+__all__ = ["Counters", "HostCounters", "counters_of"]
 
+# Streams of a device that have counters: torch hands out 32 of each of two priorities beside the default one, other
+# libraries make and destroy theirs.
+MAX_STREAMS = 72
 # 4 MiB: calls of a batch of 64 with 8 K/V heads in graphs of 32 layers, captured for 64 batch sizes.
 COUNTERS_PER_DEVICE = 1 << 20
 
@@ -67,32 +68,15 @@ class Counters:
         return torch.zeros(number, dtype=torch.int32, device=self.device)
 
 
+class HostCounters:
+    """Those of kernels in the interpreter, which run one after another, on a CPU."""
+
+    def current(self, number: int = 1) -> Tensor:
+        """As `Counters.current`."""
+        return torch.zeros(number, dtype=torch.int32, device="cpu")
+
+
 @functools.cache
-def _counters(device: torch.device) -> Counters:
-    return Counters(device)
-
-
-class CounterMaker:
-    """What gives a kernel its zeroed counters, on whatever stream of a device is current then."""
-
-    __slots__ = ("device", "number")
-
-    def __init__(self, device: torch.device, number: int) -> None:
-        self.device, self.number = device, number
-
-    def __call__(self) -> Tensor:
-        """At least so many."""
-        # Kernels in the interpreter run one after another, on a CPU.
-        if interpreted():
-            return torch.zeros(self.number, dtype=torch.int32, device="cpu")
-        return _counters(self.device).current(self.number)
-
-
-def counter_maker(tensor: Tensor, number: int = 1) -> CounterMaker:
-    """So many counters, or more, on the tensor's device."""
-    return CounterMaker(tensor.device, number)
-
-
-def counter_for(tensor: Tensor, number: int = 1) -> Tensor:
-    """Zeroed counters (a tile's, or more) for a kernel on the current stream of the tensor's device."""
-    return counter_maker(tensor, number)()
+def counters_of(index: int) -> Counters | HostCounters:
+    """The counters of a CUDA device, or, if the index is negative, of the CPU."""
+    return HostCounters() if index < 0 else Counters(torch.device("cuda", index))

@@ -1,36 +1,38 @@
-"""The one file that knows how Triton's NVIDIA driver starts a kernel.
+"""How a compiled kernel is started: the CUDA driver's own function, on parameters that are laid out here.
 
-`CompiledKernel.__getitem__` is the public way. It looks up the device, wraps metadata for hooks, asks the CUDA driver
-about every pointer, encodes every tensor descriptor again in Python, and a C function unpacks some 60 Python objects
-into the parameters of cuLaunchKernelEx: 20 to 60 us a kernel. All of that is fixed for a compiled kernel but for the
-stream and the addresses. So the parameters are laid out once for each set of those, and calls start the driver's own
-function on them: 0.4 us beside what the driver takes. Which parameters a kernel has is known for the releases named
-here; on another one kernels start the public way, and `tilewise doctor` says so.
+`CompiledKernel.__getitem__` is Triton's way. It looks up the device, wraps metadata for hooks, asks the driver about
+every pointer, encodes every tensor descriptor again, and unpacks some 60 Python objects into the parameters of
+cuLaunchKernelEx: 20 to 60 us a kernel. All of that is fixed for a compiled kernel but for the stream and the addresses.
+So the parameters are laid out once for each set of those: 0.4 us a launch beside what the driver takes.
+
+Which parameters a kernel has is read from its PTX. One that has others than those that are laid out here, whatever
+release of Triton made it, starts Triton's way.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
+import re
 import struct
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import triton
+import torch
 from torch import Tensor
 from triton import knobs
 
-from tilewise.backends.gpu.compilation import CONSTANT, types_of
-from tilewise.backends.gpu.scratch import Places, remember
+from tilewise.backends.gpu.compilation import CONSTANT, forget_compiled, types_of
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile, materialised
 
-__all__ = ["DIRECT_RELEASES", "DirectLaunch", "Filled", "OrdinaryLaunch", "direct_launch", "launch_path", "queued"]
+__all__ = ["Filled", "Launch", "launch_path", "queued"]
 
-DIRECT_RELEASES = ("3.6.",)
 LIBRARY = "libcuda.so.1"
-MAP_BYTES = 128
 # Every other parameter has a word of its own; the last two point to scratch memory that these kernels do without.
 FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
+SIZES = {"i32": 4, "i64": 8, "fp32": 4}
 POINTER, WORD, NUM_SCRATCH = "Q", 8, 2
 # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number.
 CONFIG = "7I4xQQI4x"
@@ -39,6 +41,18 @@ ATTRIBUTE, OVERLAPS = "I4xi60x", (6, 1)
 WARP = 32
 # An address as an argument of a C function: made beforehand, so that a call of four takes 0.3 us instead of 0.6.
 POINTER_ARGUMENT = ctypes.c_void_p.from_param
+# The parameters of a kernel in PTX: `.param .u32 name` or, of 128 bytes, `.param .align 64 .b8 name[128]`.
+ENTRY = re.compile(r"\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
+PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z]+(\d+)[^,\[]*(?:\[(\d+)\])?")
+# CUtensorMap: its size and alignment, what the driver calls the types of elements, and the constants it is made with.
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+ELEMENTS = {
+    torch.uint8: 0, torch.float8_e4m3fn: 0, torch.uint16: 1, torch.int32: 3, torch.int64: 5, torch.float16: 6,
+    torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
+}  # fmt: skip
+NO_INTERLEAVING, PROMOTE_128_BYTES, FILL_ZEROS = 0, 2, 0
+# Drivers up to this one set a bit in the maps of tensors of less than 128 KiB that must not be set.
+LAST_WITH_SMALL_BIT, SMALL_BYTES, SMALL_BIT = 13010, 128 << 10, 1 << 21
 
 
 class Filled(NamedTuple):
@@ -51,89 +65,107 @@ class Filled(NamedTuple):
     memory: tuple[Any, ...]
 
 
-@functools.cache
-def is_direct() -> bool:
-    """Whether this release's kernels are known from outside."""
-    return str(triton.__version__).startswith(DIRECT_RELEASES)
-
-
 def launch_path() -> str:
     """How kernels are started here, for reports."""
-    if not is_direct():
-        known = ", ".join(release.rstrip(".") for release in DIRECT_RELEASES)
-        why = f"triton {triton.__version__} (the direct one is known for {known})"
-    elif _launcher() is None:
-        why = f"no cuLaunchKernelEx in a library called {LIBRARY}"
-    else:
-        return "direct"
-    return f"ordinary: {why}, some 50 us more a kernel"
-
-
-def _launcher() -> Callable[..., int] | None:
-    """cuLaunchKernelEx; None where the driver's library has another name (Triton looks further) or is an older one."""
-    try:
-        return _entry("cuLaunchKernelEx")
-    except (OSError, AttributeError):
-        return None
+    if _entry("cuLaunchKernelEx") is None:
+        return f"Triton's, some 50 us more a kernel: no cuLaunchKernelEx in a library called {LIBRARY}"
+    return "direct"
 
 
 @functools.cache
-def _entry(name: str) -> Callable[..., int]:
-    """A function of the driver; it is called with what POINTER_ARGUMENT makes, and other threads run meanwhile."""
-    function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int)((name, ctypes.CDLL(LIBRARY)))
+def _entry(name: str) -> Callable[..., int] | None:
+    """A function of the driver, other threads run meanwhile; None where the driver's library has another name (Triton
+    looks further) or is an older one.
+    """
+    try:
+        function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int)((name, ctypes.CDLL(LIBRARY)))
+    except (OSError, AttributeError):
+        return None
     return function
 
 
-class TensorMaps:
-    """The encoded descriptors of one argument by address: they hold no reference, so one serves any tensor there."""
+class TensorMap(NamedTuple):
+    """A tensor descriptor with everything but its address: `box` is what one copy takes, sides from the last on."""
 
-    __slots__ = ("_encode", "_fixed", "_known", "_rest")
+    element: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+    is_small: bool
 
-    def __init__(self, tile: Tile, meta: Mapping[str, Any]) -> None:
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+    @classmethod
+    def of(cls, tile: Tile, meta: Any) -> TensorMap:
+        """Of a tile as the compiler describes it."""
+        dtype, box = tile.address.dtype, tuple(meta["block_size"][::-1])
+        last = sum((size - 1) * stride for size, stride in zip(tile.shape, tile.strides, strict=True))
+        strides = tuple(dtype.itemsize * stride for stride in tile.strides[-2::-1])
+        is_small = last * dtype.itemsize + 1 < SMALL_BYTES
+        return cls(ELEMENTS[dtype], tile.shape[::-1], strides, box, meta["swizzle"], is_small)
 
-        self._encode = triton.runtime.driver.active.utils.fill_tma_descriptor
-        self._fixed = (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]])
-        self._rest = (meta["block_size"], tile.shape, tile.strides, 0)
-        self._known: dict[Places, Any] = {}
+    def at(self, address: int) -> ctypes.Array[ctypes.c_char]:
+        """Memory that holds the map of a tensor there, from the first multiple of MAP_ALIGNMENT on."""
+        rank, memory = len(self.shape), ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+        numbers = [
+            (ctypes.c_uint64 * rank)(*self.shape), (ctypes.c_uint64 * rank)(*self.strides),
+            (ctypes.c_uint32 * rank)(*self.box), (ctypes.c_uint32 * rank)(*[1] * rank),
+        ]  # fmt: skip
+        constants = map(ctypes.c_int, (NO_INTERLEAVING, self.swizzle, PROMOTE_128_BYTES, FILL_ZEROS))
+        begin, encode = aligned(memory), _entry("cuTensorMapEncodeTiled")
+        assert encode is not None
+        head = (ctypes.c_void_p(begin), ctypes.c_int(self.element), ctypes.c_int(rank), ctypes.c_void_p(address))
+        error = encode(*head, *numbers, *constants)
+        if error:
+            raise RuntimeError(f"the CUDA driver made no tensor map (error {error}) at address {address} of {self}")
+        if self.is_small and _driver_version() <= LAST_WITH_SMALL_BIT:
+            word = ctypes.c_uint64.from_address(begin + WORD)
+            word.value &= ~SMALL_BIT
+        return memory
 
-    def at(self, address: int) -> Any:
-        """The tensor map of a tensor that starts at `address`."""
-        found = self._known.get((address,))
-        if found is None:
-            found = self._encode(address, *self._fixed, *self._rest)
-            remember(self._known, (address,), found)
-        return found
+
+def aligned(memory: ctypes.Array[ctypes.c_char]) -> int:
+    """The first address in a map's memory that it may have."""
+    return -(-ctypes.addressof(memory) // MAP_ALIGNMENT) * MAP_ALIGNMENT
 
 
-class DirectLaunch:
-    """One kernel call with everything there but stream and addresses.
+@functools.cache
+def _driver_version() -> int:
+    version, ask = ctypes.c_int(0), _entry("cuDriverGetVersion")
+    if ask is not None:
+        ask(ctypes.byref(version))
+    return version.value
 
-    Immutable but for the tensor maps, which any thread may add to.
+
+class Launch:
+    """One kernel call on one device: with everything there but stream and addresses, or in Triton's way; immutable.
+
+    Nothing was `compiled` for Triton's interpreter. `is_direct` says whether it can start as it is `filled`.
     """
 
-    __slots__ = ("_addresses", "_config", "_first", "_function", "_launch", "_layout", "_maps", "_overlaps", "_values")
+    __slots__ = (
+        "__weakref__", "_addresses", "_config", "_first", "_layout", "_maps", "_values", "call", "compiled",
+        "is_direct",
+    )  # fmt: skip
 
-    def __init__(self, call: KernelCall, compiled: Any, names: Sequence[str], launch: Callable[..., int]) -> None:
-        self._launch = launch
-        compiled._init_handles()  # noqa: SLF001  (loads the binary on the current device)
-        num_warps, _, shared = compiled.packed_metadata
-        self._function: int = compiled.function
-        self._config = (*call.grid, WARP * num_warps, 1, 1, shared)
-        self._overlaps = call.overlaps
+    def __init__(self, call: KernelCall, compiled: Any) -> None:
+        self.call, self.compiled = call, compiled
+        _alive().add(self)
+        self.is_direct = compiled is not None and _is_direct(call, compiled)
+        if not self.is_direct:
+            return
+        _ = compiled.run  # loads the binary on the current device
+        self._config = (*call.grid, WARP * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)
         self._values: list[int | float] = []
-        self._addresses: list[tuple[int, int, int]] = []
-        self._maps: list[tuple[int, int, int, TensorMaps]] = []
-        metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        formats = []
-        for at, (kind, value) in enumerate(_parameters(types_of(call).signature, call.ordered)):
+        self._addresses: list[tuple[int, Address]] = []
+        self._maps: list[tuple[int, Address, TensorMap]] = []
+        metas, formats = iter(_descriptions(compiled)), []
+        for at, (kind, value) in enumerate(_parameters(call)):
             number = value.value if isinstance(value, Multiple) else value
             if isinstance(value, Tile):
-                place = (names.index(value.address.name), value.address.offset)
-                self._maps.append((at, *place, TensorMaps(value, next(metas))))
+                self._maps.append((at, value.address, TensorMap.of(value, next(metas))))
                 number = 0
             elif isinstance(value, Address):
-                self._addresses.append((at, names.index(value.name), value.offset))
+                self._addresses.append((at, value))
                 number = 0
             self._values.append(number)
             formats.append(FORMATS.get(kind, POINTER))
@@ -141,11 +173,11 @@ class DirectLaunch:
         self._first = count * WORD
         self._layout = struct.Struct(f"<{count}{POINTER}{''.join(formats)}{POINTER}{CONFIG}{ATTRIBUTE}")
 
-    def filled(self, stream: int, addresses: Sequence[int]) -> Filled:
-        """What starts the kernel on a stream; addresses in the order of the names."""
+    def filled(self, stream: int, addresses: Mapping[str, int]) -> Filled:
+        """What starts the kernel on a stream, with tensors at these addresses."""
         values = self._values.copy()
-        for at, which, offset in self._addresses:
-            values[at] = addresses[which] + offset
+        for at, address in self._addresses:
+            values[at] = addresses[address.name] + address.offset
         # Pointers to all parameters, the parameters, a word for scratch memory that is not there, the configuration, an
         # attribute.
         memory = bytearray(self._layout.size)
@@ -155,29 +187,87 @@ class DirectLaunch:
         scratch = first + WORD * len(values)
         pointers = [*range(first, scratch, WORD), scratch, scratch]
         maps = []
-        for at, which, offset, known in self._maps:
-            found = known.at(addresses[which] + offset)
-            # The last field of the object.
-            pointers[at] = id(found) + type(found).__basicsize__ - MAP_BYTES
-            maps.append(found)
+        for at, address, tensor_map in self._maps:
+            maps.append(tensor_map.at(addresses[address.name] + address.offset))
+            pointers[at] = aligned(maps[-1])
         config = scratch + WORD
-        attributes = (config + struct.calcsize(CONFIG), 1) if self._overlaps else (0, 0)
+        attributes = (config + struct.calcsize(CONFIG), 1) if self.call.overlaps else (0, 0)
         self._layout.pack_into(memory, 0, *pointers, *values, 0, *self._config, stream, *attributes, *OVERLAPS)
+        function = _entry("cuLaunchKernelEx")
+        assert function is not None
         # Configuration, kernel, pointers to parameters, nothing.
-        arguments = tuple(map(POINTER_ARGUMENT, (config, self._function, begin, 0)))
-        return Filled(self._launch, arguments, (held, maps))
+        arguments = tuple(map(POINTER_ARGUMENT, (config, self.compiled.function, begin, 0)))
+        return Filled(function, arguments, (held, maps))
+
+    def start(self, stream: int, tensors: Mapping[str, Tensor]) -> None:
+        """Queue the kernel in Triton's way, which shows it to hooks and has words for errors; or interpret it."""
+        call = self.call
+        arguments = {name: materialised(call.arguments[name], tensors) for name in call.kernel.arg_names}
+        if self.compiled is None:
+            call.kernel[call.grid](**arguments, **call.options)
+        else:
+            self.compiled[call.grid](*arguments.values(), stream=stream)
 
 
-def _parameters(kinds: Sequence[Any], arguments: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+@functools.cache
+def _alive() -> weakref.WeakSet[Launch]:
+    """All launches. Their kernels are let go before the interpreter ends: Triton's unload themselves, and complain when
+    that is too late.
+    """
+    found = weakref.WeakSet[Launch]()
+
+    def let_go() -> None:
+        forget_compiled()
+        for launch in found:
+            launch.compiled = None
+
+    atexit.register(let_go)
+    return found
+
+
+def _is_direct(call: KernelCall, compiled: Any) -> bool:
+    """Whether a kernel needs no more than parameters, which are as they are laid out here: no scratch memory, cluster,
+    or attribute that is not known.
+    """
+    about, metas = compiled.metadata, _descriptions(compiled)
+    tiles = [value for _, value in _parameters(call) if isinstance(value, Tile)]
+    for tile, meta in zip(tiles, metas, strict=False):
+        if tile.shares > 1:  # Triton copies shares but describes whole tiles, for its own way, too
+            meta["block_size"] = [tile.block[0] // tile.shares, *meta["block_size"][1:]]
+    wants_more = about.global_scratch_size or about.profile_scratch_size or about.launch_cooperative_grid
+    is_described = len(metas) == len(tiles) and all(meta.keys() >= {"block_size", "swizzle"} for meta in metas)
+    is_open = None not in (_entry("cuLaunchKernelEx"), _entry("cuTensorMapEncodeTiled"))
+    alone = about.num_ctas == 1 and not wants_more
+    return is_open and alone and is_described and has_parameters(compiled.asm["ptx"], call)
+
+
+def _descriptions(compiled: Any) -> Sequence[Any]:
+    """What the compiler says of the tensor descriptors of a kernel, in order."""
+    return getattr(compiled.metadata, "tensordesc_meta", None) or ()
+
+
+def _parameters(call: KernelCall) -> Iterator[tuple[str, Any]]:
     """(type, number or symbol) of all that a kernel is handed, in order: what is compiled in is not."""
-    for kind, argument in zip(kinds, arguments, strict=True):
-        if isinstance(kind, tuple):
-            yield from _parameters(kind, argument)
-        elif kind != CONSTANT:
-            yield kind, argument
-        if isinstance(argument, Tile):
-            yield from [("i32", size) for size in argument.shape]
-            yield from [("i64", stride) for stride in argument.strides]
+
+    def flat(kinds: Iterable[Any], arguments: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+        for kind, argument in zip(kinds, arguments, strict=True):
+            if isinstance(kind, tuple):
+                yield from flat(kind, argument)
+            elif kind != CONSTANT:
+                yield kind, argument
+            if isinstance(argument, Tile):
+                yield from [("i32", size) for size in argument.shape]
+                yield from [("i64", stride) for stride in argument.strides]
+
+    return flat(types_of(call).signature, call.ordered)
+
+
+def has_parameters(ptx: str, call: KernelCall) -> bool:
+    """Whether the compiled kernel takes just what is laid out here for the call."""
+    entries = ENTRY.findall(ptx)
+    found = [int(bits) // 8 * int(count or 1) for text in entries for bits, count in PARAMETER.findall(text)]
+    sizes = [MAP_BYTES if isinstance(v, Tile) else SIZES.get(kind, WORD) for kind, v in _parameters(call)]
+    return len(entries) == 1 and found == [*sizes, *[WORD] * NUM_SCRATCH]
 
 
 def queued(filled: Iterable[Filled]) -> int:
@@ -195,42 +285,3 @@ def queued(filled: Iterable[Filled]) -> int:
             break
         done += 1
     return done
-
-
-class OrdinaryLaunch:
-    """A call through Triton's public interface, which shows it to hooks and has words for errors."""
-
-    __slots__ = ("_call", "_compiled", "_names")
-
-    def __init__(self, call: KernelCall, compiled: Any, names: Sequence[str]) -> None:
-        self._call, self._compiled, self._names = call, compiled, names
-
-    def __call__(self, stream: int, tensors: Sequence[Tensor | None]) -> None:
-        """Queue the kernel; tensors in the order of the names."""
-        named = dict(zip(self._names, tensors, strict=False))
-        arguments = [materialised(argument, named) for argument in self._call.ordered]
-        self._compiled[self._call.grid](*arguments, stream=stream)
-
-
-def direct_launch(call: KernelCall, compiled: Any, names: Sequence[str]) -> DirectLaunch | None:
-    """The fastest way to start a compiled kernel; None if it is not open here or the kernel needs more than parameters:
-    scratch memory, a cluster, an attribute that is not known here.
-    """
-    _describe_shares(call, compiled)
-    about = compiled.metadata
-    scratch = about.global_scratch_size or about.profile_scratch_size
-    if not is_direct() or scratch or about.num_ctas != 1 or about.launch_cooperative_grid:
-        return None
-    launch = _launcher()
-    return None if launch is None else DirectLaunch(call, compiled, names, launch)
-
-
-def _describe_shares(call: KernelCall, compiled: Any) -> None:
-    """Correct what Triton 3.6 says of tiles whose rows it deals out, for both ways to start a kernel: it copies shares
-    but describes whole tiles, and a tensor map of those would write over the next share.
-    """
-    metas = getattr(compiled.metadata, "tensordesc_meta", None) or ()
-    tiles = [value for _, value in _parameters(types_of(call).signature, call.ordered) if isinstance(value, Tile)]
-    for tile, meta in zip(tiles, metas, strict=False):
-        if tile.shares > 1:
-            meta["block_size"] = [tile.block[0] // tile.shares, *meta["block_size"][1:]]

@@ -100,7 +100,7 @@ class KernelCall:
     def options(self) -> dict[str, int]:
         """What the compiler is told beside the arguments."""
         found = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
-        found["enable_fp_fusion"] = None if self.fused else False
+        found["enable_fp_fusion"] = self.fused
         found["launch_pdl"] = self.overlaps or None
         return {name: value for name, value in found.items() if value is not None}
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Bound, TileShape
+from tilewise.backends.gpu import releases, trial
 from tilewise.backends.gpu.lengths import too_long
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Wanted
@@ -42,8 +41,6 @@ NARROW_HEAD_DIM = 64
 PAGE_STEP, DECODE_PAGE_STEP = 64, 8
 # Rows of 8-bit numbers, the widths they are padded to, and the rows that share a scale: a tile of keys.
 FP8_HEAD_DIM_STEP, FP8_WIDTHS, FP8_BLOCK = 16, (64, 128, 256), 128
-# Gluon is experimental: its names move between Triton releases.
-TRITON_RELEASES = ("3.6",)
 
 
 class HopperBackend:
@@ -56,14 +53,11 @@ class HopperBackend:
 
     def unavailable(self) -> str | None:
         """What is missing on this machine, if anything."""
-        if importlib.util.find_spec("triton") is None:
-            return "the triton package is not installed (pip install triton)"
-        version = importlib.metadata.version("triton")
-        if not version.startswith(TRITON_RELEASES):
-            return f"triton {version} is installed, these kernels are written for {', '.join(TRITON_RELEASES)}"
+        if (missing := releases.missing()) is not None:
+            return missing
         if not torch.cuda.is_available():
             return "no CUDA device is visible to torch"
-        return None
+        return trial.failure(self)
 
     def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
         """The first reason why not."""
@@ -96,6 +90,10 @@ class HopperBackend:
         if config.WIDE or config.FIXED_POINT:
             return None
         return "of dq differ from run to run: key tiles add to it as they finish; deterministic=True makes them repeat"
+
+    def compiler(self) -> str:
+        """What compiles the kernels, for `tilewise doctor`."""
+        return trial.report(self)
 
     def launch_path(self) -> str:
         """How kernels are started here, for `tilewise doctor`."""
@@ -148,7 +146,7 @@ class HopperBackend:
         wanted: Wanted,
     ) -> Bound | None:
         """See Binding."""
-        given = (*operands, out, lse, dout, dlse)
+        given = (dout, dlse, out, lse, *operands)
         bound: Bound | None = _module("launch_backward").bind_backward(problem, given, operands.q, wanted)
         return bound
 
@@ -160,6 +158,8 @@ def decodes(problem: AttentionProblem) -> bool:
 
 
 def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
+    if (outdated := releases.outdated()) is not None:
+        yield outdated
     if not device.has_wgmma:
         yield f"{device.name} has no wgmma (compute capability 9.0: H100, H200)"
     if problem.dtype not in DTYPES:

@@ -17,6 +17,7 @@ from typing import Any
 import triton
 
 from tilewise import device
+from tilewise.backends.gpu import releases
 from tilewise.backends.gpu.compilation import compile_call
 from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.hopper.again import again_kernel
@@ -113,7 +114,7 @@ def _assemble(ptx: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
-        command = [str(TOOLS / "ptxas"), "-v", "--gpu-name=sm_90a", str(source), "-o", os.devnull]
+        command = [releases.ptxas(90), "-v", "--gpu-name=sm_90a", str(source), "-o", os.devnull]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
 

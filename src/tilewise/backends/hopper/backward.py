@@ -21,8 +21,8 @@ backward_rows.py: rows past the end, and rows without keys, have lse = +inf and 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 
+from tilewise.backends.gpu.releases import aggregate, async_load, async_store, reinterpreted
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.dq_tiles import add_block, in_units, load_units
 from tilewise.backends.hopper.finishing import count_done, ring_tile
@@ -95,20 +95,16 @@ def load_queries(q_desc, dout_desc, stats_desc, units_desc, pipe, at, span, head
     BYTES: gl.constexpr = 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes + UNITS_BYTES
     row = m_block * C.BLOCK_M
     ready = pipe.query_ring.acquire(at, BYTES)
-    tma.async_copy_global_to_shared(q_desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, pipe.q_smem.index(at.slot))
-    tma.async_copy_global_to_shared(
-        stats_desc, [(row_tile + m_block) * (2 * C.BLOCK_M)], ready, pipe.stats_smem.index(at.slot)
-    )
+    async_load(q_desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, pipe.q_smem.index(at.slot))
+    async_load(stats_desc, [(row_tile + m_block) * (2 * C.BLOCK_M)], ready, pipe.stats_smem.index(at.slot))
     if C.FIXED_POINT and C.D == 64:
         for i in gl.static_range(2):
             place = [((row_tile + m_block) * 2 + i) * 16, 0]
-            tma.async_copy_global_to_shared(units_desc, place, ready, pipe.units_smem.index(at.slot * 2 + i))
+            async_load(units_desc, place, ready, pipe.units_smem.index(at.slot * 2 + i))
     elif C.FIXED_POINT:
         place = [(row_tile + m_block) * C.BLOCK_M]
-        tma.async_copy_global_to_shared(units_desc, place, ready, pipe.units_smem.index(at.slot))
-    tma.async_copy_global_to_shared(
-        dout_desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, pipe.dout_smem.index(at.slot)
-    )
+        async_load(units_desc, place, ready, pipe.units_smem.index(at.slot))
+    async_load(dout_desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, pipe.dout_smem.index(at.slot))
     return at.next()
 
 
@@ -152,10 +148,10 @@ def producer(
         key_turn = key_turn.next()
         for w in gl.static_range(2):
             place = tile_at(kv_span, kv_head, first + w * 64, 0, C.IS_VARLEN)
-            tma.async_copy_global_to_shared(k_desc, place, ready, pipe.k_smem.index(w))
+            async_load(k_desc, place, ready, pipe.k_smem.index(w))
         for w in gl.static_range(2):
             place = tile_at(kv_span, kv_head, first + w * 64, 0, C.IS_VARLEN)
-            tma.async_copy_global_to_shared(v_desc, place, ready, pipe.v_smem.index(w))
+            async_load(v_desc, place, ready, pipe.v_smem.index(w))
         for g in range(group):
             begin = gl.where(g == 0, lo + 1, lo)
             for m_block in range(begin, hi):
@@ -305,18 +301,18 @@ def store_key_gradients(
     pipe.key_ring.release(key_turn)
     DV_SLOTS: gl.constexpr = 16384 // (64 * C.D)
     DK_SLOTS: gl.constexpr = 2 * C.NUM_STAGES * C.BLOCK_M // C.D
-    dv_slots = pipe.dq_smem._reinterpret(DTYPE, slots_shape(DV_SLOTS, 64, D, C.IS_VARLEN), dv_desc.layout)  # noqa: SLF001
-    dk_slots = pipe.ds_smem._reinterpret(DTYPE, slots_shape(DK_SLOTS, 64, D, C.IS_VARLEN), dk_desc.layout)  # noqa: SLF001
+    dv_slots = reinterpreted(pipe.dq_smem, DTYPE, slots_shape(DV_SLOTS, 64, D, C.IS_VARLEN), dv_desc.layout)
+    dk_slots = reinterpreted(pipe.ds_smem, DTYPE, slots_shape(DK_SLOTS, 64, D, C.IS_VARLEN), dk_desc.layout)
     tma.store_wait(0)  # this warpgroup's last dQ tile has left its buffer
     dv_smem = dv_slots.index(WARPGROUP * (128 // D))
     dv_smem.reshape([64, D]).store(dv.to(DTYPE))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dv_desc, place, dv_smem)
+    async_store(dv_desc, place, dv_smem)
     barrier_sync(8, 256)  # the other warpgroup has finished its dQ product, which reads dS
     dk_smem = dk_slots.index(WARPGROUP)
     dk_smem.reshape([64, D]).store((dk * scale).to(DTYPE))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dk_desc, place, dk_smem)
+    async_store(dk_desc, place, dk_smem)
 
 
 @gluon.jit

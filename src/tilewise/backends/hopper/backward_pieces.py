@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from tilewise.backends.gpu.releases import async_load
 from tilewise.backends.hopper.backward import backward_step, load_queries, make_pipeline
 from tilewise.backends.hopper.channels import start
 from tilewise.backends.hopper.layouts import accumulator_layout, tile_at
@@ -77,8 +78,8 @@ def producer(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, line, si
         key_turn = key_turn.next()
         for w in gl.static_range(2):
             place = tile_at(q_span, head, block * 128 + w * 64, 0, False)
-            tma.async_copy_global_to_shared(k_desc, place, ready, pipe.k_smem.index(w))
-            tma.async_copy_global_to_shared(v_desc, place, ready, pipe.v_smem.index(w))
+            async_load(k_desc, place, ready, pipe.k_smem.index(w))
+            async_load(v_desc, place, ready, pipe.v_smem.index(w))
         for m_block in range(lo + 1, hi):
             at = load_queries(q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, head, row_tile, m_block, C)
         step += hi - lo

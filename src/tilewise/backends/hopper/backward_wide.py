@@ -19,8 +19,8 @@ Head dims come in two column parts as in the forward, (128, 64) for 192; accumul
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 
+from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.backward import mask_transposed
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.dq_tiles import from_register_order, in_register_order
@@ -96,7 +96,7 @@ def load_queries(q_desc, dout_desc, stats_desc, pipe, q_at, dout_at, span, head,
     tile = row_tile + m_block
     ready = pipe.q_ring.acquire(q_at, Q_BYTES)
     load_tile(q_desc, pipe.q_smem, q_at.slot, ready, span, head, m_block * BLOCK_M, C.D, C.D_REST, C)
-    tma.async_copy_global_to_shared(stats_desc, [tile * (2 * BLOCK_M)], ready, pipe.stats_smem.index(q_at.slot))
+    async_load(stats_desc, [tile * (2 * BLOCK_M)], ready, pipe.stats_smem.index(q_at.slot))
     ready = pipe.dout_ring.acquire(dout_at, DOUT_BYTES)
     load_tile(dout_desc, pipe.dout_smem, dout_at.slot, ready, span, head, m_block * BLOCK_M, C.DV, C.DV_REST, C)
     return q_at.next(), dout_at.next()
@@ -273,9 +273,9 @@ def store_sum(
     if D_REST:
         smem[1].index(0).reshape([64, D_REST]).store((acc_rest * factor).to(DTYPE))
     fence_async_shared()  # orders the stores above before TMA's reads below
-    tma.async_copy_shared_to_global(desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), smem[0].index(0))
+    async_store(desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), smem[0].index(0))
     if D_REST:
-        tma.async_copy_shared_to_global(desc[1], tile_at(span, head, row, D, C.IS_VARLEN), smem[1].index(0))
+        async_store(desc[1], tile_at(span, head, row, D, C.IS_VARLEN), smem[1].index(0))
     tma.store_wait(0)
 
 

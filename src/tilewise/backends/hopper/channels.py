@@ -13,7 +13,8 @@ cursors of their own, which stay in step because both visit every slot in order.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
+
+from tilewise.backends.gpu.releases import aggregate
 
 __all__ = ["Cursor", "Mailbox", "Ring", "make_mailbox", "make_ring", "start"]
 

@@ -17,9 +17,9 @@ and sum) in the workspace, and the CTA that comes last merges them, in the order
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from tilewise.backends.gpu.releases import aggregate, async_load, barrier
 from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.decode_fp8 import keys_operand, power_of_two, query_column, values_operand
 from tilewise.backends.hopper.decode_parts import merge_parts, place_rows, store_item, store_part
@@ -143,9 +143,9 @@ def fetch(desc, smem, at, ring, span, head, row, pages, page_rows, D: gl.constex
             for panel in gl.static_range(D // PANEL):
                 box = smem.index(at.slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * PANEL, PANEL, dim=4)
                 place = tile_at((0, pages[c] * page_rows, inside), head, page_row, panel * PANEL, True)
-                tma.async_copy_global_to_shared(desc, place, ready, box)
+                async_load(desc, place, ready, box)
     else:
-        tma.async_copy_global_to_shared(desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, smem.index(at.slot))
+        async_load(desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, smem.index(at.slot))
 
 
 @gluon.jit
@@ -366,7 +366,7 @@ def consumer(
             from_program = program_of(total, flat - tile, C)
             num_parts = program_of(total, flat - tile + count - 1, C) - from_program + 1
             counter = counters_ptr + batch_idx * sizes.num_kv_heads + head
-            gl.thread_barrier()  # every thread's part is written before thread 0 says so
+            barrier()  # every thread's part is written before thread 0 says so
             if gl.atomic_add(counter, 1) == num_parts - 1:
                 gl.store(counter, 0)
                 merge_parts(

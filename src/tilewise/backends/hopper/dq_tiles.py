@@ -23,9 +23,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from tilewise.backends.gpu.releases import reduce_add
 from tilewise.backends.hopper.layouts import accumulator_layout
 from tilewise.backends.hopper.primitives import count_units
-from tilewise.backends.hopper.reduction import reduce_add
 
 __all__ = ["add_block", "from_register_order", "in_register_order", "in_units", "load_units"]
 

@@ -20,8 +20,8 @@ whose shares there is no number, are left to backward_rows.finish_queries_kernel
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from tilewise.backends.gpu.releases import async_load, barrier, reinterpreted
 from tilewise.backends.hopper.schedule import place_of
 from tilewise.backends.hopper.signals import await_writes, load_acquire, order_copies, publish
 
@@ -56,7 +56,7 @@ def clear_tile(sums_ptr, row_tile, C: gl.constexpr):
 def count_done(item, counts_ptr, sizes):
     """Consumer: what this warpgroup has added for a tile has arrived; only its dV and dK may still be on their way."""
     await_writes(2)
-    gl.thread_barrier()
+    barrier()
     gl.atomic_add(counts_ptr + sizes.num_items + item, 1, sem="release")
 
 
@@ -66,8 +66,8 @@ def load_sums(dq_desc, tiles, at, row_tile):
     ready = tiles.ring.acquire(at, 2 * dq_desc.block_type.nbytes)
     for part in gl.static_range(2):
         buffer = tiles.out_smem if part == 0 else tiles.dout_smem
-        sums = buffer._reinterpret(dq_desc.dtype, [1, 128, 32], dq_desc.layout)  # noqa: SLF001
-        tma.async_copy_global_to_shared(dq_desc, [(row_tile * 2 + part) * 128, 0], ready, sums.index(0))
+        sums = reinterpreted(buffer, dq_desc.dtype, [1, 128, 32], dq_desc.layout)
+        async_load(dq_desc, [(row_tile * 2 + part) * 128, 0], ready, sums.index(0))
 
 
 @gluon.jit
@@ -110,7 +110,7 @@ def finish_share(tile, turn, dq_desc, dq_ptr, sums_ptr, scale, row_tiles, counts
                     dq = dq_ptr + (place + gl.to_tensor(row).to(gl.int64) * ahead.row_stride) * 8
                     for part in gl.static_range(2):
                         buffer = row_tiles.out_smem if part == 0 else row_tiles.dout_smem
-                        sums = buffer._reinterpret(dq_desc.dtype, [1, 128, 32], dq_desc.layout)  # noqa: SLF001
+                        sums = reinterpreted(buffer, dq_desc.dtype, [1, 128, 32], dq_desc.layout)
                         store_block(sums.index(0), dq, sizes.seqlen_q - row, scale, ahead, part, C)
                 row_tiles.ring.release(turn)
                 turn = turn.next()

@@ -22,8 +22,8 @@ Paged keys differ in the producer alone: it looks up the pages of a key tile and
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 
+from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.again import LOST_MARK
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
@@ -111,11 +111,11 @@ def load_pages(
         for panel in gl.static_range(D // 64):
             box = smem[0].index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * 64, 64, dim=4)
             place = tile_at(span, head, first - number * PAGE_SIZE, panel * 64, True)
-            tma.async_copy_global_to_shared(desc[0], place, ready, box)
+            async_load(desc[0], place, ready, box)
         if D_REST:
             box = smem[1].index(slot).slice(c * CHUNK, CHUNK, dim=3)
             place = tile_at(span, head, first - number * PAGE_SIZE, D, True)
-            tma.async_copy_global_to_shared(desc[1], place, ready, box)
+            async_load(desc[1], place, ready, box)
 
 
 @gluon.jit
@@ -328,11 +328,9 @@ def store_output(acc, acc_rest, out_desc, slot, span, head, row, pipe, C: gl.con
     if DV_REST:
         pipe.out_smem[1].index(slot).reshape([64, DV_REST]).store(acc_rest.to(DTYPE))
     fence_async_shared()  # orders the stores above before TMA's reads below
-    tma.async_copy_shared_to_global(out_desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), pipe.out_smem[0].index(slot))
+    async_store(out_desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), pipe.out_smem[0].index(slot))
     if DV_REST:
-        tma.async_copy_shared_to_global(
-            out_desc[1], tile_at(span, head, row, DV, C.IS_VARLEN), pipe.out_smem[1].index(slot)
-        )
+        async_store(out_desc[1], tile_at(span, head, row, DV, C.IS_VARLEN), pipe.out_smem[1].index(slot))
 
 
 @gluon.jit

@@ -18,8 +18,8 @@ What differs from 16 bits:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 
+from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import NEG_INF, anew, barrier_arrive, barrier_sync, exp2, pin
@@ -132,7 +132,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, tiles_per_head, size
             at = q_at.lane(w, NUM_WARPGROUPS)
             ready = pipe.q_ring.acquire(at, Q_BYTES)
             place = tile_at(q_span, head, block * BLOCK_M + w * 64, 0, C.IS_VARLEN)
-            tma.async_copy_global_to_shared(q_desc, place, ready, pipe.q_smem.index(at.slot))
+            async_load(q_desc, place, ready, pipe.q_smem.index(at.slot))
         q_at = q_at.next()
         # Early, so that the atomic's latency hides behind this tile.
         if C.IS_VARLEN:
@@ -144,9 +144,9 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, tiles_per_head, size
         for i in range(count):
             ready = pipe.k_ring.acquire(kv_at, KV_BYTES)
             place = tile_at(kv_span, kv_head, (last - i) * BLOCK_N, 0, C.IS_VARLEN)
-            tma.async_copy_global_to_shared(k_desc, place, ready, pipe.k_smem.index(kv_at.slot))
+            async_load(k_desc, place, ready, pipe.k_smem.index(kv_at.slot))
             ready = pipe.v_ring.acquire(kv_at, KV_BYTES)
-            tma.async_copy_global_to_shared(v_desc, [v_slot + last - i, 0, 0], ready, pipe.v_smem.index(kv_at.slot))
+            async_load(v_desc, [v_slot + last - i, 0, 0], ready, pipe.v_smem.index(kv_at.slot))
             kv_at = kv_at.next()
         if C.IS_VARLEN:
             tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
@@ -338,7 +338,7 @@ def store_rows(acc, acc_rest, lse, out_desc, lse_ptr, item, head, span, row, siz
     else:
         whole.store(acc.to(pipe.out_smem.dtype))
     fence_async_shared()  # orders the stores above before TMA's reads below
-    tma.async_copy_shared_to_global(out_desc, tile_at(span, head, row, 0, C.IS_VARLEN), out)
+    async_store(out_desc, tile_at(span, head, row, 0, C.IS_VARLEN), out)
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, RawViews, View, named_views
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple
 from tilewise.backends.hopper.fp8_configs import Fp8Config, Fp8Tile, fp8_config
 from tilewise.backends.hopper.fp8_forward import fp8_forward_kernel
@@ -23,8 +23,10 @@ from tilewise.backends.hopper.launch import (
     work_allocation,
 )
 from tilewise.backends.hopper.launching import (
+    PLAIN,
     TMA_BYTES,
     ForwardPass,
+    Wish,
     bind_pass,
     describe,
     describe_flat,
@@ -48,22 +50,23 @@ def run_fp8_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tens
     return run_pass(fp8_pass, problem, operands)
 
 
-def bind_fp8_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> BoundPass | None:
+def bind_fp8_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
     """See Binding."""
     return bind_pass(fp8_pass, problem, operands, want_lse=want_lse)
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)
 def fp8_pass(
-    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, tile: Fp8Tile | None = None
-) -> ForwardPass:
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = PLAIN,
+    tile: Fp8Tile | None = None,
+) -> ForwardPass:  # fmt: skip
     """The pass, prepared by the first call that needs it; `tile` to try another one."""
     views, made = named_views(Operands._fields, raw), fp8_allocations(problem)
     copies = unaddressable(problem, views, ("q", "k", "v"))
     views |= {name: allocation.view for name, allocation in made.items()}
     calls = [] if copies else fp8_calls(problem, device, views, tile)
     work = work_allocation(problem, fp8_config(problem, tile), itemsize=1)
-    return prepared(copies, made | {"work": work}, calls, device, index)
+    return prepared(copies, problem, made | {"work": work}, calls, device, index, wish)
 
 
 def fp8_allocations(problem: AttentionProblem) -> dict[str, Allocation]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, RawViews, View, named_views
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.listing import heads_per_wave, list_allocation, list_call, most_blocks, rows_together
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.backends.gpu.tails import clear_tail_kernel
@@ -22,7 +22,9 @@ from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.forward_quad import forward_quad_kernel
 from tilewise.backends.hopper.fp8_configs import Fp8Config
 from tilewise.backends.hopper.launching import (
+    PLAIN,
     ForwardPass,
+    Wish,
     addressable,
     bind_pass,
     describe,
@@ -67,19 +69,21 @@ def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, 
     return run_pass(forward_pass, problem, operands)
 
 
-def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> BoundPass | None:
+def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
     """See Binding."""
     return bind_pass(forward_pass, problem, operands, want_lse=want_lse)
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)
-def forward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> ForwardPass:
+def forward_pass(
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = PLAIN
+) -> ForwardPass:
     """The pass, prepared by the first call that needs it."""
     views, made = named_views(Operands._fields, raw), result_allocations(problem)
     copies = unaddressable(problem, views, ("q", "k", "v"))
     calls = [] if copies else forward_calls(problem, device, views | {name: a.view for name, a in made.items()})
     work = work_allocation(problem, forward_config(problem), problem.dtype.itemsize)
-    return prepared(copies, made | {"work": work}, calls, device, index)
+    return prepared(copies, problem, made | {"work": work}, calls, device, index, wish)
 
 
 def unaddressable(problem: AttentionProblem, views: dict[str, View], names: Sequence[str]) -> list[str]:

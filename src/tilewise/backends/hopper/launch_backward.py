@@ -11,14 +11,13 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.gpu.launching import (
-    BOUND_BACKWARD,
+    BACKWARD_GIVEN,
     MAX_PASSES,
     Allocation,
-    BoundPass,
-    Launches,
-    RawView,
+    Pass,
+    RawViews,
     View,
-    on_device,
+    named_views,
     raw_views,
 )
 from tilewise.backends.gpu.listing import list_call
@@ -43,8 +42,6 @@ from tilewise.backends.hopper.launch import index_address, shapes_of
 from tilewise.backends.hopper.launching import (
     addressable,
     contiguous,
-    counter_for,
-    counter_maker,
     describe,
     describe_flat,
     rows_allocation,
@@ -73,23 +70,25 @@ STRIDE_UNIT = 8
 BOUND_BLOCK_N = 16
 # An edge that no row has: more than any number of keys.
 NO_EDGE = 1 << 30
-# In which order tensors are handed to the launches.
-GIVEN = (*Operands._fields, "out", "lse", "dout", "dlse")
-TENSORS = (*GIVEN, "workspace", "dq", "dk", "dv", "counter")
-
-RawViews = tuple[RawView | None, ...]
 
 
 class BackwardPass(NamedTuple):
-    """A backward call with everything but addresses; `copies` are the tensors that TMA cannot address as they are."""
+    """A backward call with everything but addresses, or the tensors that TMA cannot address as they are: `copies`."""
 
     copies: tuple[str, ...]
     plan: BackwardPlan
-    workspace: Allocation
-    dq: Allocation | None
-    dk: Allocation
-    dv: Allocation
-    launches: Launches
+    kernels: Pass | None
+
+
+class Wish(NamedTuple):
+    """What is made: dQ or not, in the layout of the caller or heads first, and the workspace for who reads it."""
+
+    dq: bool = True
+    in_layout: bool = False
+    workspace: bool = False
+
+
+PLAIN = Wish()
 
 
 def run_backward(
@@ -103,64 +102,54 @@ def run_backward(
 ) -> Gradients:
     """The wanted gradients of canonical operands."""
     dlse = None if dlse is None else dlse.float().contiguous()
-    given = (*operands, out, lse.contiguous(), dout, dlse)
-    gradients: Gradients = on_device(operands.q.get_device(), _backward, problem, given, wanted)
-    return gradients
-
-
-def _backward(problem: AttentionProblem, given: tuple[Tensor | None, ...], wanted: Wanted) -> Gradients:
-    q = given[0]
-    assert q is not None
-    device, index = devices.of(q.device), q.get_device()
-    ready = backward_pass(problem, device, index, raw_views(given), wanted.dq)
-    if ready.copies:
-        copied = zip(GIVEN, given, strict=True)
-        given = tuple([contiguous(t) if t is not None and name in ready.copies else t for name, t in copied])
-        ready = backward_pass(problem, device, index, raw_views(given), wanted.dq)
-    workspace, dk, dv = ready.workspace.new(q), ready.dk.new(q), ready.dv.new(q)
-    dq = None if ready.dq is None else ready.dq.new(q)
-    ready.launches.run((*given, workspace, dq, dk, dv, counter_for(q)))
-    dsinks = _sink_gradient(ready.plan, given[GIVEN.index("sinks")], workspace) if wanted.dsinks else None
-    return Gradients(dq, dk if wanted.dk else None, dv if wanted.dv else None, None, dsinks)
+    given: tuple[Tensor | None, ...] = (dout, dlse, out, lse.contiguous(), *operands)
+    device, index = devices.of(operands.q.device), operands.q.get_device()
+    wish = Wish(wanted.dq, workspace=wanted.dsinks)
+    copies, plan, kernels = backward_pass(problem, device, index, raw_views(given), wish)
+    if kernels is None:
+        copied = zip(BACKWARD_GIVEN, given, strict=True)
+        given = tuple([contiguous(t) if t is not None and name in copies else t for name, t in copied])
+        _, plan, kernels = backward_pass(problem, device, index, raw_views(given), wish)
+    assert kernels is not None
+    made = kernels.run(given)
+    dk, dv = made["dk"] if wanted.dk else None, made["dv"] if wanted.dv else None
+    dsinks = _sink_gradient(plan, operands.sinks, made["workspace"]) if wanted.dsinks else None
+    return Gradients(made.get("dq"), dk, dv, None, dsinks)
 
 
 def bind_backward(
     problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted
-) -> BoundPass | None:
-    """See Binding; `given` in the order of GIVEN."""
-    lse, dlse = given[GIVEN.index("lse")], given[GIVEN.index("dlse")]
-    whole = all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in (lse, dlse))
+) -> Pass | None:
+    """See Binding; `given` in the order of BACKWARD_GIVEN."""
+    whole = all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in (given[1], given[3]))
     if wanted.dsinks or not whole:
         return None
-    index = q.get_device()
-    views = raw_views(given)
-    ready: BackwardPass = on_device(index, backward_pass, problem, devices.of(q.device), index, views, wanted.dq)
-    if ready.copies:
-        return None
-    layout = problem.layout
-    made = {"dk": ready.dk.in_layout(layout), "dv": ready.dv.in_layout(layout), "workspace": ready.workspace}
-    if ready.dq is not None:
-        made["dq"] = ready.dq.in_layout(layout)
-    return BoundPass(ready.launches, BOUND_BACKWARD, made, index, counter_maker(q), unread=("workspace",))
+    wish = Wish(wanted.dq, in_layout=True)
+    return backward_pass(problem, devices.of(q.device), q.get_device(), raw_views(given), wish).kernels
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)
 def backward_pass(
-    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_dq: bool
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = PLAIN
 ) -> BackwardPass:
     """The pass, prepared by the first call that needs it."""
-    views = {name: View(*view) for name, view in zip(GIVEN, raw, strict=True) if view is not None}
+    views = named_views(BACKWARD_GIVEN, raw)
     plan = backward_plan(problem, device)
     shapes = shapes_of(problem)
     shapes["out"] = shapes["dout"] = (*shapes["q"][:-1], problem.head_dim_v)
     copies = tuple(name for name, shape in shapes.items() if not addressable(views[name], shape))
+    if copies:
+        return BackwardPass(copies, plan, None)
     made = gradient_allocations(problem)
-    if not want_dq:
+    if not wish.dq:
         del made["dq"]
-    views |= {name: allocation.view for name, allocation in made.items()}
-    calls = [] if copies else list(backward_calls(plan, views))
-    launches = Launches(calls, TENSORS, device, index)
-    return BackwardPass(copies, plan, plan.workspace, made.get("dq"), made["dk"], made["dv"], launches)
+    calls = list(backward_calls(plan, views | {name: allocation.view for name, allocation in made.items()}))
+    if wish.in_layout:
+        made = {name: allocation.in_layout(problem.layout) for name, allocation in made.items()}
+    unread = () if wish.workspace else ("workspace",)
+    room = made | {"workspace": plan.workspace}
+    kernels = Pass(calls, BACKWARD_GIVEN, room, device, index, num_counters=1, unread=unread)
+    return BackwardPass((), plan, kernels)
 
 
 def gradient_allocations(problem: AttentionProblem) -> dict[str, Allocation]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, BoundPass, RawViews, View, named_views
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple
 from tilewise.backends.hopper.decode import decode_kernel
 from tilewise.backends.hopper.decode_configs import DecodeConfig, decode_config, num_programs, tokens_of
@@ -23,7 +23,9 @@ from tilewise.backends.hopper.launch import (
     unaddressable,
 )
 from tilewise.backends.hopper.launching import (
+    PLAIN,
     ForwardPass,
+    Wish,
     bind_pass,
     describe,
     packed_rows,
@@ -47,21 +49,23 @@ def run_decode(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, T
     return run_pass(decode_pass, problem, operands)
 
 
-def bind_decode(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> BoundPass | None:
+def bind_decode(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
     """See Binding."""
     return bind_pass(decode_pass, problem, operands, want_lse=want_lse)
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)
-def decode_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> ForwardPass:
+def decode_pass(
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = PLAIN
+) -> ForwardPass:
     """The pass, prepared by the first call that needs it."""
     views, made = named_views(Operands._fields, raw), result_allocations(problem)
     copies = unaddressable(problem, views, ("k", "v"))
     calls = [] if copies else decode_calls(problem, device, views | {name: a.view for name, a in made.items()})
     config = decode_config(problem, packed_queries="cu_seqlens_q" in views)
     parts = sum(part_sizes(config, num_programs(problem, config, device)))
-    made["workspace"] = Allocation.contiguous((parts,), torch.float32)
-    return prepared(copies, made, calls, device, index, problem.batch * problem.num_kv_heads)
+    room = made | {"workspace": Allocation.contiguous((parts,), torch.float32)}
+    return prepared(copies, problem, room, calls, device, index, wish, problem.batch * problem.num_kv_heads)
 
 
 def part_sizes(config: DecodeConfig, programs: int) -> tuple[int, int]:

@@ -15,8 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from tilewise import device as devices
-from tilewise.backends.gpu.counters import counter_for, counter_maker
-from tilewise.backends.gpu.launching import Allocation, BoundPass, Launches, RawViews, View, on_device, raw_views
+from tilewise.backends.gpu.launching import Allocation, Pass, RawViews, View, raw_views
 from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
 from tilewise.device import DeviceSpec
@@ -24,12 +23,12 @@ from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
 __all__ = [
+    "PLAIN",
     "ForwardPass",
+    "Wish",
     "addressable",
     "bind_pass",
     "contiguous",
-    "counter_for",
-    "counter_maker",
     "describe",
     "describe_flat",
     "packed_rows",
@@ -54,68 +53,68 @@ PACKED_EXTENT, PACKED_ROWS, PACKED_STRIDE = 0x7FFF0000, 1 << 30, 1 << 34
 
 
 class ForwardPass(NamedTuple):
-    """A forward call with everything but addresses.
-
-    `copies` are the operands that TMA cannot address as they are, `made` what is made for a call: out, lse, and what
-    only the kernels read.
-    """
+    """A forward call with everything but addresses, or the operands that TMA cannot address as they are: `copies`."""
 
     copies: tuple[str, ...]
-    made: Mapping[str, Allocation | None]
-    num_counters: int
-    launches: Launches
+    kernels: Pass | None
 
 
-Prepare = Callable[[AttentionProblem, DeviceSpec, int, RawViews], ForwardPass]
+class Wish(NamedTuple):
+    """What is made of a problem's results: in the layout of the caller or heads first, with lse or without."""
+
+    in_layout: bool = False
+    lse: bool = True
+
+
+PLAIN = Wish()
+
+Prepare = Callable[[AttentionProblem, DeviceSpec, int, RawViews, Wish], ForwardPass]
 
 
 def prepared(
     copies: Sequence[str],
+    problem: AttentionProblem,
     made: Mapping[str, Allocation | None],
     calls: Sequence[KernelCall],
     device: DeviceSpec,
     index: int,
+    wish: Wish,
     num_counters: int = 1,
 ) -> ForwardPass:
-    """A pass of these calls, whose counters are called "counter"; one that copies first launches nothing yet."""
-    names = (*Operands._fields, *made, "counter")
-    return ForwardPass(tuple(copies), made, num_counters, Launches(() if copies else calls, names, device, index))
+    """A pass of these calls, which make out, lse and what only they read; their counters are called "counter"."""
+    if copies:
+        return ForwardPass(tuple(copies), None)
+    unread = [name for name in made if name != "out" and not (name == "lse" and wish.lse)]
+    made, out = dict(made), made["out"]
+    assert out is not None
+    made["out"] = out.in_layout(problem.layout) if wish.in_layout else out
+    given = Operands._fields
+    return ForwardPass((), Pass(calls, given, made, device, index, num_counters=num_counters, unread=unread))
 
 
 def run_pass(prepare: Prepare, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands; `prepare` remembers the passes it made."""
     if operands.sinks is not None:
         operands = operands._replace(sinks=operands.sinks.contiguous())
-    result: tuple[Tensor, Tensor] = on_device(operands.q.get_device(), _run_here, prepare, problem, operands)
-    return result
+    copies, kernels = _prepared_for(prepare, problem, operands, PLAIN)
+    if kernels is None:
+        operands = operands._replace(**{name: contiguous(getattr(operands, name)) for name in copies})
+        _, kernels = _prepared_for(prepare, problem, operands, PLAIN)
+    assert kernels is not None
+    made = kernels.run(operands)
+    return made["out"], made["lse"]
 
 
-def _run_here(prepare: Prepare, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    q = operands.q
-    device, index = devices.of(q.device), q.get_device()
-    ready = prepare(problem, device, index, raw_views(operands))
-    if ready.copies:
-        operands = operands._replace(**{name: contiguous(getattr(operands, name)) for name in ready.copies})
-        ready = prepare(problem, device, index, raw_views(operands))
-    made = {name: None if allocation is None else allocation.new(q) for name, allocation in ready.made.items()}
-    ready.launches.run((*operands, *made.values(), counter_for(q, ready.num_counters)))
-    out, lse = made["out"], made["lse"]
-    assert out is not None
-    assert lse is not None
-    return out, lse
-
-
-def bind_pass(prepare: Prepare, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> BoundPass | None:
+def bind_pass(prepare: Prepare, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
     """The pass for operands that lie like these; None if some must be copied in every call."""
-    q, index = operands.q, operands.q.get_device()
-    ready: ForwardPass = on_device(index, prepare, problem, devices.of(q.device), index, raw_views(operands))
-    if ready.copies or (operands.sinks is not None and not operands.sinks.is_contiguous()):
+    if operands.sinks is not None and not operands.sinks.is_contiguous():
         return None
-    made = dict(ready.made)
-    assert made["out"] is not None
-    made["out"] = made["out"].in_layout(problem.layout)
-    unread = [name for name in made if name != "out" and not (name == "lse" and want_lse)]
-    return BoundPass(ready.launches, Operands._fields, made, index, counter_maker(q, ready.num_counters), unread=unread)
+    return _prepared_for(prepare, problem, operands, Wish(in_layout=True, lse=want_lse)).kernels
+
+
+def _prepared_for(prepare: Prepare, problem: AttentionProblem, operands: Operands, wish: Wish) -> ForwardPass:
+    q = operands.q
+    return prepare(problem, devices.of(q.device), q.get_device(), raw_views(operands), wish)
 
 
 def addressable(view: View, shape: tuple[int, ...], *, shared: bool = False) -> bool:

@@ -6,8 +6,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from tilewise.backends.gpu.releases import async_load
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
 from tilewise.backends.hopper.scores import rescale
 
@@ -25,9 +26,9 @@ __all__ = [
 @gluon.jit
 def load_tile(desc, smem, slot, ready, span, head, row, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr):
     """Start the copy of a tile, all its columns, into a slot."""
-    tma.async_copy_global_to_shared(desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), ready, smem[0].index(slot))
+    async_load(desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), ready, smem[0].index(slot))
     if D_REST:
-        tma.async_copy_global_to_shared(desc[1], tile_at(span, head, row, D, C.IS_VARLEN), ready, smem[1].index(slot))
+        async_load(desc[1], tile_at(span, head, row, D, C.IS_VARLEN), ready, smem[1].index(slot))
 
 
 @gluon.jit

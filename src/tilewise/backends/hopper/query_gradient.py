@@ -12,8 +12,8 @@ sums travel through L2. Head dims come in two column parts as in the forward.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 
+from tilewise.backends.gpu.releases import aggregate, async_store
 from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.forward import make_parts
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
@@ -136,10 +136,10 @@ def store_gradient(dq, dq_rest, dq_desc, span, head, row, scale, pipe, WARPGROUP
         pipe.q_smem[1].index(WARPGROUP).reshape([64, D_REST]).store((dq_rest * scale).to(DTYPE))
     fence_async_shared()  # orders the stores above before TMA's reads below
     place = tile_at(span, head, row, 0, C.IS_VARLEN)
-    tma.async_copy_shared_to_global(dq_desc[0], place, pipe.q_smem[0].index(WARPGROUP))
+    async_store(dq_desc[0], place, pipe.q_smem[0].index(WARPGROUP))
     if D_REST:
         place = tile_at(span, head, row, D, C.IS_VARLEN)
-        tma.async_copy_shared_to_global(dq_desc[1], place, pipe.q_smem[1].index(WARPGROUP))
+        async_store(dq_desc[1], place, pipe.q_smem[1].index(WARPGROUP))
     tma.store_wait(0)
 
 

@@ -11,9 +11,8 @@ get lse = +inf, as in backward_rows.py.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.language.core import _aggregate as aggregate
 
+from tilewise.backends.gpu.releases import aggregate, async_load
 from tilewise.backends.hopper.channels import Ring, make_ring
 from tilewise.backends.hopper.layouts import slots_shape, tile_at
 from tilewise.backends.hopper.primitives import LARGEST_LSE, LOG2E
@@ -53,8 +52,8 @@ def load_rows(out_desc, dout_desc, tiles, at, span, head, row, C: gl.constexpr):
     """Start the copies of a tile."""
     ready = tiles.ring.acquire(at, 2 * dout_desc.block_type.nbytes)
     place = tile_at(span, head, row, 0, C.IS_VARLEN)
-    tma.async_copy_global_to_shared(out_desc, place, ready, tiles.out_smem.index(0))
-    tma.async_copy_global_to_shared(dout_desc, place, ready, tiles.dout_smem.index(0))
+    async_load(out_desc, place, ready, tiles.out_smem.index(0))
+    async_load(dout_desc, place, ready, tiles.dout_smem.index(0))
 
 
 @gluon.jit

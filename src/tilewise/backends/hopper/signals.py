@@ -7,6 +7,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.gpu.releases import barrier
+
 __all__ = ["await_writes", "let_next_start", "load_acquire", "order_copies", "publish"]
 
 
@@ -34,7 +36,7 @@ def _issue(INSTRUCTIONS: gl.constexpr):
 def publish():
     """Order what this role has stored in global memory, also for TMA of other CTAs, before what it does next."""
     _issue("fence.proxy.async; fence.acq_rel.gpu;")
-    gl.thread_barrier()  # what one thread says next is said for all
+    barrier()  # what one thread says next is said for all
 
 
 @gluon.constexpr_function

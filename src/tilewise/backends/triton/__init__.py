@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Bound, TileShape
+from tilewise.backends.gpu import releases, trial
 from tilewise.backends.gpu.lengths import too_long
 from tilewise.dequantising import dequantised
 from tilewise.device import DeviceSpec
@@ -39,14 +39,18 @@ class TritonBackend:
 
     def unavailable(self) -> str | None:
         """What is missing on this machine, if anything."""
-        if importlib.util.find_spec("triton") is None:
-            return "the triton package is not installed (pip install triton)"
-        if not torch.cuda.is_available() and not _interpreted():
+        if (missing := releases.missing()) is not None:
+            return missing
+        if _interpreted():
+            return None
+        if not torch.cuda.is_available():
             return "no CUDA device is visible to torch (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
-        return None
+        return trial.failure(self)
 
     def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
         """Everything in the contract but fp64, on compute capability 8.0 or newer."""
+        if (outdated := releases.outdated()) is not None:
+            return outdated
         if problem.dtype not in DTYPES:
             return f"dtype {problem.dtype} is not one of float16, bfloat16, float32"
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
@@ -87,6 +91,10 @@ class TritonBackend:
         return (
             f"{', '.join(problem.fp8)} read as e4m3 and widened to {dtype} in registers; scales go into scores and sums"
         )
+
+    def compiler(self) -> str:
+        """What compiles the kernels, for `tilewise doctor`."""
+        return trial.report(self)
 
     def launch_path(self) -> str:
         """How kernels are started here, for `tilewise doctor`."""
@@ -134,7 +142,7 @@ class TritonBackend:
         wanted: Wanted,
     ) -> Bound | None:
         """See Binding."""
-        given = (*operands, out, lse, dout, dlse)
+        given = (dout, dlse, out, lse, *operands)
         bound: Bound | None = _launch().bind_backward(problem, given, operands.q, wanted)
         return bound
 
@@ -219,7 +227,7 @@ def _even(strides: tuple[int, ...]) -> bool:
 
 
 def _interpreted() -> bool:
-    if importlib.util.find_spec("triton") is None:
+    if releases.missing() is not None:
         return False
     knobs = importlib.import_module("triton").knobs
     return bool(knobs.runtime.interpret)

@@ -4,12 +4,11 @@ ask.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
-from importlib import metadata
 
 import torch
 
+from tilewise.backends.gpu import releases
 from tilewise.backends.triton import configs
 from tilewise.backends.triton.configs import Config, Kind, Pass, ShortBackward
 from tilewise.backends.triton.traits import element_size, is_plain, is_rich, tile_widths
@@ -17,10 +16,6 @@ from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
 __all__ = ["config_of", "is_specialisable", "short_backward_of"]
-
-# What the compiler makes of the forward with warps of their own for loading has to be read before it is trusted, see
-# forward_specialised.py; that was done for these. tests/backends/test_triton_specialised.py reads it again.
-READ_RELEASES = ("3.6.0",)
 
 
 def config_of(
@@ -84,7 +79,7 @@ def is_specialisable(problem: AttentionProblem) -> bool:
     dense = problem.kind == "dense" and problem.head_dim == problem.head_dim_v and problem.dtype != torch.float32
     banded = left is not None or right not in (None, 0)
     plain = is_plain(problem) and not (banded or problem.has_sinks or problem.dropout > 0.0)
-    return dense and plain and _release() in READ_RELEASES
+    return dense and plain and releases.serves_specialised_forward()
 
 
 def short_backward_of(problem: AttentionProblem, device: DeviceSpec) -> ShortBackward | None:
@@ -112,12 +107,3 @@ def _fills(problem: AttentionProblem, device: DeviceSpec, block_m: int) -> bool:
     rounds = -(-tiles // device.num_sms)
     enough = tiles >= configs.SPECIALISED_SHARE * rounds * device.num_sms
     return enough and problem.seqlen_q > block_m // 2
-
-
-@functools.cache
-def _release() -> str:
-    """The installed Triton, with what a builder added to its number: that is another compiler."""
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return ""

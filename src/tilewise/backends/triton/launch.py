@@ -15,18 +15,16 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.gpu.launching import (
-    BOUND_BACKWARD,
+    BACKWARD_GIVEN,
     MAX_PASSES,
     Allocation,
-    BoundPass,
-    Launches,
+    Pass,
+    Places,
     RawViews,
     View,
     named_views,
-    on_device,
     raw_views,
 )
-from tilewise.backends.gpu.scratch import Places
 from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.triton import configs, passes
 from tilewise.backends.triton.arguments import rows_allocation, stored_rows, workspace_rows
@@ -41,7 +39,6 @@ from tilewise.problem import AttentionProblem
 
 __all__ = [
     "BackwardPass",
-    "ForwardPass",
     "backward_calls",
     "backward_pass",
     "bind_backward",
@@ -53,53 +50,46 @@ __all__ = [
     "run_forward",
 ]
 
-# In which order tensors are handed to the launches of a pass.
-FORWARD_TENSORS = (*Operands._fields, "out", "lse", "workspace")
-BACKWARD_GIVEN = (*Operands._fields, "out", "lse", "dout", "dlse")
-BACKWARD_TENSORS = (
-    *BACKWARD_GIVEN, "workspace", "dq", "dk", "dv", "dbias", "dk_pages", "dv_pages", "order", "page_ends",
-)  # fmt: skip
+# What the backward of paged keys is given beside the tensors of a call.
+PAGE_ORDER = ("order", "page_ends")
 
 
-class ForwardPass(NamedTuple):
-    """A forward call with everything but addresses."""
+class Wish(NamedTuple):
+    """What is made of a problem's results: in the layout of the caller or heads first, with what else is read."""
 
-    out: Allocation
-    lse: Allocation
-    workspace: Allocation | None
-    launches: Launches
+    in_layout: bool = False
+    also: tuple[str, ...] = ("lse",)
+
+
+PLAIN = Wish()
+
+
+class TunablePass(Pass):
+    """One that steps back where tiles are overridden for an experiment."""
+
+    __slots__ = ()
+
+    def __call__(self, tensors: Sequence[Tensor | None], places: Places | None = None) -> list[Tensor] | None:
+        """What was made, or None."""
+        return super().__call__(tensors, places) if configs.overrides() is None else None
 
 
 class BackwardPass(NamedTuple):
-    """A backward call with everything but addresses; what is not wanted is None."""
+    """A backward call with everything but addresses."""
 
     plan: Plan
-    workspace: Allocation
-    dq: Allocation | None
-    dk: Allocation | None
-    dv: Allocation | None
-    dbias: Allocation | None
-    dk_pages: Allocation | None
-    dv_pages: Allocation | None
-    launches: Launches
+    kernels: Pass
 
 
 def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
     if problem.dropout > 0.0 or problem.has_sinks:
         operands = _ready(operands)
-    result: tuple[Tensor, Tensor] = on_device(operands.q.get_device(), _forward, problem, operands)
-    return result
-
-
-def _forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     q = operands.q
-    ready = forward_pass(problem, devices.of(q.device), q.get_device(), raw_views(operands))
-    out, lse = ready.out.new(q), ready.lse.new(q)
+    made = forward_pass(problem, devices.of(q.device), q.get_device(), raw_views(operands)).run(operands)
+    out, lse = made["out"], made["lse"]
     if problem.batch == 0 or problem.seqlen_q == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    workspace = None if ready.workspace is None else ready.workspace.new(q)
-    ready.launches.run((*operands, out, lse, workspace))
     return out, lse
 
 
@@ -121,25 +111,12 @@ def _filled(seed: Tensor, where: torch.device) -> Tensor:
     return there
 
 
-class TunableBoundPass(BoundPass):
-    """One that steps back where tiles are overridden for an experiment."""
-
-    __slots__ = ()
-
-    def __call__(self, tensors: Sequence[Tensor | None], places: Places | None = None) -> list[Tensor] | None:
-        """What was made, or None."""
-        return super().__call__(tensors, places) if configs.overrides() is None else None
-
-
-def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> BoundPass | None:
+def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
     """See Binding."""
     if not _bindable(problem, operands.sinks):
         return None
-    q, index = operands.q, operands.q.get_device()
-    ready: ForwardPass = on_device(index, forward_pass, problem, devices.of(q.device), index, raw_views(operands))
-    made = {"out": ready.out.in_layout(problem.layout), "lse": ready.lse, "workspace": ready.workspace}
-    unread = ("workspace",) if want_lse else ("lse", "workspace")
-    return TunableBoundPass(ready.launches, Operands._fields, made, index, unread=unread)
+    wish = Wish(in_layout=True, also=("lse",) if want_lse else ())
+    return forward_pass(problem, devices.of(operands.q.device), operands.q.get_device(), raw_views(operands), wish)
 
 
 def _bindable(problem: AttentionProblem, sinks: Tensor | None) -> bool:
@@ -149,21 +126,36 @@ def _bindable(problem: AttentionProblem, sinks: Tensor | None) -> bool:
     return not (nothing or scattered or problem.dropout > 0.0 or configs.overrides() is not None)
 
 
-def forward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews) -> ForwardPass:
+def forward_pass(
+    problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, wish: Wish = PLAIN
+) -> Pass:
     """The pass, prepared by the first call that needs it; tiles overridden for an experiment are not kept."""
     prepare = _kept_forward if configs.overrides() is None else _prepare_forward
-    return prepare(problem, device, index, views)
+    return prepare(problem, device, index, views, wish)
 
 
-def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> ForwardPass:
+def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish) -> Pass:
     views = named_views(Operands._fields, raw)
-    made = result_allocations(problem, views)
-    calls = forward_calls(problem, device, views | {name: allocation.view for name, allocation in made.items()})
+    made: dict[str, Allocation | None] = dict(result_allocations(problem, views))
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
+    calls = forward_calls(problem, device, views | {name: a.view for name, a in made.items() if a is not None})
     elements = sum(passes.parts_size(plan)) + passes.forward_list_words(plan)
     # Room for the lse parts to end where vectors may begin, see passes.decode_calls.
-    workspace = Allocation.contiguous((elements + 4,), torch.float32) if elements else None
-    return ForwardPass(made["out"], made["lse"], workspace, Launches(calls, FORWARD_TENSORS, device, index))
+    made["workspace"] = Allocation.contiguous((elements + 4,), torch.float32) if elements else None
+    return _pass_of(problem, calls, Operands._fields, made, device, index, wish)
+
+
+def _pass_of(
+    problem: AttentionProblem, calls: list[KernelCall], given: Sequence[str], made: dict[str, Allocation | None],
+    device: DeviceSpec, index: int, wish: Wish,
+) -> Pass:  # fmt: skip
+    """Results come first; lse and the workspace are hidden unless they are wished for."""
+    results = {name: a for name, a in made.items() if a is not None and name not in ("lse", "workspace")}
+    if wish.in_layout:
+        results = {name: allocation.in_layout(problem.layout) for name, allocation in results.items()}
+    unread = [name for name in ("lse", "workspace") if name not in wish.also]
+    kind = TunablePass if wish.in_layout else Pass
+    return kind(calls, given, made | results, device, index, unread=unread)
 
 
 def result_allocations(problem: AttentionProblem, views: dict[str, View]) -> dict[str, Allocation]:
@@ -202,48 +194,35 @@ def run_backward(
         return _zero_gradients(problem, operands, wanted)
     if problem.dropout > 0.0 or problem.has_sinks:
         operands = _ready(operands)
-    given = (*operands, out, lse, dout, dlse)
-    gradients: Gradients = on_device(operands.q.get_device(), _backward, problem, operands, given, wanted)
-    return gradients
-
-
-def _backward(
-    problem: AttentionProblem, operands: Operands, given: tuple[Tensor | None, ...], wanted: Wanted
-) -> Gradients:
-    q = operands.q
-    ready = backward_pass(problem, devices.of(q.device), q.get_device(), raw_views(given), wanted)
-    made = [None if allocation is None else allocation.new(q) for allocation in ready[1:8]]
-    workspace, dq, dk, dv, dbias, dk_pages, dv_pages = made
-    assert workspace is not None
-    order, ends = _pages_in_order(problem, operands) if dk_pages is not None else (None, None)
-    ready.launches.run((*given, *made, order, ends))
+    q, paged = operands.q, problem.page_size is not None and (wanted.dk or wanted.dv)
+    order = _pages_in_order(problem, operands) if paged else ()
+    given = (dout, dlse, out, lse, *operands)
+    wish = Wish(also=("workspace",) if wanted.dsinks else ())
+    plan, kernels = backward_pass(problem, devices.of(q.device), q.get_device(), raw_views(given), wanted, wish)
+    made = kernels.run((*given, *order))
+    dk, dv = (made.get(f"{name}_pages", made.get(name)) for name in ("dk", "dv"))
     if problem.seqlen_k == 0:
         for gradient in (dk, dv):
             if gradient is not None:
                 gradient.zero_()
     return Gradients(
-        dq=dq,
-        dk=dk if dk_pages is None else dk_pages,
-        dv=dv if dv_pages is None else dv_pages,
-        dbias=None if dbias is None else _summed(dbias, operands),
-        dsinks=_sink_gradient(ready.plan, operands, workspace) if wanted.dsinks else None,
+        dq=made.get("dq"),
+        dk=dk,
+        dv=dv,
+        dbias=_summed(made["dbias"], operands) if wanted.dbias else None,
+        dsinks=_sink_gradient(plan, operands, made["workspace"]) if wanted.dsinks else None,
     )
 
 
 def bind_backward(
     problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted
-) -> BoundPass | None:
+) -> Pass | None:
     """See Binding; `given` in the order of BACKWARD_GIVEN."""
     sinks = given[BACKWARD_GIVEN.index("sinks")]
     if not _bindable(problem, sinks) or problem.page_size is not None or wanted.dbias or wanted.dsinks:
         return None
-    index = q.get_device()
-    views = raw_views(given)
-    ready: BackwardPass = on_device(index, backward_pass, problem, devices.of(q.device), index, views, wanted)
-    gradients = {"dq": ready.dq, "dk": ready.dk, "dv": ready.dv}
-    made = {name: a.in_layout(problem.layout) for name, a in gradients.items() if a is not None}
-    made["workspace"] = ready.workspace
-    return TunableBoundPass(ready.launches, BOUND_BACKWARD, made, index, unread=("workspace",))
+    wish = Wish(in_layout=True, also=())
+    return backward_pass(problem, devices.of(q.device), q.get_device(), raw_views(given), wanted, wish).kernels
 
 
 def _pages_in_order(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -259,24 +238,22 @@ def _summed(parts: Tensor, operands: Operands) -> Tensor:
 
 
 def backward_pass(
-    problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, wanted: Wanted
+    problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, wanted: Wanted, wish: Wish = PLAIN
 ) -> BackwardPass:
     """The pass, prepared by the first call that needs it; tiles overridden for an experiment are not kept."""
     prepare = _kept_backward if configs.overrides() is None else _prepare_backward
-    return prepare(problem, device, index, views, wanted)
+    return prepare(problem, device, index, views, wanted, wish)
 
 
 def _prepare_backward(
-    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted, wish: Wish
 ) -> BackwardPass:
-    views = named_views((*Operands._fields, "out", "lse", "dout", "dlse"), raw)
+    views = named_views(BACKWARD_GIVEN, raw)
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
-    return BackwardPass(
-        plan=plan,
-        workspace=Allocation.contiguous((2 * workspace_rows(plan, 0)[1] + list_words(plan),), torch.float32),
-        **_gradient_allocations(plan, views, wanted),
-        launches=Launches(backward_calls(problem, device, views, wanted), BACKWARD_TENSORS, device, index),
-    )
+    calls, made = backward_calls(problem, device, views, wanted), _gradient_allocations(plan, views, wanted)
+    made["workspace"] = Allocation.contiguous((2 * workspace_rows(plan, 0)[1] + list_words(plan),), torch.float32)
+    given = (*BACKWARD_GIVEN, *PAGE_ORDER)
+    return BackwardPass(plan, _pass_of(problem, calls, given, made, device, index, wish))
 
 
 _kept_backward = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_backward)

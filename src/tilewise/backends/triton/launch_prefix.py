@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.counters import CounterMaker, counter_for
-from tilewise.backends.gpu.launching import (
-    MAX_PASSES,
-    Allocation,
-    BoundPass,
-    Launches,
-    RawViews,
-    View,
-    on_device,
-    raw_views,
-)
+from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawViews, named_views, raw_views
 from tilewise.backends.gpu.symbols import Address, KernelCall, Tile, renamed
 from tilewise.backends.triton.arguments import Views, packed_rows, scale_arguments, score_arguments, single_address
 from tilewise.backends.triton.configs import Config
@@ -33,9 +23,9 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["attend_prefixes", "bind_after", "bind_prefixes", "num_splits", "prefix_calls"]
 
-# What is worked into, and in which order tensors are handed to the launches.
+# What is worked into, and in which order tensors are given.
 RESULTS = ("rows", "out", "lse")
-TENSORS = (*Operands._fields, *RESULTS, "workspace", "counter")
+GIVEN = (*Operands._fields, *RESULTS)
 # The tensors of a call with a hint, after its operands, and what this pass calls them.
 HINT = ("prefix_table", "prefix_seqlens", "prefix_starts", "rows", "block_table", "seqlens_k")
 RENAMED = {
@@ -63,24 +53,13 @@ JOINED_SPLITS, JOINED_COLUMNS = 4, 128
 QUICK_PRODUCTS, QUICK_BYTES = 1 << 30, 1 << 25
 
 
-Pass = TypeVar("Pass", bound=BoundPass)
-
-
-class BoundPrefixes(BoundPass):
+class PrefixPass(Pass):
     """The pass with the merge in a kernel of its own; `joined` makes the other one."""
 
     __slots__ = ("joined", "problem")
 
-    joined: Callable[[], BoundPass]
+    joined: Callable[[], Pass]
     problem: AttentionProblem
-
-
-class PrefixPass(NamedTuple):
-    """A call with everything but addresses."""
-
-    workspace: Allocation
-    num_counters: int
-    launches: Launches
 
 
 def attend_prefixes(
@@ -89,42 +68,20 @@ def attend_prefixes(
     """Work what the `num_rows` rows of all groups see of their prefixes into `out` and `lse`, which hold what they see
     of their own keys: see tilewise.cascade. A group takes the place of a sequence in problem and operands.
     """
-    on_device(operands.q.get_device(), _attend, problem, operands, num_rows, (rows, out, lse))
-
-
-def _attend(
-    problem: AttentionProblem, operands: Operands, num_rows: int, results: tuple[Tensor | None, Tensor, Tensor]
-) -> None:
-    q = operands.q
-    tensors = (*operands, *results)
-    ready = prefix_pass(problem, num_rows, devices.of(q.device), q.get_device(), raw_views(tensors), joined=False)
-    ready.launches.run((*tensors, ready.workspace.new(q), counter_for(q, ready.num_counters)))
+    bind_prefixes(problem, operands, num_rows, rows, out, lse).run((*operands, rows, out, lse))
 
 
 def bind_prefixes(
     problem: AttentionProblem, operands: Operands, num_rows: int, rows: Tensor | None, out: Tensor, lse: Tensor
-) -> BoundPrefixes:
+) -> PrefixPass:
     """`attend_prefixes` for tensors that lie like these, in this order."""
-    index, views = operands.q.get_device(), raw_views((*operands, rows, out, lse))
-    about = (problem, num_rows, devices.of(out.device), index, views, operands.q.device)
-    bound = _bound(BoundPrefixes, *about, joined=False)
-    bound.problem, bound.joined = problem, functools.partial(_bound, BoundPass, *about, joined=True)
-    return bound
+    q, views = operands.q, raw_views((*operands, rows, out, lse))
+    found = prefix_pass(problem, num_rows, devices.of(q.device), q.get_device(), views, joined=False)
+    assert isinstance(found, PrefixPass)
+    return found
 
 
-def _bound(
-    kind: type[Pass], problem: AttentionProblem, num_rows: int, spec: DeviceSpec, index: int, views: RawViews,
-    device: torch.device, *, joined: bool,
-) -> Pass:  # fmt: skip
-    prepare = functools.partial(prefix_pass, joined=joined)
-    ready: PrefixPass = on_device(index, prepare, problem, num_rows, spec, index, views)
-    counter, made = CounterMaker(device, ready.num_counters), {"workspace": ready.workspace}
-    return kind(ready.launches, (*Operands._fields, *RESULTS), made, index, counter)
-
-
-def bind_after(
-    own: BoundPass, prefixes: BoundPrefixes, count: int, unread: Sequence[str], problem: AttentionProblem
-) -> BoundPass:
+def bind_after(own: Pass, prefixes: PrefixPass, count: int, unread: Sequence[str], problem: AttentionProblem) -> Pass:
     """Both passes in one, that of the own keys (`problem`) first, for the first `count` operands and the tensors of the
     hint, which has the tables of both; `unread` are results that nobody asked for.
     """
@@ -144,29 +101,31 @@ def is_quick(own: AttentionProblem, prefixes: AttentionProblem) -> bool:
     return products <= QUICK_PRODUCTS and read <= QUICK_BYTES
 
 
-def _after(own: BoundPass, prefixes: BoundPass, count: int, unread: Sequence[str]) -> BoundPass:
+def _after(own: Pass, prefixes: Pass, count: int, unread: Sequence[str]) -> Pass:
     given = (*[UNUSED.get(name, name) for name in Operands._fields[:count]], *HINT)
     calls = [renamed(call, RENAMED) for call in prefixes.calls]
     made = {RENAMED[name]: allocation for name, allocation in prefixes.allocations.items()}
     hidden = (*unread, *[n for n in own.allocations if n not in RESULTS], *made)
     # Kernels on one stream follow each other: those of both passes share the counters.
-    counters: list[Any] = [maker for maker in (own.counter, prefixes.counter) if maker is not None]
-    counter = max(counters, key=lambda maker: maker.number)
-    return own.followed_by(calls, given, made, hidden, counter)
+    return own.followed_by(prefixes, calls, given, made, hidden)
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)
 def prefix_pass(
     problem: AttentionProblem, num_rows: int, device: DeviceSpec, index: int, raw: RawViews, *, joined: bool
-) -> PrefixPass:
+) -> Pass:
     """The pass, prepared by the first call that needs it."""
-    views = {name: View(*view) for name, view in zip(TENSORS, raw, strict=False) if view is not None}
     splits = num_splits(problem, num_rows, device)
     words = splits * num_rows * problem.num_heads * (problem.head_dim_v + 1) + 4
-    calls = prefix_calls(problem, num_rows, device, views, joined=joined)
+    made = {"workspace": Allocation.contiguous((words,), torch.float32)}
+    calls = prefix_calls(problem, num_rows, device, named_views(GIVEN, raw), joined=joined)
     counters = problem.batch * problem.num_kv_heads * _blocks(problem, device)
-    workspace = Allocation.contiguous((words,), torch.float32)
-    return PrefixPass(workspace, counters, Launches(calls, TENSORS, device, index))
+    kind = Pass if joined else PrefixPass
+    found = kind(calls, GIVEN, made, device, index, num_counters=counters, unread=("workspace",))
+    if isinstance(found, PrefixPass):
+        found.problem = problem
+        found.joined = functools.partial(prefix_pass, problem, num_rows, device, index, raw, joined=True)
+    return found
 
 
 def _plan(problem: AttentionProblem, device: DeviceSpec) -> tuple[Plan, Config]:

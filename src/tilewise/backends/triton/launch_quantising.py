@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import Launches, RawView, on_device, raw_views
+from tilewise.backends.gpu.launching import Pass, RawView, raw_views
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.backends.triton.quantising import amax_kernel, quantize_kernel
 from tilewise.fp8.container import E4M3, E4M3_MAX
@@ -81,7 +81,7 @@ def quantize(
     if given is not None:
         scale.copy_(broadcast_scale(given, job.scale_shape))
     if 0 not in job[1:5]:
-        on_device(x.get_device(), _run, job, x, cu_seqlens, data, scale)
+        _run(job, x, cu_seqlens, data, scale)
     elif given is None:
         scale.fill_(AMAX_FLOOR / E4M3_MAX)
     if job.per_tensor and given is None:
@@ -104,10 +104,10 @@ def _run(job: Job, x: Tensor, cu_seqlens: Tensor | None, data: Tensor, scale: Te
 
 
 @functools.lru_cache(maxsize=512)
-def _prepared(job: Job, views: Views, device: torch.device) -> Launches:
+def _prepared(job: Job, views: Views, device: torch.device) -> Pass:
     spec = devices.of(device)
     index = -1 if device.type != "cuda" else device.index
-    return Launches(quantising_calls(job, views, hardware=spec.has_fp8), NAMES, spec, index)
+    return Pass(quantising_calls(job, views, hardware=spec.has_fp8), NAMES, {}, spec, index)
 
 
 def quantising_calls(job: Job, views: Views, *, hardware: bool) -> list[KernelCall]:

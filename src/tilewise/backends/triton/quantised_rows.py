@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import Launches, RawView, on_device, raw_views
+from tilewise.backends.gpu.launching import Pass, RawView, raw_views
 from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.triton.quantising import AMAX_FLOOR, E4M3_MAX, LARGEST, e4m3_bits
 from tilewise.backends.triton.serving import strides_of
@@ -144,7 +144,7 @@ def append_quantised(
 ) -> None:
     """See tilewise.kv.quantised; the last dimension of every tensor is contiguous, scales are altogether."""
     tensors = (k, v, k_pages, v_pages, k_scale, v_scale, slots)
-    on_device(k.get_device(), _run, (*k.shape, v.shape[2], k_pages.shape[1]), tensors)
+    _run((*k.shape, v.shape[2], k_pages.shape[1]), tensors)
 
 
 def _run(sizes: tuple[int, ...], tensors: tuple[Tensor, ...]) -> None:
@@ -152,10 +152,10 @@ def _run(sizes: tuple[int, ...], tensors: tuple[Tensor, ...]) -> None:
 
 
 @functools.lru_cache(maxsize=512)
-def _prepared(sizes: tuple[int, ...], views: Views, device: torch.device) -> Launches:
+def _prepared(sizes: tuple[int, ...], views: Views, device: torch.device) -> Pass:
     spec = devices.of(device)
     index = -1 if device.type != "cuda" else device.index
-    return Launches([append_call(sizes, views, hardware=spec.has_fp8)], NAMES, spec, index)
+    return Pass([append_call(sizes, views, hardware=spec.has_fp8)], NAMES, {}, spec, index)
 
 
 def append_call(sizes: tuple[int, ...], views: Views, *, hardware: bool) -> KernelCall:

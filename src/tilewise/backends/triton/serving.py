@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import Launches, RawView, on_device, raw_views
+from tilewise.backends.gpu.launching import Pass, RawView, raw_views
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.numerics import LN2 as LN2_FLOAT
 from tilewise.numerics import LOG2E as LOG2E_FLOAT
@@ -100,12 +100,12 @@ Describe = Callable[[tuple[int, ...], Views], KernelCall]
 def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """See tilewise.kv.writing; the last dimension of every tensor is contiguous."""
     tensors = (k, v, k_pages, v_pages, slots)
-    on_device(k.get_device(), _run, write_call, (*k.shape, v.shape[2], k_pages.shape[1]), tensors)
+    _run(write_call, (*k.shape, v.shape[2], k_pages.shape[1]), tensors)
 
 
 def merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
     """`out` (total, heads, dim), `lse` (heads, total) with rows of a partial result over other keys worked in."""
-    on_device(out.get_device(), _run, merge_call, tuple(part.shape), (out, lse, part, part_lse, rows))
+    _run(merge_call, tuple(part.shape), (out, lse, part, part_lse, rows))
 
 
 def _run(describe: Describe, sizes: tuple[int, ...], tensors: tuple[Tensor | None, ...]) -> None:
@@ -115,10 +115,10 @@ def _run(describe: Describe, sizes: tuple[int, ...], tensors: tuple[Tensor | Non
 
 
 @functools.lru_cache(maxsize=512)
-def _prepared(describe: Describe, sizes: tuple[int, ...], views: Views, device: torch.device) -> Launches:
+def _prepared(describe: Describe, sizes: tuple[int, ...], views: Views, device: torch.device) -> Pass:
     names = WRITTEN if describe is write_call else MERGED
     index = -1 if device.type != "cuda" else device.index
-    return Launches([describe(sizes, views)], names, devices.of(device), index)
+    return Pass([describe(sizes, views)], names, {}, devices.of(device), index)
 
 
 def write_call(sizes: tuple[int, ...], views: Views) -> KernelCall:

@@ -1,0 +1,113 @@
+"""What Triton calls things, release by release: from 3.6 on, whichever is installed. Nothing else asks for a version.
+
+The upper half answers questions without importing Triton. The names in the lower half are looked up when they are
+imported (`from tilewise.backends.gpu.releases import async_load`), so that a kernel is written once for all releases.
+"""
+
+# Device code: Triton reads the bodies, Python types mean nothing to it.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from importlib import metadata
+from typing import Any
+
+__all__ = ["installed", "is_known", "missing", "outdated", "ptxas", "serves_specialised_forward"]
+
+# Releases on which all tests ran.
+OLDEST, NEWEST = (3, 6), (3, 9)
+# In which the machine code of the Triton forward with warps of their own for loading was read (forward_specialised.py):
+# which barriers stay behind in memory that a tile gets, and how rows are dealt out. Elsewhere the other forward serves.
+READ = ("3.6.0",)
+
+
+@functools.cache
+def installed() -> str:
+    """The number of the installed Triton, "" if there is none."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _release() -> tuple[int, ...]:
+    numbers = [part for part in installed().split("+")[0].split(".")[:2] if part.isdecimal()]
+    return tuple(map(int, numbers))
+
+
+def missing() -> str | None:
+    """Why no kernel can be compiled here, if that is so."""
+    if not installed() or importlib.util.find_spec("triton") is None:
+        return "the triton package is not installed (pip install triton)"
+    return outdated()
+
+
+def outdated() -> str | None:
+    """Why the installed release cannot compile the kernels, if there is one and it is too old."""
+    if not installed() or _release() >= OLDEST:
+        return None
+    return f"triton {installed()} is older than {'.'.join(map(str, OLDEST))} (pip install --upgrade triton)"
+
+
+def is_known() -> bool:
+    """Whether all tests ran on this release; a newer one has to pass a test here first (see trial.py)."""
+    return _release() <= NEWEST
+
+
+def serves_specialised_forward() -> bool:
+    """Whether this release's code for the forward with warps of their own for loading was read."""
+    return installed() in READ
+
+
+def ptxas(capability: int) -> str:
+    """The path of the assembler that takes the PTX of this release."""
+    compiler: Any = importlib.import_module("triton.backends.nvidia.compiler")
+    return str(compiler.get_ptxas(capability).path)
+
+
+@functools.cache
+def _names() -> dict[str, Any]:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language._core import builtin
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+    from triton.language import core
+
+    @builtin
+    def reinterpreted(buffer, dtype, shape, layout, _semantic=None):
+        """The shared memory of a buffer as numbers of another type, shape and layout."""
+        method = getattr(type(buffer), "reinterpret", None) or type(buffer)._reinterpret  # noqa: SLF001
+        return method(buffer, dtype, shape, layout, _semantic=_semantic)
+
+    @builtin
+    def reduce_add(desc, coord, source, _semantic=None):
+        """global[coord] += shared tile, asynchronously, like a TMA store; fp32 additions in no fixed order."""
+        from triton._C.libtriton import ir
+
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)  # noqa: SLF001
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle)
+
+    return {
+        "GluonASTSource": GluonASTSource,
+        "aggregate": _first(gluon, "aggregate") or core._aggregate,  # noqa: SLF001
+        "async_load": _first(tma, "async_load", "async_copy_global_to_shared"),
+        "async_store": _first(tma, "async_store", "async_copy_shared_to_global"),
+        "barrier": _first(gl, "barrier", "thread_barrier"),
+        "reduce_add": _first(tma, "async_atomic_add") or reduce_add,
+        "reinterpreted": reinterpreted,
+    }
+
+
+def _first(module: Any, *names: str) -> Any:
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+
+
+def __getattr__(name: str) -> Any:
+    """One of the names above, as the installed Triton has it."""
+    if not name.startswith("_") and name in (names := _names()):
+        return names[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
