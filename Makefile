@@ -21,16 +21,24 @@ test-fast: $(READY)
 test-exhaustive: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 900 -m exhaustive
 
-# The integration with another release of transformers (VERSION=5.20.2; the newest 5.x unless given), which lies in
-# build/ and leaves .venv alone. Of the pins, those stay that no release of transformers moves.
-NEWEST := >=5.17,<6
-test-transformers: $(READY)
-	rm -rf build/transformers
-	mkdir -p build/transformers
-	grep -vE "^(transformers|tokenizers|huggingface_hub|hf-xet|safetensors)==" constraints.txt > build/transformers/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target build/transformers/site --constraint build/transformers/constraints.txt "transformers$(if $(VERSION),==$(VERSION),$(NEWEST))"
-	PYTHONPATH=build/transformers/site $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"
-	PYTHONPATH=build/transformers/site $(BIN)/python -m pytest -q -n 2 --timeout 300 tests/integrations/test_transformers.py tests/integrations/test_transformers_batching.py
+# The integration with Hugging Face transformers in the oldest and the newest release that is supported, or in VERSION=5.20.2:
+# its tests, then a tiny model of every type (tests/integrations/zoo). Releases lie in build/ and leave .venv alone; of the pins,
+# those stay that no release of transformers moves. Both releases together write the tables of docs/transformers.md.
+RELEASES := $(or $(VERSION),5.17.0 5.22.2)
+ZOO := build/transformers
+test-transformers: $(READY) $(RELEASES:%=$(ZOO)/%/found.json)
+	$(if $(VERSION),,PYTHONPATH=tests/integrations $(BIN)/python -m zoo.table $(RELEASES:%=$(ZOO)/%/found.json) --page docs/transformers.md)
+	! grep -lE '"outcome": "(wrong|unclear)"' $(RELEASES:%=$(ZOO)/%/found.json)
+
+.PHONY: $(RELEASES:%=$(ZOO)/%/found.json)
+$(RELEASES:%=$(ZOO)/%/found.json): $(ZOO)/%/found.json: $(READY)
+	rm -rf $(ZOO)/$*
+	mkdir -p $(ZOO)/$*
+	grep -vE "^(transformers|tokenizers|huggingface_hub|hf-xet|safetensors)==" constraints.txt > $(ZOO)/$*/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(ZOO)/$*/site --constraint $(ZOO)/$*/constraints.txt "transformers==$*"
+	PYTHONPATH=$(ZOO)/$*/site $(BIN)/python -c "import transformers; assert transformers.__version__ == '$*', transformers.__version__"
+	PYTHONPATH=$(ZOO)/$*/site $(BIN)/python -m pytest -q -n 2 --timeout 300 tests/integrations/test_transformers.py tests/integrations/test_transformers_models.py tests/integrations/test_transformers_batching.py
+	PYTHONPATH=$(ZOO)/$*/site:tests/integrations OMP_NUM_THREADS=1 $(BIN)/python -m zoo --jobs 2 --output $@ || test -s $@
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -56,7 +56,7 @@ def _call(
     q = given[4]
     with mock.patch.object(backward_plan, "backward_config", config_of):
         ready = launch_backward.backward_pass.__wrapped__(
-            problem, device.of(q.device), q.get_device(), raw_views(given)
+            problem, device.of(q.device), q.get_device(), raw_views(given), True
         )
     kernels = ready.kernels
     assert kernels is not None, "candidates are timed on tensors that TMA can address"

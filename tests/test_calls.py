@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -128,20 +127,6 @@ def test_tensors_off_the_alignment_are_found_at_once_all_the_same() -> None:
     for q, k in ((2, 129), (1, 128), (0, 130), (0, 128)):
         assert slot_at(q, k)[0] is not first
         assert slot_at(1, 130)[0] is first
-
-
-def test_addresses_that_lie_right_are_not_remembered_without_end() -> None:
-    """They are recognised wherever they lie, and those that lie otherwise are not, also after many others."""
-    element = torch.float32.itemsize
-    memory = torch.zeros(64 * calls.MAX_SEEN)
-    at = [memory[16 * i : 16 * i + 4] for i in range(3 * calls.MAX_SEEN)]
-    look = calls.Look([at[0], at[1]])
-    for one, other in [*itertools.pairwise(at), (at[0], at[1])]:
-        assert look.places([one, other]) == (one.data_ptr(), other.data_ptr())
-        assert len(look._seen) <= calls.MAX_SEEN
-        shifted = memory[one.storage_offset() + 1 :][:4]
-        assert (shifted.data_ptr() - one.data_ptr()) == element
-        assert look.places([shifted, other]) is None
 
 
 def test_equal_flags_of_other_types_are_judged() -> None:

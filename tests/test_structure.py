@@ -182,4 +182,4 @@ def test_importing_takes_under_50_ms_more_than_torch(tmp_path: Path) -> None:
     """With bytecode, as installed: the first of the runs writes it."""
     code = "import torch, time; t = time.process_time(); import tilewise; print(time.process_time() - t)"
     bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    assert min(float(run_python(code, **bytecode)) for _ in range(5)) < 0.050
+    assert min(float(run_python(code, **bytecode)) for _ in range(8)) < 0.050

@@ -28,7 +28,7 @@ class Overriding(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 class Dispatching(Tensor):
@@ -37,7 +37,7 @@ class Dispatching(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*args, **(kwargs or {}))
 
 
@@ -71,20 +71,21 @@ OUT, LSE = tw.attention(Q, Q, Q, return_lse=True)
 QUANTISED = fp8.quantize(Q)
 
 
-def of_cache(**given: Tensor) -> Any:
+def of_cache(k: Tensor = ROWS[:3], v: Tensor = ROWS[:3]) -> None:
     cache = PagedKVCache(
         num_layers=1, num_pages=8, page_size=4, num_kv_heads=4, head_dim=8, dtype=torch.float32, device="cpu"
     )
     cache.step([cache.add([1, 2, 3])])
-    cache.append(**{"k": ROWS[:3], "v": ROWS[:3]} | given)
-    return None
+    cache.append(k, v)
 
 
 def of_prefix(**given: Tensor) -> Any:
     """Two sequences whose first page is the same."""
-    usual = {"block_table": TABLE[:1, :1], "seqlens_k": int32(4), "cu_seqlens_q": int32(0, 2), "rows": None}
-    own = {"own_table": int32([1], [3]), "own_seqlens": int32(3, 2)}
-    shared = SharedPrefix((Group(2, 2, 4),), **{**usual, **own, **given})
+    usual: dict[str, Any] = {
+        "block_table": TABLE[:1, :1], "seqlens_k": int32(4), "cu_seqlens_q": int32(0, 2), "rows": None,
+        "own_table": int32([1], [3]), "own_seqlens": int32(3, 2),
+    }  # fmt: skip
+    shared = SharedPrefix((Group(2, 2, 4),), **{**usual, **given})
     table = int32([0, 1], [0, 3])
     return tw.attention_paged(ROWS[:2], PAGES, PAGES, table, int32(7, 6), shared_prefix=shared)
 

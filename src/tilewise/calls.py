@@ -25,10 +25,8 @@ from tilewise import device, settings
 __all__ = ["MAX_CALLS", "Look", "Places", "Slot", "are_plain", "forget", "is_watched", "slot_of"]
 
 # Kept at a time: 3 KiB each, on a GPU 19 with a forward pass for one set of addresses and 50 with a backward. What is
-# laid out for more addresses is bounded for all calls together (backends/gpu/scratch.py).
+# laid out for more addresses is bounded for all calls together (backends/gpu/launching.py).
 MAX_CALLS, MAX_FAMILIES = 1024, 256
-# Sets of addresses of one look that are known to lie as they must: 0.2 KiB each.
-MAX_SEEN = 64
 # Alignment of addresses that kernels are told apart by, in bytes.
 ALIGNMENT = 16
 NUMBERS = (float, int, bool)
@@ -56,7 +54,7 @@ class Look:
     prefix cut out of one tensor, whose calls took 24.8 us of an x86 host instead of 13.4 when such ones never fitted.
     """
 
-    __slots__ = ("_absent", "_check", "_count", "_distinct", "_offsets", "_present", "_seen", "_twins")
+    __slots__ = ("_absent", "_check", "_count", "_distinct", "_offsets", "_present", "_twins")
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         self._count = len(tensors)
@@ -70,10 +68,7 @@ class Look:
         self._twins = [(i, j) for i, j in enumerate(firsts) if i != j]
         self._distinct = _picker(sorted(set(firsts)))
         distinct = self._distinct(present)
-        offsets = [tensor.data_ptr() % ALIGNMENT for tensor in present]
-        self._offsets = offsets
-        # Addresses that were found to lie so: a caching allocator hands out the same ones step after step.
-        self._seen: set[Places] = set()
+        self._offsets = [tensor.data_ptr() % ALIGNMENT for tensor in present]
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._check = guards.TensorGuards(
             *distinct,
@@ -103,14 +98,7 @@ class Look:
         if not self._check(*distinct):
             return None
         places = tuple(map(_address, tensors))
-        if places in self._seen:
-            return places
-        if [place % ALIGNMENT for place in places] != self._offsets:
-            return None
-        if len(self._seen) >= MAX_SEEN:
-            self._seen.clear()
-        self._seen.add(places)
-        return places
+        return places if [place % ALIGNMENT for place in places] == self._offsets else None
 
 
 def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

@@ -225,7 +225,12 @@ def test_signals_are_answered_while_another_thread_has_the_last_item(monkeypatch
         function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
         data, _length = block.buffer_info()
         done = threading.Event()
-        threading.Thread(target=lambda: (function(data), done.set())).start()
+
+        def work() -> None:
+            function(data)
+            done.set()
+
+        threading.Thread(target=work).start()
         while block[params.BLOCK_FIELDS + 8] == 0:  # items taken
             uninterrupted(lambda: time.sleep(0.001))
         uninterrupted(lambda: function(data))

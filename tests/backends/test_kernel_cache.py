@@ -177,6 +177,7 @@ def test_code_in_another_user_s_folder_is_not_run(run_python: Run, folder: Path)
     done = run_python(CALL, folder)
     assert done.stdout.split() == ["right", "compiled"]
     assert "belongs to user 54321" in done.stderr
+    assert "Set TILEWISE_CACHE_DIR to a directory of your own" in done.stderr
 
 
 def test_another_user_s_file_is_not_run_but_replaced(run_python: Run, folder: Path) -> None:

@@ -119,7 +119,6 @@ def assemble(ptx: str) -> str:
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are prepared without compiling or loading anything."""
     monkeypatch.setattr(launching, "compile_call", lambda *_: None)
-    monkeypatch.setattr(launching, "direct_launch", lambda *_: None)
     for kept in (launch._kept_forward, launch._kept_backward):
         kept.cache_clear()
 

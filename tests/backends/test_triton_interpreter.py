@@ -182,15 +182,15 @@ def test_slots_of_many_sequences() -> None:
 )
 def test_joined_loops(flags: dict[str, Any], descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Hopper: masked tiles in the loop of the others, for packed sequences with ragged ends and shared heads."""
-    launching = importlib.import_module("tilewise.backends.gpu.launching")
+    driver = importlib.import_module("tilewise.backends.gpu.driver")
     tiles: list[str] = []
-    plain = launching.materialised
+    plain = driver.materialised
 
     def noted(argument: Any, tensors: Any) -> Any:
         tiles.extend([argument.address.name] if isinstance(argument, symbols.Tile) else [])
         return plain(argument, tensors)
 
-    monkeypatch.setattr(launching, "materialised", noted)
+    monkeypatch.setattr(driver, "materialised", noted)
     generator = torch.Generator().manual_seed(1)
     lengths = (37, 0, 16, 5)
     q, k, v, dout = (torch.randn(sum(lengths), heads, 16, generator=generator) for heads in (2, 1, 1, 2))

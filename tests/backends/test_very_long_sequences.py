@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -76,16 +77,17 @@ def test_decoding_with_alibi_behind_many_keys(rows: int) -> None:
 def test_packed_and_paged_sequences_of_many_keys(kind: str) -> None:
     keys = LAST
     slopes, cuts = torch.tensor([SLOPE]), torch.tensor([0, 70], dtype=torch.int32)
-    q, flags = torch.zeros(70, 1, 16), {"window": (LEFT, 0), "alibi_slopes": slopes, "return_lse": True}
+    flags: dict[str, Any] = {"window": (LEFT, 0), "alibi_slopes": slopes, "return_lse": True, "backend": "cpu"}
+    q = torch.zeros(70, 1, 16)
     if kind == "varlen":
         k, v = (rows_of(x, keys)[0].transpose(0, 1) for x in (0.0, 1.0))
         lengths = torch.tensor([0, keys], dtype=torch.int32)
-        out, lse = tw.attention_varlen(q, k, v, cuts, lengths, **flags, backend="cpu")
+        out, lse = tw.attention_varlen(q, k, v, cuts, lengths, **flags)
     else:
         # One page holds them all.
         k, v = (rows_of(x, keys)[0].transpose(0, 1)[None] for x in (0.0, 1.0))
         table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
-        out, lse = tw.attention_paged(q, k, v, table, lengths, cu_seqlens_q=cuts, **flags, backend="cpu")
+        out, lse = tw.attention_paged(q, k, v, table, lengths, cu_seqlens_q=cuts, **flags)
     torch.testing.assert_close(lse, torch.full_like(lse, OF_ALIBI), atol=1e-5, rtol=0)
     torch.testing.assert_close(out, torch.ones_like(out))
 
@@ -154,9 +156,9 @@ def test_totals_over_many_keys_are_right_for_any_scores() -> None:
     q, k, v = (torch.randn(1, 1, rows, 32, generator=make) for rows in (90, 9000, 9000))
     k *= torch.linspace(0.1, 20.0, 90).repeat_interleave(100)[:, None]
     v[0, 0, 4200, 3], v[0, 0, 3500, 4], q[0, 0, 7] = torch.inf, torch.nan, torch.nan
-    flags = {"causal": True, "sinks": torch.zeros(1), "softcap": 30.0}
+    flags: dict[str, Any] = {"causal": True, "sinks": torch.zeros(1), "softcap": 30.0, "return_lse": True}
     for window in (None, (6000, None)):
-        found = tw.attention(q, k, v, **flags, window=window, backend="cpu", return_lse=True)
-        wanted = tw.attention(q, k, v, **flags, window=window, backend="reference", return_lse=True)
+        found = tw.attention(q, k, v, **flags, window=window, backend="cpu")
+        wanted = tw.attention(q, k, v, **flags, window=window, backend="reference")
         for mine, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, theirs, equal_nan=True, atol=1e-4, rtol=1e-4)

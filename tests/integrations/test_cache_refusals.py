@@ -229,7 +229,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "another head_dim": {"q": Q[..., :8]},
     "another dtype": {"q": Q.half()},
     "three dimensions": {"q": Q[:, 0]},
-    "a table of int64": {**PAGED, "block_table": torch.tensor([[0, 1], [2, 3]])},
     "an older page outside": {**PAGED, "block_table": int32([[9, 1], [2, 3]])},
 }
 

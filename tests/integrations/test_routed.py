@@ -34,7 +34,7 @@ class Operators(TorchDispatchMode):
     """Keeps the names of the operators that run."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,12 +78,11 @@ def attention_mask(kind: str | None, batch: int = BATCH) -> Tensor | None:
 
 
 def calls(layer: nn.MultiheadAttention, batched: bool) -> Iterator[dict[str, Any]]:
-    k_width, v_width = layer.kdim or EMBED, layer.vdim or EMBED
-    sizes = ((SEQLEN_Q, EMBED), (SEQLEN_K, k_width), (SEQLEN_K, v_width))
+    sizes = ((SEQLEN_Q, EMBED), (SEQLEN_K, layer.kdim), (SEQLEN_K, layer.vdim))
     q, k, v = (randn(BATCH, *s, seed=i) if batched else randn(*s, seed=i) for i, s in enumerate(sizes))
     if batched and not layer.batch_first:
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    if k_width == v_width:
+    if layer.kdim == layer.vdim:
         v = k
     kinds = (None, "bool", "float", "bool heads", "float heads", "causal", "causal float")
     for pad, mask in itertools.product((None, "bool", "float"), kinds):
@@ -101,8 +100,7 @@ def results(layer: nn.Module, **call: Any) -> list[Tensor]:
     found = [out] if weights is None else [out, weights]
     inputs = [t for t in call.values() if isinstance(t, Tensor) and t.requires_grad]
     wanted = [*inputs, *layer.parameters()]
-    grads = torch.autograd.grad(sum(t.square().sum() for t in found), wanted, allow_unused=True)
-    return [*found, *(torch.zeros(()) if g is None else g for g in grads)]
+    return [*found, *torch.autograd.grad(sum(t.square().sum() for t in found), wanted, materialize_grads=True)]
 
 
 OPTIONS = [
@@ -192,7 +190,9 @@ def masks_of(name: str, kind: str) -> dict[str, Any]:
         return {padding_name: ignored}
     causal_name = f"{prefix}_is_causal" if name in ("transformer", "decoder layer") else "is_causal"
     triangle = nn.Transformer.generate_square_subsequent_mask(seqlen)
-    return {"none": {}, "causal": {mask_name: triangle, causal_name: True}, "mask": {mask_name: triangle}}[kind]
+    if kind == "none":
+        return {}
+    return {mask_name: triangle, causal_name: True} if kind == "causal" else {mask_name: triangle}
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

@@ -295,12 +295,12 @@ EMPTY: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[s
 @pytest.mark.parametrize("name", EMPTY)
 def test_no_heads_and_no_features_are_as_in_torch(name: str, compiled: bool) -> None:
     *shapes, flags = EMPTY[name]
-    inputs = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    q, k, v = inputs = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
     mine: Any = sdpa.scaled_dot_product_attention
     if compiled:
         torch._dynamo.reset()
         mine = torch.compile(mine, fullgraph=True, backend="aot_eager")
-    found, expected = (f(*inputs, **flags) for f in (mine, F.scaled_dot_product_attention))
+    found, expected = (f(q, k, v, **flags) for f in (mine, F.scaled_dot_product_attention))
     torch.testing.assert_close(found, expected)
     gradients = (torch.autograd.grad(out.square().sum() + out.sum(), inputs) for out in (found, expected))
     for a, b in zip(*gradients, strict=True):
@@ -316,9 +316,9 @@ def test_sizes_that_disagree_are_refused_where_one_of_them_is_0() -> None:
         ("value: expected seqlen_k 7", (2, 0, 5, 8), (2, 0, 7, 8), (2, 0, 6, 8)),
         ("key: expected 0 heads", (2, 0, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)),
     ]
-    for message, *given in shapes:
+    for message, q, k, v in shapes:
         with pytest.raises(tw.InvalidProblem, match=message):
-            sdpa.scaled_dot_product_attention(*(torch.zeros(shape) for shape in given))  # type: ignore[call-overload]
+            sdpa.scaled_dot_product_attention(torch.zeros(q), torch.zeros(k), torch.zeros(v))
 
 
 def test_what_torch_raises_as_a_runtime_error_is_one_here() -> None:

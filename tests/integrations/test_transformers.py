@@ -234,26 +234,73 @@ def asked(**arguments: Any) -> Any:
     return masks.attention_mask_function(**({"batch_size": 2, "q_length": 8, "kv_length": 8} | arguments))
 
 
+def flags(**arguments: Any) -> masks.Structure:
+    """What attention gets to know of that answer."""
+    content = asked(**arguments).content
+    assert isinstance(content, masks.Structure)
+    return content
+
+
 def test_structured_masks_are_flags() -> None:
     padding = torch.ones(2, 8, dtype=torch.bool)
-    assert asked() is None
-    assert asked(attention_mask=padding) is None, "nothing is padded"
+    assert (flags().causal, flags().keep) == (True, None)
+    assert flags(attention_mask=padding).keep is None, "nothing is padded"
     padding[0, :3] = False
-    left = asked(attention_mask=padding)
-    assert left.causal
-    assert left.window is None
+    left = flags(attention_mask=padding)
+    assert (left.causal, left.window) == (True, None)
+    assert left.keep is not None
     assert left.keep.shape == (2, 1, 1, 8)
-    window = asked(mask_function=masking_utils.sliding_window_causal_mask_function(3), attention_mask=padding)
+    window = flags(mask_function=masking_utils.sliding_window_causal_mask_function(3), attention_mask=padding)
     assert (window.causal, window.window) == (True, (2, None))
-    assert asked(mask_function=masking_utils.sliding_window_causal_mask_function(8)) is None, "wider than all there is"
     both = masking_utils.sliding_window_bidirectional_mask_function(3)
-    assert asked(mask_function=both, allow_is_bidirectional_skip=True).window == (3, 3)
+    assert flags(mask_function=both, allow_is_bidirectional_skip=True).window == (3, 3)
     bidirectional = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}
     assert asked(**bidirectional, allow_is_bidirectional_skip=True) is None
     assert asked(**bidirectional, allow_is_bidirectional_skip=True, kv_length=12) is None, "attention across"
-    view = asked(**bidirectional, attention_mask=padding)
-    assert view.shape == (2, 1, 8, 8)
-    assert view.stride()[2] == 0, "padding is not multiplied by the queries"
+    everything = flags(**bidirectional)
+    assert (everything.causal, everything.window, everything.keep, everything.rows) == (False, None, None, 1)
+    keep = flags(**bidirectional, attention_mask=padding).keep
+    assert keep is not None
+    assert keep.shape == (2, 1, 1, 8), "padding is not multiplied by the queries"
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize(
+    "kind", ["causal", "bidirectional", "sliding_window_causal", "sliding_window_bidirectional", "static", "custom"]
+)
+def test_masks_read_as_those_of_eager_attention(kind: str, padded: bool) -> None:
+    """By attention that is not tilewise's: in sums, in slices, in place."""
+    arguments: dict[str, Any] = {"batch_size": 2, "q_length": 8, "kv_length": 8, "dtype": torch.bfloat16}
+    if kind == "static":
+        arguments |= {"kv_length": 12, "q_offset": torch.tensor(2)}
+    elif kind == "custom":
+        arguments["mask_function"] = lambda *where: (where[2] + where[3]) % 3 > 0
+    else:
+        made = getattr(masking_utils, f"{kind}_mask_function")
+        arguments["mask_function"] = made(3) if "window" in kind else made
+    if padded:
+        arguments["attention_mask"] = torch.arange(arguments["kv_length"])[None] >= torch.tensor([[3], [0]])
+    expected = masking_utils.eager_mask(**arguments, allow_is_causal_skip=False)
+    mask = masks.attention_mask_function(**arguments)
+    assert isinstance(mask, Tensor)
+    assert (mask.shape, mask.dtype, mask.device) == (expected.shape, expected.dtype, expected.device)
+    scores = torch.randn(2, 4, *expected.shape[2:], dtype=torch.bfloat16)
+    assert torch.equal(scores + mask, scores + expected)
+    assert torch.equal(mask[:, :, 2:], expected[:, :, 2:])
+    assert torch.equal(torch.cat([mask, mask], dim=-1), torch.cat([expected, expected], dim=-1))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_that_a_model_writes_into_is_what_was_written(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        mask = asked()
+        torch.testing.assert_close(call(attention_mask=mask[:, :, :5, :5]), call(is_causal=True))
+        mask[:, :, 1:, 0] = torch.finfo(torch.float32).min
+        seen = torch.ones(8, 8, dtype=torch.bool).tril()
+        seen[1:, 0] = False
+        q, k, v = torch.randn(3, 2, 4, 8, 16, generator=torch.Generator().manual_seed(0)).unbind()
+        out, _ = forward.attention_forward(torch.nn.Module(), q, k, v, mask)
+        torch.testing.assert_close(out.transpose(1, 2), tw.attention(q, k, v, mask=seen))
 
 
 @pytest.mark.parametrize("length", [3, 4, 5])
@@ -294,19 +341,24 @@ def test_models_with_a_window_to_both_sides(config: Any, kind: str, padding: int
 
 
 def test_a_static_cache_is_cut_to_the_keys_that_exist() -> None:
-    static = asked(kv_length=32, q_offset=torch.tensor(5))
+    static = flags(kv_length=32, q_offset=torch.tensor(5))
     assert (static.keys, static.causal) == (13, True)
     row = asked(q_length=1, kv_length=32, q_offset=torch.tensor(5), allow_is_causal_skip=False)
     assert row.shape == (2, 1, 1, 32)
-    assert row.sum(-1).flatten().tolist() == [6, 6]
+    assert type(row) is Tensor, "a compiled model takes it"
+    assert (row == 0).sum(-1).flatten().tolist() == [6, 6]
 
 
 def test_masks_of_other_kinds_are_matrices() -> None:
     chunked = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64))
-    assert asked(mask_function=chunked).shape == (2, 1, 8, 8)
+    matrix = flags(mask_function=chunked).keep
+    assert matrix is not None
+    assert (matrix.shape, matrix.dtype) == ((2, 1, 8, 8), torch.bool)
     either = masking_utils.or_masks(masking_utils.causal_mask_function, lambda *where: where[3] >= 0)
-    assert bool(asked(mask_function=either, allow_is_causal_skip=False).all())
-    assert asked(allow_is_causal_skip=False).dtype == torch.bool, "a model that wants the matrix gets it"
+    everything = flags(mask_function=either, allow_is_causal_skip=False)
+    assert not everything.causal
+    assert everything.keep is not None
+    assert bool(everything.keep.all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
@@ -349,8 +401,21 @@ def test_an_argument_that_is_not_honoured_raises() -> None:
 
 
 def test_without_a_mask_the_arguments_hold() -> None:
-    torch.testing.assert_close(call(is_causal=True, sliding_window=2), call(attention_mask=band(2, 0)))
-    torch.testing.assert_close(call(is_causal=False, sliding_window=2), call(attention_mask=band(2, 1)))
+    torch.testing.assert_close(call(is_causal=True), call(attention_mask=band(5, 0)))
+    torch.testing.assert_close(call(), call(attention_mask=band(5, 5)))
+    # Eager attention and SDPA know no window but the mask's; flash-attn does, and models rely on it beside packing.
+    torch.testing.assert_close(call(is_causal=False, sliding_window=2), call(is_causal=False))
+    bounds = torch.tensor([0, 5, 10], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 5, "max_length_k": 5}
+    torch.testing.assert_close(call(**packed, is_causal=True, sliding_window=2), call(attention_mask=band(2, 0)))
+    torch.testing.assert_close(call(**packed, is_causal=False, sliding_window=2), call(attention_mask=band(2, 1)))
+    with pytest.raises(tw.Unsupported, match="a window of 2 under names that contain"):
+        call(sliding_window=2, as_flash=True)
+    padding = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    windowed = padding.bool()[:, None, None, :] & band(2, 0)
+    torch.testing.assert_close(
+        call(is_causal=True, attention_mask=padding, sliding_window=2), call(attention_mask=windowed)
+    )
     padding = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     everything = padding.bool()[:, None, None, :] & band(5, 0)
     torch.testing.assert_close(call(is_causal=True, attention_mask=padding), call(attention_mask=everything))

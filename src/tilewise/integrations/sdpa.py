@@ -3,7 +3,7 @@
 Three ways in, from the most explicit to the most sweeping; importing this module changes nothing:
 
     from tilewise.integrations.sdpa import scaled_dot_product_attention   # call it
-    with sdpa.routed(): model(x)        # F.scaled_dot_product_attention in this block
+    with sdpa.routed(): model(x)        # F.scaled_dot_product_attention and torch's layers in this block
     sdpa.register(); torch.nn.attention.activate_flash_attention_impl("tilewise")   # the flash kernels of SDPA itself
 
 Torch aligns `is_causal` with the top-left corner (key j is seen by query i iff j <= i), tilewise with the
@@ -274,6 +274,8 @@ class _FusedLayers:
             # Traced by one thread, which sees the variable only, not the function that sets it.
             before = mha.get_fastpath_enabled()
             mha._is_fastpath_enabled = False  # noqa: SLF001
+            if mha.get_fastpath_enabled():
+                raise Unsupported(f"routed() cannot be traced with torch {torch.__version__}: enter it around the call")
             try:
                 yield
             finally:

@@ -53,8 +53,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if self._qkv_same_embed_dim:
             q, k, v = _projected_together(query, key, value, self.in_proj_weight, self.in_proj_bias)
         else:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            q, k, v = _projected(query, key, value, weights, self.in_proj_bias)
+            separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            q, k, v = _projected(query, key, value, separate, self.in_proj_bias)
         batched = query.dim() == 3
         q, k, v = (_heads(t, self.num_heads, batch_first=self.batch_first) for t in (q, k, v))
         if key_padding_mask is not None and not batched:
@@ -187,7 +187,7 @@ def _projected_together(
 
 def _heads(rows: Tensor, num_heads: int, *, batch_first: bool) -> Tensor:
     """Projected rows as (batch, seqlen, heads, dim), without a copy."""
-    heads = rows.unflatten(-1, (num_heads, -1))
+    heads: Tensor = rows.unflatten(-1, (num_heads, -1))
     if heads.dim() == 3:
         return heads.unsqueeze(0)
     return heads if batch_first else heads.transpose(0, 1)
@@ -204,7 +204,8 @@ def _static(name: str, static: Tensor | None, bias: Tensor | None, q: Tensor, pr
     if static.dim() != 3 or static.shape[0] != batch * num_heads or static.shape[2] != head_dim:
         expected = f"shape ({batch * num_heads}, seqlen_k, {head_dim})"
         raise InvalidProblem(name, expected, tuple(static.shape), "It holds the heads of all sequences in turn.")
-    return static.unflatten(0, (batch, num_heads)).transpose(1, 2)
+    heads: Tensor = static.unflatten(0, (batch, num_heads))
+    return heads.transpose(1, 2)
 
 
 def _with_extra_keys(

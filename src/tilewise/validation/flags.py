@@ -91,7 +91,7 @@ RULES: dict[str, Rule] = {
     ),
     "backend": Rule(
         lambda x: isinstance(x, str) and (x == "auto" or x in backends.NAMES or _is_registered(x)),
-        "'auto', one of " + ", ".join(map(repr, backends.NAMES)) + ", or the name of a registered backend",
+        "'auto' or one of " + ", ".join(map(repr, backends.NAMES)) + ", or the name of a registered backend",
         "tilewise.backends() lists what is there.",
     ),
     "return_lse": Rule(lambda x: isinstance(x, bool), "True or False", "Pass a Python bool."),

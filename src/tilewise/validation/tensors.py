@@ -287,7 +287,7 @@ def _check_broadcast(specs: Specs, scores: tuple[int, int, int, int], *, bounds_
             raise InvalidProblem(name, expected, tuple(shape), fix)
 
 
-def _broadcasts(size: int, full: int) -> bool:
+def _broadcasts(size: int | torch.SymInt, full: int) -> bool:
     # In this order a size that only the run will tell (an unbacked SymInt) is compared with nothing but itself.
     return size in ((1, full) if isinstance(size, int) else (full, 1))
 

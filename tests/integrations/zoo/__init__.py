@@ -1,1 +1,1 @@
-"""Every model of transformers that can be built without a download, tiny, under tilewise's attention. See __main__.py."""
+"""Every model of transformers that can be built without a download, tiny, under tilewise's attention."""

@@ -42,6 +42,7 @@ class Batch:
         """The same with other words at these positions."""
         ids = self.arguments["input_ids"]
         others = FIRST_WORD + (ids - FIRST_WORD + 17) % (VOCABULARY - FIRST_WORD)
+        where = where.view(*where.shape, *[1] * (ids.dim() - 2))
         return dataclasses.replace(self, arguments=self.arguments | {"input_ids": torch.where(where, others, ids)})
 
 
@@ -52,14 +53,16 @@ def words(batch: int, seqlen: int, seed: int = 0) -> Tensor:
 
 def batches(model: Any) -> list[Batch]:
     """What to call this model with."""
-    if "forward" not in {name for part in type(model).__mro__[:-2] for name in vars(part) if part is not torch.nn.Module}:
+    if "forward" not in {
+        name for part in type(model).__mro__[:-2] for name in vars(part) if part is not torch.nn.Module
+    }:
         return []  # its parts are called one by one
     takes = _takes(model.forward)
     first = _first_that_runs(model, _plain(model, takes))
     found = [Batch("plain", first)]
     if "attention_mask" in takes and "input_ids" in first:
         found += _padded_text(first)
-    elif "attention_mask" in takes and "input_values" in first:
+    elif "attention_mask" in takes and "input_values" in first and first["input_values"].shape[1] == SAMPLES:
         found += _padded_sound(first)
     for kind, features in _features(model).items():
         found += _mixed(model, kind, features, first)
@@ -70,7 +73,7 @@ def _padded_text(first: Arguments) -> list[Batch]:
     ids = first["input_ids"]
     found = []
     for side, hidden in (("left", slice(0, PADDED)), ("right", slice(ids.shape[1] - PADDED, ids.shape[1]))):
-        mask = torch.ones_like(ids)
+        mask = torch.ones(ids.shape[:2], dtype=torch.long)
         mask[0, hidden] = 0
         found.append(Batch(side, first | {"attention_mask": mask}, mask.bool()))
     return found
@@ -87,16 +90,22 @@ def _takes(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _first_that_runs(model: Any, candidates: Iterator[Arguments]) -> Arguments:
-    failure: Exception | None = None
+    failures = []
     for arguments in candidates:
-        try:
-            with torch.no_grad():
-                model(**arguments)
-        except Exception as error:
-            failure = failure or error
-        else:
+        failure = _failure(model, arguments)
+        if failure is None:
             return arguments
-    raise NotBuilt(f"no input found for it: {first_line(failure) if failure else 'none known'}")
+        failures.append(failure)
+    raise NotBuilt(f"no input found for it: {failures[0] if failures else 'none known'}")
+
+
+def _failure(model: Any, arguments: Arguments) -> str | None:
+    try:
+        with torch.no_grad():
+            model(**arguments)
+    except Exception as error:
+        return first_line(error)
+    return None
 
 
 def _plain(model: Any, takes: Mapping[str, inspect.Parameter]) -> Iterator[Arguments]:
@@ -109,7 +118,8 @@ def _plain(model: Any, takes: Mapping[str, inspect.Parameter]) -> Iterator[Argum
         name for name, parameter in takes.items()
         if parameter.default is inspect.Parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     }  # fmt: skip
-    fixed = {name: make(config) for name, make in BY_NAME.items() if name in required or name in takes and name in ALWAYS}
+    wanted = required | (ALWAYS & takes.keys())
+    fixed = {name: make(config) for name, make in BY_NAME.items() if name in wanted}
     if "input_ids" in takes:
         fixed["input_ids"] = words(BATCH, SEQLEN)
     if "decoder_input_ids" in takes:
@@ -125,7 +135,7 @@ def _plain(model: Any, takes: Mapping[str, inspect.Parameter]) -> Iterator[Argum
 
 def _features(model: Any) -> dict[str, Any]:
     """How a model of words turns pictures and sounds into what stands between the words."""
-    found = {}
+    found: dict[str, Any] = {}
     for kind in ("image", "video", "audio"):
         for owner in (model, getattr(model, "model", None)):
             method = getattr(owner, f"get_{kind}_features", None)
@@ -145,7 +155,9 @@ def _token(config: Any, kind: str) -> int | None:
 def _mixed(model: Any, kind: str, features: Any, first: Arguments) -> list[Batch]:
     """Rows of words with a picture, a video or a sound in them; the first row is padded on the left."""
     takes, forward = _takes(features), _takes(model.forward)
-    token = _token(model.config, kind)
+    if all(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in takes.values()):
+        takes = forward
+    token: Any = _token(model.config, kind)
     forms = _sounds if kind == "audio" else _pictures
     for form in forms(model.config, takes):
         try:
@@ -163,15 +175,13 @@ def _mixed(model: Any, kind: str, features: Any, first: Arguments) -> list[Batch
             ids[row, PADDED + 2 : PADDED + 2 + count] = token
         arguments = {name: value for name, value in first.items() if name == "decoder_input_ids"} | form
         arguments |= {"input_ids": ids, "attention_mask": mask}
+        if kind == "video" and "pixel_values" in arguments and "pixel_values_videos" in forward:
+            arguments["pixel_values_videos"] = arguments.pop("pixel_values")
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in forward:
-                arguments[name] = (ids == token).long() * (2 if kind == "video" else 1)
-        try:
-            with torch.no_grad():
-                model(**arguments)
-        except Exception:
-            continue
-        return [Batch(kind, arguments, mask.bool())]
+                arguments[name] = ids.eq(token).long() * (2 if kind == "video" else 1)
+        if _failure(model, arguments) is None:
+            return [Batch(kind, arguments, mask.bool())]
     return []
 
 
@@ -193,7 +203,9 @@ def _counts(features: Any) -> list[int] | None:
 
 def _pictures(config: Any, takes: Mapping[str, Any]) -> Iterator[Arguments]:
     """Forms of pictures and videos, for arguments of these names."""
-    name = next((n for n in ("pixel_values", "pixel_values_images", "pixel_values_videos", "hidden_states") if n in takes), None)
+    name = next(
+        (n for n in ("pixel_values", "pixel_values_images", "pixel_values_videos", "hidden_states") if n in takes), None
+    )
     if name is None:
         return
     vision = _part(config, "vision_config", "encoder", "backbone_config", "image_config") or config
@@ -211,8 +223,13 @@ def _pictures(config: Any, takes: Mapping[str, Any]) -> Iterator[Arguments]:
     extra = {"image_sizes": torch.tensor([[height, width], [height, width // 2]])} if "image_sizes" in takes else {}
     even = {"image_sizes": torch.tensor([[height, width]] * BATCH)} if extra else {}
     picture = _noise(BATCH, channels, height, width)
+    if "high_res_pixel_values" in takes:
+        yield {name: picture, "high_res_pixel_values": picture.flip(0)}
     if extra:
         yield {name: picture, **extra}
+        # A picture as a whole and in four quarters.
+        large = torch.tensor([[2 * height, 2 * width]] * BATCH)
+        yield {name: _noise(BATCH, 5, channels, height, width), "image_sizes": large}
     yield {name: picture, **even}
     yield {name: picture[:, None], **even}
     frames = _get(vision, "num_frames") or _get(vision, "frames_per_clip") or _get(config, "num_frames") or 2
@@ -223,16 +240,18 @@ def _pictures(config: Any, takes: Mapping[str, Any]) -> Iterator[Arguments]:
         if position in takes:
             yield {name: flat, position: places.expand(BATCH, 16, 2)}
     if "spatial_shapes" in takes:
-        shapes = torch.tensor([[4, 4], [4, 3]])
+        shapes = torch.tensor([[4, 4], [4, 2]])
         mask = torch.ones(BATCH, 16, dtype=torch.long)
-        mask[1, 12:] = 0
+        mask[1, 8:] = 0
         yield {name: flat, "spatial_shapes": shapes, "pixel_attention_mask": mask}
     yield {name: flat}
 
 
 def _sounds(config: Any, takes: Mapping[str, Any]) -> Iterator[Arguments]:
     """Forms of sounds, for arguments of these names."""
-    audio = _part(config, "audio_config", "encoder_config", "speech_encoder_config", "audio_encoder", "encoder") or config
+    audio = (
+        _part(config, "audio_config", "encoder_config", "speech_encoder_config", "audio_encoder", "encoder") or config
+    )
     if "input_values" in takes:
         yield {"input_values": _noise(BATCH, SAMPLES)}
         yield {"input_values": _noise(BATCH, 1, SAMPLES)}
@@ -242,11 +261,12 @@ def _sounds(config: Any, takes: Mapping[str, Any]) -> Iterator[Arguments]:
     mask = next((n for n in ("input_features_mask", "feature_attention_mask", "audio_mel_mask") if n in takes), None)
     positions = _get(audio, "max_source_positions") or FRAMES
     seen = set()
-    for bins in [_get(part, key) for part in (audio, config) for key in MEL] + [80, 128]:
-        if not isinstance(bins, int) or bins in seen:
+    stated = [_get(part, key) for part in (audio, config) for key in MEL]
+    for bins in [*stated, 4 * (stated[0] or 0), 80, 128]:
+        if not isinstance(bins, int) or bins < 2 or bins in seen:
             continue
         seen.add(bins)
-        for frames in dict.fromkeys((FRAMES, 2 * positions)):
+        for frames in dict.fromkeys((FRAMES, 2 * positions, 100)):
             for shape in ((BATCH, bins, frames), (BATCH, frames, bins), (BATCH, 1, frames, bins)):
                 form: Arguments = {name: _noise(*shape)}
                 if mask is not None:
@@ -275,7 +295,7 @@ BY_NAME: dict[str, Callable[[Any], Any]] = {
     "bbox": _boxes,
     "query_embeds": _hidden_states,
     "inputs_embeds": _hidden_states,
-    "qformer_input_ids": lambda config: words(BATCH, SEQLEN, seed=4),
+    "qformer_input_ids": lambda _: words(BATCH, SEQLEN, seed=4),
     "visual_feats": lambda config: _noise(BATCH, 4, config.visual_feat_dim),
     "visual_pos": lambda config: _noise(BATCH, 4, config.visual_pos_dim),
 }

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zoo.inputs import Batch, batches
-from zoo.tiny import NotBuilt
+from zoo.tiny import NotBuilt, first_line
 
 __all__ = ["Finding", "judge"]
 
@@ -31,6 +32,7 @@ NEW_TOKENS = 5
 # Apart from eager attention by more than this, sdpa has computed something else.
 DISAGREES = 1e-3
 LIKE_SDPA = "as sdpa, not as eager"
+SKIPPED = "-"
 
 Tensors = dict[str, Tensor]
 Results = tuple[Tensors, Tensors]
@@ -38,7 +40,10 @@ Results = tuple[Tensors, Tensors]
 
 @dataclasses.dataclass
 class Finding:
-    """`outcome`: right, untouched (tilewise is never called), refused, wrong or unclear; per case what was seen."""
+    """`outcome`: right, untouched (right, and tilewise is never called), refused, partly (refused), wrong or unclear.
+
+    `cases`: what was seen of build, switch, plain, left, right, image, video, audio, future, hidden, generate, weights.
+    """
 
     outcome: str
     cases: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -158,7 +163,12 @@ class Yardstick:
         self.batches = batches(self.eager)
         self.kept: dict[Any, Any] = {}
         self.sdpa: Any = None
-        self.results = {batch.case: run(self.eager, batch) for batch in self.batches}
+        self.gradients = True
+        try:
+            self.results = {batch.case: run(self.eager, batch) for batch in self.batches}
+        except (RuntimeError, AssertionError):  # some models have no gradient outside of training
+            self.gradients = False
+            self.results = {batch.case: run(self.eager, batch, gradients=False) for batch in self.batches}
         for first in self.batches[:1]:
             again = run(self.eager, first, gradients=False)
             if max(distance(again[0], self.results[first.case][0]).values(), default=0.0) > ROUNDING * ROUNDINGS:
@@ -195,7 +205,7 @@ class Yardstick:
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.mul_(1 + ROUNDING * torch.randn(parameter.shape, generator=generator).sign())
-        return {batch.case: run(model, batch) for batch in self.batches}
+        return {batch.case: run(model, batch, self.gradients) for batch in self.batches}
 
     def _fused(self) -> dict[str, Results]:
         """Nothing where the model does not take sdpa."""
@@ -203,7 +213,7 @@ class Yardstick:
         with contextlib.suppress(Exception):
             self.sdpa = build(self.cls, self.config, "sdpa")
             for batch in self.batches:
-                found[batch.case] = run(self.sdpa, batch)
+                found[batch.case] = run(self.sdpa, batch, self.gradients)
         return found
 
     def compare(self, case: str, which: int, mine: Tensors) -> str:
@@ -221,39 +231,39 @@ class Yardstick:
         raise Wrong(f"{what}{worst} is off by {names[worst]:.1e} where rounding explains {allowed:.1e}")
 
 
-def judge(cls: Any, config: Any, name: str, calls: Any, yardstick: Yardstick) -> Finding:
+def judge(cls: Any, config: Any, name: str, calls: Callable[[], int], yardstick: Yardstick) -> Finding:
     """Everything one implementation has to get right for one model class."""
     before = calls()
+    cases = {"switch": _case(lambda: _switched(cls, config, name, yardstick))}
     try:
         model = build(cls, config, name)
     except Exception as error:
-        return _refusal(error, "build")
-    cases: dict[str, str] = {}
-    for batch in yardstick.batches:
-        cases[batch.case] = _case(lambda batch=batch: _outputs(model, yardstick, batch))  # type: ignore[misc]
-    for case, check in (("future", _future), ("hidden", _hidden), ("generate", _generate), ("weights", _weights)):
-        if not yardstick.batches:
-            break
-        cases[case] = _case(lambda check=check: check(model, yardstick))  # type: ignore[misc]
-    cases = {case: said for case, said in cases.items() if said != "-"}
+        cases["build"] = _said(error)
+    else:
+        for batch in yardstick.batches:
+            cases[batch.case] = _case(functools.partial(_outputs, model, yardstick, batch))
+        for case, check in CHECKS.items() if yardstick.batches else ():
+            cases[case] = _case(functools.partial(check, model, yardstick))
+    cases = {case: said for case, said in cases.items() if said != SKIPPED}
     count = calls() - before
     return Finding(_sum_up(cases, count), cases, _reason(cases), count)
 
 
-def _case(check: Any) -> str:
+def _case(check: Callable[[], str]) -> str:
     try:
-        said = check()
+        return check()
+    except Wrong as error:
+        return f"wrong: {error}"
     except Exception as error:
-        return _refusal(error, "").reason if not isinstance(error, Wrong) else f"wrong: {error}"
-    return said or "right"
+        return _said(error)
 
 
 def _sum_up(cases: dict[str, str], calls: int) -> str:
-    kinds = [said.split(":")[0] for said in cases.values()]
+    kinds = {case: said.split(":")[0] for case, said in cases.items()}
     for kind in ("wrong", "unclear"):
-        if kind in kinds:
+        if kind in kinds.values():
             return kind
-    core = [said.split(":")[0] for case, said in cases.items() if case != "weights"]
+    core = [kind for case, kind in kinds.items() if case not in ("weights", "switch")]
     if core and all(kind == "refused" for kind in core):
         return "refused"
     if "refused" in core:
@@ -264,28 +274,34 @@ def _sum_up(cases: dict[str, str], calls: int) -> str:
 def _reason(cases: dict[str, str]) -> str:
     for kind in ("wrong", "unclear", "refused"):
         for case, said in cases.items():
-            if said.startswith(kind) and not (kind == "refused" and case == "weights"):
+            if said.startswith(kind) and not (kind == "refused" and case in ("weights", "switch")):
                 return f"{case}: {said}"
     return ""
 
 
-def _refusal(error: Exception, where: str) -> Finding:
-    """A sentence that says what is not supported, or an error that leaves the user alone."""
+def _said(error: Exception) -> str:
+    """Refused, by a sentence that says what is not supported, or unclear: an error that leaves the user alone."""
     import tilewise as tw
 
     text = " ".join(str(error).split())
     clear = isinstance(error, tw.TilewiseError) or (
         isinstance(error, (ValueError, NotImplementedError, ImportError))
-        and any(
-            word in text.lower() for word in ("attn_implementation", "attention implementation", "does not support")
-        )
+        and any(part in text.lower() for part in ("attn_implementation", "attention implementation", "flash attention"))
     )
-    outcome = "refused" if clear else "unclear"
-    return Finding(outcome, {where or "run": outcome}, f"{outcome}: {type(error).__name__}: {text[:400]}")
+    return f"{'refused' if clear else 'unclear'}: {type(error).__name__}: {text[:600]}"
+
+
+def _switched(cls: Any, config: Any, name: str, yardstick: Yardstick) -> str:
+    """`set_attn_implementation` on a model that exists. Some models keep their attention then, which is right too."""
+    model = build(cls, config, "eager")
+    model.set_attn_implementation(name)
+    for batch in yardstick.batches[:1]:
+        return yardstick.compare(batch.case, 0, run(model, batch, gradients=False)[0])
+    return "right"
 
 
 def _outputs(model: Any, yardstick: Yardstick, batch: Batch) -> str:
-    results = run(model, batch)
+    results = run(model, batch, yardstick.gradients)
     said = {yardstick.compare(batch.case, which, results[which]) for which in (0, 1)}
     return "right" if said == {"right"} else LIKE_SDPA
 
@@ -306,7 +322,7 @@ def _independent(model: Any, yardstick: Yardstick, what: str, batch: Batch, chan
     limit = ROUNDING * ROUNDINGS
     eager = yardstick.once((what, batch.case), lambda: _moved(yardstick.eager, batch, other, keep))
     if eager > limit:
-        return "-"
+        return SKIPPED
     far = _moved(model, batch, other, keep)
     if far > limit + FACTOR * eager:
         if yardstick.sdpa is not None and _moved(yardstick.sdpa, batch, other, keep) > limit:
@@ -318,9 +334,9 @@ def _independent(model: Any, yardstick: Yardstick, what: str, batch: Batch, chan
 def _future(model: Any, yardstick: Yardstick) -> str:
     batch = yardstick.batches[0]
     if "input_ids" not in batch.arguments:
-        return "-"
+        return SKIPPED
     ids = batch.arguments["input_ids"]
-    late = (torch.arange(ids.shape[1]) >= ids.shape[1] // 2).expand(ids.shape)
+    late = (torch.arange(ids.shape[1]) >= ids.shape[1] // 2).expand(ids.shape[:2])
     return _independent(model, yardstick, "future", batch, late, ~late)
 
 
@@ -328,27 +344,27 @@ def _hidden(model: Any, yardstick: Yardstick) -> str:
     padded = [batch for batch in yardstick.batches if batch.valid is not None]
     padded = [batch for batch in padded if batch.case in ("left", "right") and not batch.shortened]
     said = [_independent(model, yardstick, "hidden", b, ~b.valid, b.valid) for b in padded if b.valid is not None]
-    return next((part for part in (LIKE_SDPA, "right") if part in said), "-")
+    return next((part for part in (LIKE_SDPA, "right") if part in said), SKIPPED)
 
 
 def _generate(model: Any, yardstick: Yardstick) -> str:
     if not model.can_generate():
-        return "-"
+        return SKIPPED
     for batch in yardstick.batches:
         if batch.case == "right":
             continue
-        theirs_or_none = yardstick.once(("generate", batch.case), lambda batch=batch: _generated_or_none(yardstick, batch))
-        if theirs_or_none is None:
-            return "-"
-        right, logits = theirs_or_none
+        expected = functools.partial(_generated_or_why_not, yardstick.eager, batch)
+        found = yardstick.once(("generate", batch.case), expected)
+        if isinstance(found, str):
+            return found
+        right, logits = found
         mine, my_logits = _generated(model, batch)
         limit = 4 * yardstick.allowed[batch.case][0]
         for step, (ours, theirs) in enumerate(zip(my_logits, logits, strict=False)):
             far = distance({"logits": ours}, {"logits": theirs})["logits"]
             if far > limit:
-                raise Wrong(
-                    f"{batch.case}, step {step}: logits are off by {far:.1e} where rounding explains {limit:.1e}"
-                )
+                where = f"{batch.case}, step {step}"
+                raise Wrong(f"{where}: logits are off by {far:.1e} where rounding explains {limit:.1e}")
             if not torch.equal(ours.argmax(-1), theirs.argmax(-1)):
                 break
         else:
@@ -357,16 +373,18 @@ def _generate(model: Any, yardstick: Yardstick) -> str:
     return "right"
 
 
-def _generated_or_none(yardstick: Yardstick, batch: Batch) -> tuple[Tensor, list[Tensor]] | None:
+def _generated_or_why_not(model: Any, batch: Batch) -> Any:
     try:
-        return _generated(yardstick.eager, batch)
-    except Exception:
-        return None
+        return _generated(model, batch)
+    except Exception as error:
+        return f"not run with eager attention: {first_line(error)}"
 
 
 def _generated(model: Any, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     reset_random()
     arguments = {name: value for name, value in batch.arguments.items() if name != "decoder_input_ids"}
+    if model.config.is_encoder_decoder:
+        arguments["decoder_start_token_id"] = 1
     out = model.generate(
         **arguments, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, pad_token_id=0,
         output_logits=True, return_dict_in_generate=True,
@@ -380,7 +398,7 @@ def _weights(model: Any, yardstick: Yardstick) -> str:
     asked = dataclasses.replace(batch, arguments=batch.arguments | {"output_attentions": True})
     right = yardstick.once("weights", lambda: _attentions_or_none(yardstick.eager, asked))
     if not right:
-        return "-"
+        return SKIPPED
     reset_random()
     with torch.no_grad():
         mine = _attentions(model(**asked.arguments))
@@ -406,3 +424,6 @@ def _attentions(output: Any) -> list[Tensor]:
         if key.endswith("attentions") and isinstance(value, (list, tuple)):
             found += [part for part in value if isinstance(part, Tensor)]
     return found
+
+
+CHECKS = {"future": _future, "hidden": _hidden, "generate": _generate, "weights": _weights}

@@ -27,14 +27,20 @@ def _fields(**fields: Any) -> Override:
 
 def _rope(*section: int, **more: Any) -> Override:
     """Rotary tables of several axes: the sections fill half of a head."""
-    return _fields(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section), **more})
+    return _fields(
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section), **more}
+    )
 
 
-RESNET = Override({"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}, (), {"backbone_config": "resnet"})
+RESNET = Override({"use_timm_backbone": False}, (), {"backbone_config": "resnet"})
 SERIES = _fields(prediction_length=4, context_length=12, lags_sequence=[1, 2], num_time_features=1)
 
-VQ = _fields(base_channels=32, channel_multiplier=[1, 1], num_res_blocks=1, embed_dim=32, num_embeddings=64, resolution=32)
-_LAYER_MAP: dict[str, Any] = {"deepstack_layer_map": [[-1, 0]]}
+SWIN = _fields(window_size=3, embed_dim=16, patch_size=4, image_size=96)  # 24, 12, 6 and 3 positions a side
+VQ = _fields(
+    base_channels=32, channel_multiplier=[1, 1], num_res_blocks=1, embed_dim=32, num_embeddings=64, resolution=32
+)
+
+_CONVOLUTIONS = _fields(num_filters=4, hidden_size=64, depths=[1, 1, 1, 1, 1, 1, 1])
 
 # By model type, or by the path of a sub config ("clap.audio_config").
 FIELDS: dict[str, Override] = {
@@ -76,6 +82,7 @@ FIELDS: dict[str, Override] = {
     "lfm2_moe": _fields(layer_types=["conv", "full_attention"]),
     "deepseek_ocr2.text_config": _fields(mlp_layer_types=["dense", "sparse"]),
     "longcat_flash": _fields(head_dim=8),
+    "encodec": _fields(num_filters=4, hidden_size=32, codebook_size=64, codebook_dim=32),
     "mimi": _fields(
         upsample_groups=16, num_filters=8, codebook_size=64, codebook_dim=32, vector_quantization_hidden_dimension=32,
         num_quantizers=4,
@@ -83,7 +90,7 @@ FIELDS: dict[str, Override] = {
     "moonshine_streaming": _fields(num_key_value_heads=4),
     "clvp.text_config": _fields(hidden_size=128),
     "clvp.speech_config": _fields(hidden_size=128),
-    "glm5_next_text": _fields(index_kpool=2, index_topk=4),
+    "glm5_next_text": _fields(index_kpool=2, index_topk=4, qk_rope_head_dim=0),
     "gemma3n_text": _fields(
         num_hidden_layers=4, num_kv_shared_layers=2, intermediate_size=[96] * 4, activation_sparsity_pattern=[0.0] * 4,
         layer_types=["sliding_attention", "full_attention"] * 2,
@@ -93,14 +100,20 @@ FIELDS: dict[str, Override] = {
     "granite_speech_encoder": _fields(context_size=16),
     "granite_speech_plus_encoder": _fields(context_size=16),
     "granite_speech5_encoder": _fields(context_size=16),
-    "granite4_vision": Override(_LAYER_MAP, parts={"text_config": "granite"}),
+    "granite4_vision": Override(
+        {
+            "deepstack_layer_map": [[-1, 0]], "downsample_rate": "2/4", "spatial_target_layers": [0, 1, 0, 1],
+            "vision_feature_select_strategy": "full",
+        },
+        parts={"text_config": "granite"},
+    ),
     "hgnet_v2": _fields(
         stage_in_channels=[48, 64, 64, 64], stage_mid_channels=[16] * 4, stage_out_channels=[64] * 4,
         stage_num_blocks=[1] * 4, stage_numb_of_layers=[2] * 4, hidden_sizes=[64] * 4,
     ),
     "depth_pro": _fields(intermediate_hook_ids=[1, 0]),
     "donut-swin": _fields(depths=[2, 2], num_heads=[4, 4], window_size=4, patch_size=4, embed_dim=32),
-    "efficientloftr": _fields(hidden_size=256),
+    "efficientloftr": _fields(hidden_size=256, num_attention_heads=8),
     "chameleon": _fields(vocabulary_map={"<image>": 8}),
     "emu3": _fields(vocabulary_map={"<image>": 8, "<|extra_200|>": 9}),
     "chameleon_vqgan": VQ,
@@ -117,14 +130,79 @@ FIELDS: dict[str, Override] = {
     "cvt": _fields(depth=[1, 2, 3]),
     "dac": _fields(encoder_hidden_size=16, decoder_hidden_size=64, codebook_size=64),
     "dinov3_convnext": _fields(hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1]),
-    "efficientnet": _fields(width_coefficient=0.25, depth_coefficient=0.25),
-    "align_vision_model": _fields(width_coefficient=0.25, depth_coefficient=0.25),
-    "clap_audio_model": _fields(spec_size=64, num_mel_bins=16, patch_size=4, window_size=4, depths=[2, 2, 2, 2]),
-    "blt": _fields(encoder_hash_byte_group_vocab=64),
+    "efficientnet": _fields(width_coefficient=0.25, depth_coefficient=0.25, hidden_dim=320),
+    "align_vision_model": _fields(width_coefficient=0.25, depth_coefficient=0.25, hidden_dim=320),
+    "clap_audio_model": _fields(
+        spec_size=64, num_mel_bins=16, patch_size=4, window_size=4, depths=[2, 2], num_attention_heads=[4, 4]
+    ),
+    "blt": _fields(encoder_hash_byte_group_vocab=64, num_hidden_layers=2),
     "blip-2": _fields(image_token_index=5, num_query_tokens=4),
     "instructblip": _fields(image_token_index=5, num_query_tokens=4),
     "instructblipvideo": _fields(video_token_index=5, num_query_tokens=4),
     "kosmos-2": _fields(latent_query_num=4),
+    "dbrx.attn_config": _fields(rope_theta=10000.0, clip_qkv=8.0),
+    "cohere_compass_text": _fields(
+        rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}}
+    ),
+    "chmv2.backbone_config": _fields(return_class_token=True, apply_layernorm=True, reshape_hidden_states=True),
+    "gemma4_assistant.text_config": _fields(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0),
+    "gemma4_unified_assistant.text_config": _fields(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0),
+    "lw_detr": _fields(projector_scale_factors=[1.0]),
+    "perceiver": _fields(
+        d_latents=64, num_latents=8, num_self_attends_per_block=2, qk_channels=64, v_channels=64, d_model=64
+    ),
+    "pix2struct_vision_model": _fields(patch_embed_hidden_size=192, seq_len=64),
+    "pp_doclayout_v2": _fields(class_thresholds=[0.5, 0.5]),
+    "qwen2_5_omni_text": _rope(2, 3, 3),
+    "qwen2_5_omni_bigvgan": _fields(upsample_initial_channel=64),
+    "qwen3_omni_moe.talker_config.text_config": _fields(shared_expert_intermediate_size=96),
+    "qwen3_omni_moe_thinker": _fields(vision_start_token_id=20, vision_end_token_id=21, audio_start_token_id=22),
+    "qwen4_exp_text": _fields(
+        indexer_budget=4, indexer_compress_ratio=2, indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=16
+    ),
+    "recurrent_gemma": _fields(num_hidden_layers=3, attention_window_size=5),
+    "reformer": _fields(
+        is_decoder=True, axial_pos_embds=False, attn_layers=["local", "lsh"], local_attn_chunk_length=4,
+        lsh_attn_chunk_length=4, num_buckets=2, num_hashes=1, feed_forward_size=96,
+    ),
+    "sam2_hiera_det_model": _fields(
+        hidden_size=16, blocks_per_stage=[1, 1, 2, 1], embed_dim_per_stage=[16, 32, 64, 128], image_size=[64, 64],
+        num_attention_heads_per_stage=[1, 2, 4, 8], global_attention_blocks=[3], window_size_per_stage=[4, 2, 4, 2],
+    ),
+    "sam2_vision_model": _fields(
+        backbone_channel_list=[128, 64, 32, 16], backbone_feature_sizes=[[16, 16], [8, 8], [4, 4]], fpn_hidden_size=64
+    ),
+    "sam2": _fields(image_size=64),
+    "sam2.prompt_encoder_config": _fields(image_size=64, patch_size=16),
+    "sam_vision_model": _fields(num_pos_feats=32),
+    "sam_hq_vision_model": _fields(num_pos_feats=32),
+    "superglue": _fields(hidden_size=256),
+    "seggpt": _fields(image_size=[64, 32]),
+    "qwen2_5_omni_thinker": _fields(vision_start_token_id=20, vision_end_token_id=21, audio_start_token_id=22),
+    "qwen3_omni_moe.code2wav_config": _fields(decoder_dim=64),
+    "qwen3_omni_moe.talker_config": _fields(spatial_merge_size=2),
+    "blt.encoder_config": _fields(hidden_size_global=64),
+    "blt.decoder_config": _fields(hidden_size_global=64),
+    "step3p7.text_config": _fields(sliding_window=5),
+    "swin": _fields(depths=[2, 2], num_heads=[4, 4], window_size=4, patch_size=4, embed_dim=32),
+    "aria": _fields(projector_patch_to_query_dict={16: 4}),
+    "gemma4": Override(parts={"vision_config": "gemma4_vision", "audio_config": "gemma4_audio"}),
+    "glmasr_encoder": _fields(intermediate_size=256),
+    "vits": _fields(
+        use_stochastic_duration_prediction=False, upsample_initial_channel=32, spectrogram_bins=33, flow_size=64
+    ),
+    "led": _fields(attention_window=4),
+    "grounding-dino.backbone_config": SWIN,
+    "mm-grounding-dino.backbone_config": SWIN,
+    "mask2former.backbone_config": SWIN,
+    "maskformer.backbone_config": SWIN,
+    "oneformer.backbone_config": SWIN,
+    "t5gemma2_encoder.text_config": _fields(dropout_rate=0.0),
+    "table-transformer": RESNET,
+    "tvp": _fields(max_img_size=96, visual_prompt_size=4, num_frames=2),
+    "vibevoice_acoustic_tokenizer": _CONVOLUTIONS,
+    "vibevoice_acoustic_tokenizer_encoder": _CONVOLUTIONS,
+    "vibevoice_acoustic_tokenizer_decoder": _CONVOLUTIONS,
     "diffusion_gemma": Override(parts={"vision_config": "gemma4_vision"}),
 }  # fmt: skip
 
@@ -186,12 +264,53 @@ def _dia(config: Any, words: Words) -> dict[str, Any]:
     return {"input_ids": words(2, 13), "decoder_input_ids": codes}
 
 
+def _codes(config: Any, words: Words) -> dict[str, Any]:
+    """A token of text and one of each codebook at each position."""
+    return {"input_ids": words(2, 13 * (config.num_codebooks + 1)).view(2, 13, -1)}
+
+
+def _songs(config: Any, words: Words) -> dict[str, Any]:
+    """A row for each codebook."""
+    return {"input_ids": words(2, 13), "decoder_input_ids": words(2 * config.decoder.num_codebooks, 7)}
+
+
+def _medium_picture(config: Any, words: Words) -> dict[str, Any]:
+    return {"pixel_values": _noise(2, 3, 64, 64)}
+
+
+def _frames(config: Any, words: Words) -> dict[str, Any]:
+    return {"input_ids": words(2, 13), "pixel_values": _noise(2, 2, 3, 96, 96), "attention_mask": torch.ones(2, 13)}
+
+
 def _tasks(config: Any, words: Words) -> dict[str, Any]:
     return {"pixel_values": _noise(2, 3, 96, 96), "task_inputs": words(2, config.task_seq_len)}
 
 
 def _pairs(config: Any, words: Words) -> dict[str, Any]:
     return {"pixel_values": _noise(2, 2, 3, 64, 64)}
+
+
+def _inputs(config: Any, words: Words) -> dict[str, Any]:
+    return {"inputs": words(2, 13)}
+
+
+def _flattened(config: Any, words: Words) -> dict[str, Any]:
+    """Patches with their row and column in front."""
+    places = torch.stack(torch.meshgrid(torch.arange(1, 5), torch.arange(1, 5), indexing="ij"), -1).flatten(0, 1)
+    patches = torch.cat(
+        [places.expand(2, 16, 2).float(), _noise(2, 16, config.vision_config.patch_embed_hidden_size)], -1
+    )
+    return {"flattened_patches": patches, "decoder_input_ids": words(2, 7)}
+
+
+def _line(config: Any, words: Words) -> dict[str, Any]:
+    """A picture of one line of text."""
+    return {"pixel_values": _noise(2, 3, 48, 96)}
+
+
+def _prompted(config: Any, words: Words) -> dict[str, Any]:
+    picture = _noise(2, 3, config.image_size[0] // 2, config.image_size[1])
+    return {"pixel_values": picture, "prompt_pixel_values": picture.flip(0), "prompt_masks": picture.flip(2)}
 
 
 # Inputs of types whose names do not say enough: of a configuration and `words(batch, seqlen)`.
@@ -218,8 +337,24 @@ INPUTS: dict[str, Callable[[Any, Words], dict[str, Any]]] = {
     "idefics": _idefics,
     "blip_2_qformer": _qformer,
     "dia": _dia,
+    "kyutai_speech_to_text": _codes,
+    "csm": _codes,
     "oneformer": _tasks,
     "efficientloftr": _pairs,
+    "superglue": _pairs,
+    "musicgen": _songs,
+    "musicgen_melody": _songs,
+    "sam2": _medium_picture,
+    "sam2_vision_model": _medium_picture,
+    "sam2_hiera_det_model": _medium_picture,
+    "tvp": _frames,
+    "perceiver": _inputs,
+    "pix2struct": _flattened,
+    "pp_ocrv5_mobile_rec": _line,
+    "pp_ocrv5_server_rec": _line,
+    "pp_ocrv6_small_rec": _line,
+    "pp_ocrv6_tiny_rec": _line,
+    "seggpt": _prompted,
 }
 
 

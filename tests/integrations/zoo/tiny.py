@@ -52,24 +52,27 @@ RULES: list[tuple[str, Callable[[int], int]]] = [
     ("mamba_d_ssm", _same(2 * HIDDEN)),
     (_names("attention_heads", "num_heads", "n_heads?", "query_heads"), _at_most(HEADS)),
     ("qk_rope_head_dim|rotary_dim", _same(HEAD_DIM // 2)),
-    (_names("head_dim", "head_size", "attention_head_size", "dim_head", "d_kv", "d_head", "kv_channels"), _same(HEAD_DIM)),
+    (_names("head_dim", "head_size", "dim_head", "d_kv", "d_head", "kv_channels"), _same(HEAD_DIM)),
     (_names("lora_rank"), _same(2 * HEAD_DIM)),
     (_names("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts"), _at_most(EXPERTS)),
     (_names("num_experts_per_tok", "topk", "moe_k", "top_k", "num_experts_per_token", "top_k_experts"), _at_most(2)),
     ("n_group", _at_most(2)),
     ("topk_group", _same(1)),
-    (_names("hidden_layers", "num_layers", "n_layers?", "encoder_layers", "decoder_layers", "num_blocks"), _at_most(LAYERS)),
+    (_names("hidden_layers", "num_layers", "n_layers?", "encoder_layers", "decoder_layers"), _at_most(LAYERS)),
+    ("num_blocks", _at_most(LAYERS)),
     ("depth", _at_most(LAYERS)),
     (_names("intermediate_size", "ffn_dim", "d_ff", "ff_dim", "mlp_dim", "d_inner", "ffn_hidden_size"), _at_most(WIDE)),
     (_names("n_inner", "feed_forward_size", "dim_feedforward", "feedforward_dim", "intermediate_dim"), _at_most(WIDE)),
     (_names("hidden_size", "d_model", "n_embd", "embed_dim", "hidden_dim", "projection_dim", "emb_dim"), _same(HIDDEN)),
     (_names("embedding_size", "embedding_dim", "dim_model", "model_dim"), _same(HIDDEN)),
     ("dim|width|conv_dim|word_embed_proj_dim|output_proj_dims|hidden_size_per_layer_input", _at_most(HIDDEN)),
-    (_names("position_embeddings", "n_positions", "max_seq_len", "source_positions", "target_positions"), _at_most(POSITIONS)),
-    ("n_ctx|max_seq_length", _at_most(POSITIONS)),
+    (_names("position_embeddings", "n_positions", "source_positions", "target_positions"), _at_most(POSITIONS)),
+    ("n_ctx|max_seq_length|max_seq_len", _at_most(POSITIONS)),
     (_names("image_size", "input_size"), _at_most(IMAGE)),
     (_names("patch_size"), _at_most(PATCH)),
     ("sliding_window|local_attention|local_window_size", _same(WINDOW)),
+    ("output_channels", _at_most(HIDDEN)),
+    ("mm_tokens_per_image|image_seq_length|audio_seq_length", _at_most(4)),
     ("attention_chunk_size", _same(8)),
     ("num_queries|num_object_queries|num_query_tokens", _at_most(6)),
 ]  # fmt: skip
@@ -87,7 +90,8 @@ STAGES: list[tuple[str, Callable[[int], int]]] = [
 # Fields that some classes leave at None although their models need a number.
 NEEDED = {
     "head_dim": HEAD_DIM, "num_key_value_heads": HEADS, "num_experts": EXPERTS, "n_routed_experts": EXPERTS,
-    "num_experts_per_tok": 2, "top_k_experts": 2, "n_shared_experts": 1, "moe_intermediate_size": WIDE, "vocab_size": VOCABULARY,
+    "num_experts_per_tok": 2, "top_k_experts": 2, "n_shared_experts": 1, "moe_intermediate_size": WIDE,
+    "vocab_size": VOCABULARY,
 }  # fmt: skip
 
 SPECIAL = re.compile(r".*_token_(id|index|ids)$")
@@ -136,7 +140,9 @@ def _shrink(cls: Any, path: str, ids: dict[str, int], default: Any = None) -> An
 
 def _as_dict(config: Any) -> dict[str, Any]:
     """To build it again as a part; the names left out are no arguments of some classes."""
-    return {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "output_attentions")}
+    return {
+        name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "output_attentions")
+    }
 
 
 def _stages(default: Any) -> dict[str, Any]:
@@ -145,7 +151,7 @@ def _stages(default: Any) -> dict[str, Any]:
     if "num_hidden_layers" in vars(default) and len(taken) and max(taken) > LAYERS:
         count = max(LAYERS, len(taken))
         return {"num_hidden_layers": count, "out_indices": list(range(count - len(taken) + 1, count + 1))}
-    return {"out_features": list(default._out_features)} if len(taken) > 1 else {}
+    return {"out_features": list(getattr(default, "_out_features", None) or ())} if len(taken) > 1 else {}
 
 
 def _declared(cls: Any) -> dict[str, Any]:
@@ -192,6 +198,8 @@ def _tiny_value(name: str, values: dict[str, Any], declared: Any, layers: list[i
         return len(layers)
     if name == "rope_parameters" and isinstance(value, dict) and "mrope_section" in value:
         return value | {"mrope_section": [2, 3, 3]}
+    if name == "image_grid_pinpoints":
+        return [[2 * IMAGE, 2 * IMAGE]]
     if value is None:
         return NEEDED.get(name)
     if isinstance(value, (bool, str, float)):

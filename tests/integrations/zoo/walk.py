@@ -27,8 +27,8 @@ GROUPS = (
         "SPEECH_SEQ_2_SEQ",
         "IMAGE_TEXT_TO_TEXT",
         "MULTIMODAL_LM",
-        "CAUSAL_LM",
         "TEXT_TO_WAVEFORM",
+        "CAUSAL_LM",
     ),
     ("MASKED_LM",),
 )
@@ -49,13 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
     _prepare()
     wanted = options.types.split(",") if options.types else types()
     names = () if options.eager else (options.name,) if options.name else NAMES
-    found = walk(wanted, names, options.classes, options.jobs, options.limit, options.verbose)
-    if options.output:
-        options.output.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    found = walk(wanted, names, options.classes, options.jobs, options.limit, options.verbose, options.output)
     counts: dict[str, int] = {}
     for entry in found["results"]:
         counts[entry["outcome"]] = counts.get(entry["outcome"], 0) + 1
-    print(f"transformers {found['transformers']}:", ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())))
+    _print(f"transformers {found['transformers']}: " + ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())))
     return 1 if counts.get("wrong") or counts.get("unclear") else 0
 
 
@@ -107,9 +105,15 @@ def classes_of(model_type: str, which: str = "main") -> list[str]:
 
 
 def walk(
-    wanted: list[str], names: tuple[str, ...], which: str, jobs: int, limit: float, verbose: bool = False
+    wanted: list[str],
+    names: tuple[str, ...],
+    which: str,
+    jobs: int,
+    limit: float,
+    verbose: bool = False,
+    output: Path | None = None,
 ) -> dict[str, Any]:
-    """Visit types in processes of their own; a line for each on standard output."""
+    """Visit types in processes of their own: a line for each on standard output, and all there is in `output`."""
     import transformers
 
     # Loaded once, for all the processes.
@@ -121,6 +125,7 @@ def walk(
     waiting = list(reversed(wanted))
     running: dict[Any, tuple[str, Any, float]] = {}
     results: list[dict[str, Any]] = []
+    found = {"transformers": transformers.__version__, "results": results}
     begin = time.monotonic()
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -136,7 +141,7 @@ def walk(
             taken = time.monotonic() - started
             if receiver in ready:
                 try:
-                    entries = receiver.recv()  # type: ignore[attr-defined]
+                    entries = receiver.recv()
                 except EOFError:
                     process.join()
                     entries = [
@@ -153,13 +158,20 @@ def walk(
             done = len(wanted) - len(waiting) - len(running)
             for entry in entries:
                 _say(entry, f"{done}/{len(wanted)} {time.monotonic() - begin:5.0f} s")
-    results.sort(key=lambda entry: (entry["type"], entry["class"], entry["name"]))
-    return {"transformers": transformers.__version__, "results": results}
+            results.sort(key=lambda entry: (entry["type"], entry["class"], entry["name"]))
+            if output is not None:
+                output.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    return found
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def _say(entry: dict[str, Any], progress: str) -> None:
     what = f"{entry['type']} {entry['class']} {entry['name']}"
-    print(f"[{progress}] {entry['outcome']:9} {what} {entry['reason'][:300]}", flush=True)
+    _print(f"[{progress}] {entry['outcome']:9} {what} {entry['reason'][:300]}")
 
 
 def _entry(model_type: str, cls: str, name: str, outcome: str, reason: str, **more: Any) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _open_folder() -> PrivateFolder | None:
     try:
         return PrivateFolder(path, create=True)
     except UntrustedFolder as untrusted:
-        _warn_untrusted(str(path), untrusted.reason)
+        _warn_untrusted(str(path), untrusted.reason, untrusted.is_own)
     except OSError as error:
         _warn_unwritable(str(path), error.strerror or str(error))
     return None
@@ -219,11 +219,11 @@ def _warn_unwritable(directory: str, reason: str) -> None:
 
 
 @functools.cache
-def _warn_untrusted(directory: str, reason: str) -> None:
+def _warn_untrusted(directory: str, reason: str, is_own: bool) -> None:
+    own = f"Make it yours alone (chmod 700 {directory}), or set" if is_own else "Set"
     warnings.warn(
         f"tilewise does not use the compiled CPU kernels in {directory}: {reason}, so others could have put their code "
-        f"there; every process compiles them. Make it yours alone (chmod 700 {directory}), or set TILEWISE_CACHE_DIR "
-        "to a directory of your own.",
+        f"there; every process compiles them. {own} TILEWISE_CACHE_DIR to a directory of your own.",
         RuntimeWarning,
         stacklevel=2,
     )

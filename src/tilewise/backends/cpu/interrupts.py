@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from array import array
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 from tilewise.backends.cpu import params as f
@@ -66,7 +66,7 @@ def _functions() -> _Functions | None:
     """None where the system has no such functions: signals are then answered after the call."""
     try:
         library: Any = ctypes.CDLL(None)
-        found: tuple[Callable[..., Any], ...] = library.pthread_self, library.clock_gettime, library.usleep
+        found: tuple[Any, ...] = library.pthread_self, library.clock_gettime, library.usleep
     except (AttributeError, OSError, TypeError):
         return None
     return _Functions(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found))

@@ -34,11 +34,11 @@ SECONDS_BETWEEN_TRIES = 0.02
 
 
 class UntrustedFolder(OSError):
-    """Somebody else may have written to the folder."""
+    """Somebody else may have written to the folder; whether it is this user's, who then may change its mode."""
 
-    def __init__(self, path: Path, reason: str) -> None:
+    def __init__(self, reason: str, *, is_own: bool) -> None:
         super().__init__(reason)
-        self.path, self.reason = path, reason
+        self.reason, self.is_own = reason, is_own
 
 
 def _distrust(status: os.stat_result) -> str | None:
@@ -63,10 +63,11 @@ class PrivateFolder:
         if not HAS_OWNERS:
             return
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        reason = _distrust(os.fstat(self._fd))
+        status = os.fstat(self._fd)
+        reason = _distrust(status)
         if reason is not None:
             self.close()
-            raise UntrustedFolder(path, reason)
+            raise UntrustedFolder(reason, is_own=status.st_uid == os.geteuid())
 
     def close(self) -> None:
         """Give the descriptor back."""

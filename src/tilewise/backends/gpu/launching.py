@@ -23,6 +23,7 @@ from tilewise.operands import Operands
 
 __all__ = [
     "BACKWARD_GIVEN",
+    "HEADS_FIRST",
     "MAX_PASSES",
     "Allocation",
     "Pass",
@@ -30,8 +31,10 @@ __all__ = [
     "RawView",
     "RawViews",
     "View",
+    "Wish",
     "interpreted",
     "named_views",
+    "pass_of",
     "raw_views",
 ]
 
@@ -44,6 +47,8 @@ MAX_FILLED = 8192
 STEP, BLOCK = 256, "block"
 # In which order a backward pass is given its tensors.
 BACKWARD_GIVEN = ("dout", "dlse", "out", "lse", *Operands._fields)
+# What passes make for whoever called.
+RESULTS = ("out", "dq", "dk", "dv", "dbias", "dk_pages", "dv_pages")
 # Strides, dtype, and whether the address is a multiple of 16 bytes: what launches are prepared for.
 RawView = tuple[tuple[int, ...], torch.dtype, bool]
 RawViews = tuple[RawView | None, ...]
@@ -220,6 +225,28 @@ class Pass:
         counters = max(self.num_counters, other.num_counters)
         calls, made = (*self.calls, *renamed), self.allocations | made
         return type(self)(calls, given, made, self.device, self._index, num_counters=counters, unread=unread)
+
+
+class Wish(NamedTuple):
+    """What a caller reads: results in its own layout or heads first, and what is made beside them."""
+
+    in_layout: bool = False
+    also: tuple[str, ...] = ("lse",)
+
+
+# What a backend's own functions read.
+HEADS_FIRST = Wish()
+
+
+def pass_of(
+    layout: str, calls: Iterable[KernelCall], given: Sequence[str], made: Mapping[str, Allocation | None],
+    device: DeviceSpec, index: int, wish: Wish, *, num_counters: int = 0, kind: type[Pass] = Pass,
+) -> Pass:  # fmt: skip
+    """A pass that makes what is wished for; of the rest, what are no results lie in one block."""
+    unread = [name for name in made if name not in (*RESULTS, *wish.also)]
+    if wish.in_layout:
+        made = {n: a.in_layout(layout) if a is not None and n in RESULTS else a for n, a in made.items()}
+    return kind(calls, given, made, device, index, num_counters=num_counters, unread=unread)
 
 
 def _prepared(calls: Iterable[KernelCall], device: DeviceSpec, index: int) -> tuple[Launch, ...]:

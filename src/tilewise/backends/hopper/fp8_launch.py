@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawViews, View, named_views
+from tilewise.backends.gpu.launching import HEADS_FIRST, MAX_PASSES, Allocation, Pass, RawViews, View, Wish, named_views
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple
 from tilewise.backends.hopper.fp8_configs import Fp8Config, Fp8Tile, fp8_config
 from tilewise.backends.hopper.fp8_forward import fp8_forward_kernel
@@ -23,10 +23,8 @@ from tilewise.backends.hopper.launch import (
     work_allocation,
 )
 from tilewise.backends.hopper.launching import (
-    PLAIN,
     TMA_BYTES,
     ForwardPass,
-    Wish,
     bind_pass,
     describe,
     describe_flat,
@@ -57,7 +55,7 @@ def bind_fp8_forward(problem: AttentionProblem, operands: Operands, *, want_lse:
 
 @functools.lru_cache(maxsize=MAX_PASSES)
 def fp8_pass(
-    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = PLAIN,
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = HEADS_FIRST,
     tile: Fp8Tile | None = None,
 ) -> ForwardPass:  # fmt: skip
     """The pass, prepared by the first call that needs it; `tile` to try another one."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawViews, View, named_views
+from tilewise.backends.gpu.launching import HEADS_FIRST, MAX_PASSES, Allocation, Pass, RawViews, View, Wish, named_views
 from tilewise.backends.gpu.listing import heads_per_wave, list_allocation, list_call, most_blocks, rows_together
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.backends.gpu.tails import clear_tail_kernel
@@ -22,9 +22,7 @@ from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.forward_quad import forward_quad_kernel
 from tilewise.backends.hopper.fp8_configs import Fp8Config
 from tilewise.backends.hopper.launching import (
-    PLAIN,
     ForwardPass,
-    Wish,
     addressable,
     bind_pass,
     describe,
@@ -76,7 +74,7 @@ def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: boo
 
 @functools.lru_cache(maxsize=MAX_PASSES)
 def forward_pass(
-    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = PLAIN
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = HEADS_FIRST
 ) -> ForwardPass:
     """The pass, prepared by the first call that needs it."""
     views, made = named_views(Operands._fields, raw), result_allocations(problem)

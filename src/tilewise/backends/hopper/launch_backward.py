@@ -12,12 +12,15 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.gpu.launching import (
     BACKWARD_GIVEN,
+    HEADS_FIRST,
     MAX_PASSES,
     Allocation,
     Pass,
     RawViews,
     View,
+    Wish,
     named_views,
+    pass_of,
     raw_views,
 )
 from tilewise.backends.gpu.listing import list_call
@@ -80,17 +83,6 @@ class BackwardPass(NamedTuple):
     kernels: Pass | None
 
 
-class Wish(NamedTuple):
-    """What is made: dQ or not, in the layout of the caller or heads first, and the workspace for who reads it."""
-
-    dq: bool = True
-    in_layout: bool = False
-    workspace: bool = False
-
-
-PLAIN = Wish()
-
-
 def run_backward(
     problem: AttentionProblem,
     operands: Operands,
@@ -104,12 +96,12 @@ def run_backward(
     dlse = None if dlse is None else dlse.float().contiguous()
     given: tuple[Tensor | None, ...] = (dout, dlse, out, lse.contiguous(), *operands)
     device, index = devices.of(operands.q.device), operands.q.get_device()
-    wish = Wish(wanted.dq, workspace=wanted.dsinks)
-    copies, plan, kernels = backward_pass(problem, device, index, raw_views(given), wish)
+    wish = Wish(also=("workspace",) if wanted.dsinks else ())
+    copies, plan, kernels = backward_pass(problem, device, index, raw_views(given), wanted.dq, wish)
     if kernels is None:
         copied = zip(BACKWARD_GIVEN, given, strict=True)
         given = tuple([contiguous(t) if t is not None and name in copies else t for name, t in copied])
-        _, plan, kernels = backward_pass(problem, device, index, raw_views(given), wish)
+        _, plan, kernels = backward_pass(problem, device, index, raw_views(given), wanted.dq, wish)
     assert kernels is not None
     made = kernels.run(given)
     dk, dv = made["dk"] if wanted.dk else None, made["dv"] if wanted.dv else None
@@ -124,13 +116,13 @@ def bind_backward(
     whole = all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in (given[1], given[3]))
     if wanted.dsinks or not whole:
         return None
-    wish = Wish(wanted.dq, in_layout=True)
-    return backward_pass(problem, devices.of(q.device), q.get_device(), raw_views(given), wish).kernels
+    wish = Wish(in_layout=True, also=())
+    return backward_pass(problem, devices.of(q.device), q.get_device(), raw_views(given), wanted.dq, wish).kernels
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)
 def backward_pass(
-    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = PLAIN
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_dq: bool, wish: Wish = HEADS_FIRST
 ) -> BackwardPass:
     """The pass, prepared by the first call that needs it."""
     views = named_views(BACKWARD_GIVEN, raw)
@@ -141,14 +133,11 @@ def backward_pass(
     if copies:
         return BackwardPass(copies, plan, None)
     made = gradient_allocations(problem)
-    if not wish.dq:
+    if not want_dq:
         del made["dq"]
     calls = list(backward_calls(plan, views | {name: allocation.view for name, allocation in made.items()}))
-    if wish.in_layout:
-        made = {name: allocation.in_layout(problem.layout) for name, allocation in made.items()}
-    unread = () if wish.workspace else ("workspace",)
     room = made | {"workspace": plan.workspace}
-    kernels = Pass(calls, BACKWARD_GIVEN, room, device, index, num_counters=1, unread=unread)
+    kernels = pass_of(problem.layout, calls, BACKWARD_GIVEN, room, device, index, wish, num_counters=1)
     return BackwardPass((), plan, kernels)
 
 

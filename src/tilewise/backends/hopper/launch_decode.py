@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawViews, View, named_views
+from tilewise.backends.gpu.launching import HEADS_FIRST, MAX_PASSES, Allocation, Pass, RawViews, View, Wish, named_views
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple
 from tilewise.backends.hopper.decode import decode_kernel
 from tilewise.backends.hopper.decode_configs import DecodeConfig, decode_config, num_programs, tokens_of
@@ -23,9 +23,7 @@ from tilewise.backends.hopper.launch import (
     unaddressable,
 )
 from tilewise.backends.hopper.launching import (
-    PLAIN,
     ForwardPass,
-    Wish,
     bind_pass,
     describe,
     packed_rows,
@@ -56,7 +54,7 @@ def bind_decode(problem: AttentionProblem, operands: Operands, *, want_lse: bool
 
 @functools.lru_cache(maxsize=MAX_PASSES)
 def decode_pass(
-    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = PLAIN
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = HEADS_FIRST
 ) -> ForwardPass:
     """The pass, prepared by the first call that needs it."""
     views, made = named_views(Operands._fields, raw), result_allocations(problem)

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import Allocation, Pass, RawViews, View, raw_views
+from tilewise.backends.gpu.launching import HEADS_FIRST, Allocation, Pass, RawViews, View, Wish, pass_of, raw_views
 from tilewise.backends.gpu.symbols import Address, KernelCall, Tile
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
 from tilewise.device import DeviceSpec
@@ -23,9 +23,7 @@ from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
 __all__ = [
-    "PLAIN",
     "ForwardPass",
-    "Wish",
     "addressable",
     "bind_pass",
     "contiguous",
@@ -59,15 +57,6 @@ class ForwardPass(NamedTuple):
     kernels: Pass | None
 
 
-class Wish(NamedTuple):
-    """What is made of a problem's results: in the layout of the caller or heads first, with lse or without."""
-
-    in_layout: bool = False
-    lse: bool = True
-
-
-PLAIN = Wish()
-
 Prepare = Callable[[AttentionProblem, DeviceSpec, int, RawViews, Wish], ForwardPass]
 
 
@@ -84,22 +73,20 @@ def prepared(
     """A pass of these calls, which make out, lse and what only they read; their counters are called "counter"."""
     if copies:
         return ForwardPass(tuple(copies), None)
-    unread = [name for name in made if name != "out" and not (name == "lse" and wish.lse)]
-    made, out = dict(made), made["out"]
-    assert out is not None
-    made["out"] = out.in_layout(problem.layout) if wish.in_layout else out
-    given = Operands._fields
-    return ForwardPass((), Pass(calls, given, made, device, index, num_counters=num_counters, unread=unread))
+    kernels = pass_of(
+        problem.layout, calls, Operands._fields, made, device, index, wish, num_counters=num_counters
+    )  # fmt: skip
+    return ForwardPass((), kernels)
 
 
 def run_pass(prepare: Prepare, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands; `prepare` remembers the passes it made."""
     if operands.sinks is not None:
         operands = operands._replace(sinks=operands.sinks.contiguous())
-    copies, kernels = _prepared_for(prepare, problem, operands, PLAIN)
+    copies, kernels = _prepared_for(prepare, problem, operands, HEADS_FIRST)
     if kernels is None:
         operands = operands._replace(**{name: contiguous(getattr(operands, name)) for name in copies})
-        _, kernels = _prepared_for(prepare, problem, operands, PLAIN)
+        _, kernels = _prepared_for(prepare, problem, operands, HEADS_FIRST)
     assert kernels is not None
     made = kernels.run(operands)
     return made["out"], made["lse"]
@@ -109,7 +96,7 @@ def bind_pass(prepare: Prepare, problem: AttentionProblem, operands: Operands, *
     """The pass for operands that lie like these; None if some must be copied in every call."""
     if operands.sinks is not None and not operands.sinks.is_contiguous():
         return None
-    return _prepared_for(prepare, problem, operands, Wish(in_layout=True, lse=want_lse)).kernels
+    return _prepared_for(prepare, problem, operands, Wish(in_layout=True, also=("lse",) if want_lse else ())).kernels
 
 
 def _prepared_for(prepare: Prepare, problem: AttentionProblem, operands: Operands, wish: Wish) -> ForwardPass:

@@ -28,7 +28,8 @@ def box_place(batch_idx, head, start, length, PACKED: tl.constexpr):
     sequence begins at `start` and has `length`.
     """
     if PACKED:
-        return ROWS_APART, start + length, head, ROWS_APART - length
+        # A number at run time comes first: in the interpreter of Triton 3.9 a constant less a number is a constant.
+        return ROWS_APART, start + length, head, -length + ROWS_APART
     else:
         return batch_idx, head, batch_idx * 0
 

@@ -16,13 +16,16 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.gpu.launching import (
     BACKWARD_GIVEN,
+    HEADS_FIRST,
     MAX_PASSES,
     Allocation,
     Pass,
     Places,
     RawViews,
     View,
+    Wish,
     named_views,
+    pass_of,
     raw_views,
 )
 from tilewise.backends.gpu.symbols import KernelCall
@@ -52,16 +55,6 @@ __all__ = [
 
 # What the backward of paged keys is given beside the tensors of a call.
 PAGE_ORDER = ("order", "page_ends")
-
-
-class Wish(NamedTuple):
-    """What is made of a problem's results: in the layout of the caller or heads first, with what else is read."""
-
-    in_layout: bool = False
-    also: tuple[str, ...] = ("lse",)
-
-
-PLAIN = Wish()
 
 
 class TunablePass(Pass):
@@ -127,7 +120,7 @@ def _bindable(problem: AttentionProblem, sinks: Tensor | None) -> bool:
 
 
 def forward_pass(
-    problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, wish: Wish = PLAIN
+    problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, wish: Wish = HEADS_FIRST
 ) -> Pass:
     """The pass, prepared by the first call that needs it; tiles overridden for an experiment are not kept."""
     prepare = _kept_forward if configs.overrides() is None else _prepare_forward
@@ -142,20 +135,8 @@ def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, 
     elements = sum(passes.parts_size(plan)) + passes.forward_list_words(plan)
     # Room for the lse parts to end where vectors may begin, see passes.decode_calls.
     made["workspace"] = Allocation.contiguous((elements + 4,), torch.float32) if elements else None
-    return _pass_of(problem, calls, Operands._fields, made, device, index, wish)
-
-
-def _pass_of(
-    problem: AttentionProblem, calls: list[KernelCall], given: Sequence[str], made: dict[str, Allocation | None],
-    device: DeviceSpec, index: int, wish: Wish,
-) -> Pass:  # fmt: skip
-    """Results come first; lse and the workspace are hidden unless they are wished for."""
-    results = {name: a for name, a in made.items() if a is not None and name not in ("lse", "workspace")}
-    if wish.in_layout:
-        results = {name: allocation.in_layout(problem.layout) for name, allocation in results.items()}
-    unread = [name for name in ("lse", "workspace") if name not in wish.also]
     kind = TunablePass if wish.in_layout else Pass
-    return kind(calls, given, made | results, device, index, unread=unread)
+    return pass_of(problem.layout, calls, Operands._fields, made, device, index, wish, kind=kind)
 
 
 def result_allocations(problem: AttentionProblem, views: dict[str, View]) -> dict[str, Allocation]:
@@ -238,7 +219,7 @@ def _summed(parts: Tensor, operands: Operands) -> Tensor:
 
 
 def backward_pass(
-    problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, wanted: Wanted, wish: Wish = PLAIN
+    problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, wanted: Wanted, wish: Wish = HEADS_FIRST
 ) -> BackwardPass:
     """The pass, prepared by the first call that needs it; tiles overridden for an experiment are not kept."""
     prepare = _kept_backward if configs.overrides() is None else _prepare_backward
@@ -253,7 +234,8 @@ def _prepare_backward(
     calls, made = backward_calls(problem, device, views, wanted), _gradient_allocations(plan, views, wanted)
     made["workspace"] = Allocation.contiguous((2 * workspace_rows(plan, 0)[1] + list_words(plan),), torch.float32)
     given = (*BACKWARD_GIVEN, *PAGE_ORDER)
-    return BackwardPass(plan, _pass_of(problem, calls, given, made, device, index, wish))
+    kind = TunablePass if wish.in_layout else Pass
+    return BackwardPass(plan, pass_of(problem.layout, calls, given, made, device, index, wish, kind=kind))
 
 
 _kept_backward = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_backward)

@@ -47,7 +47,7 @@ def register(*, ignore: Iterable[str] = ()) -> None:
         raise InvalidProblem("ignore", "a collection of names", repr(ignore), f"Pass [{ignore!r}].")
     names = frozenset(ignore)
     for name in (NAME, FLASH_NAME):
-        forward = functools.partial(attention_forward, ignore=names, packs_by_position=name == FLASH_NAME)
+        forward = functools.partial(attention_forward, ignore=names, as_flash=name == FLASH_NAME)
         transformers.AttentionInterface.register(name, forward)
         transformers.AttentionMaskInterface.register(name, attention_mask_function)
         if release < UNPREFIXED:

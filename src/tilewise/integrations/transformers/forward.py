@@ -16,11 +16,18 @@ from tilewise.integrations.translation import Window, length
 
 __all__ = ["attention_forward"]
 
-# What models pass on to every attention and no attention acts on: bookkeeping of outputs, losses and caches, and the
-# sequences of layers that are no attention (`seq_idx` of Mamba's; attention has cu_seq_lens_q for the same).
+# What models pass on to every attention and no attention acts on, under any name:
 BOOKKEEPING = frozenset({
+    # outputs, losses and caches
     "cache_position", "logits_indices", "logits_processor_args", "logits_to_keep", "num_items_in_batch",
-    "output_hidden_states", "output_router_logits", "return_dict", "seq_idx", "use_cache",
+    "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
+    # the sequences of Mamba's layers; attention has cu_seq_lens_q for the same
+    "seq_idx",
+    # pictures, which the vision tower takes, and which of their features it gives; their part in a mask is in the mask
+    "image_position_ids", "mm_token_type_ids", "pixel_values", "pixel_values_videos", "video_position_ids",
+    "vision_feature_layer", "vision_feature_select_strategy",
+    # how strongly a prompt counts in the logits
+    "guidance_scale",
 })  # fmt: skip
 
 
@@ -56,22 +63,26 @@ def attention_forward(
     max_length_q: int | Tensor | None = None,
     max_length_k: Any = None,
     position_ids: Tensor | None = None,
-    packs_by_position: bool = False,
+    as_flash: bool = False,
     ignore: frozenset[str] = frozenset(),
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query (batch, heads, seqlen_q, dim) to key, value (batch, kv_heads, seqlen_k, dim), as models of
     transformers call it. Returns (batch, seqlen_q, heads, dim) and None: there are no weights to return.
 
-    The mask says everything where there is one; without one `is_causal` (or the module's) and `sliding_window` hold,
-    the last query at the last key. `s_aux` are sinks, `position_bias` a bias; `cu_seq_lens_*` mark packed sequences,
-    and `cache` is the paged cache of continuous batching. Positions are in q and k already (rotary embeddings); where
-    `packs_by_position`, as flash-attn's names do, and there is no mask, a sequence begins at every position 0.
-    An argument that is not honoured raises Unsupported.
+    The mask says everything where there is one; without one everything is seen unless `is_causal`, the last query at
+    the last key. `s_aux` are sinks, `position_bias` a bias; `cu_seq_lens_*` mark packed sequences, and `cache` is the
+    paged cache of continuous batching. `sliding_window` counts beside a mask of padding, packed sequences and that
+    cache, which cannot say it; elsewhere the mask does. Positions are in q and k already (rotary embeddings). Under a
+    name that contains "flash" (`as_flash`) models leave masks out and mean the positions: then a sequence begins at
+    every position 0. An argument that is not honoured raises Unsupported.
     """
-    # Continuous batching is causal. Elsewhere a module that says nothing and has no mask sees everything, as in eager
-    # attention: causal masks are never left out for tilewise.
-    causal = bool(getattr(module, "is_causal", cache is not None) if is_causal is None else is_causal)
+    if is_causal is None:
+        # Causal masks are never left out for tilewise: no mask means everything, as in eager attention. What only
+        # flash-attn takes has no room for causality and leaves it to the module.
+        leaves_out = as_flash or cache is not None or cu_seq_lens_q is not None or attention_mask is not None
+        is_causal = leaves_out and getattr(module, "is_causal", True)
+    causal = bool(is_causal)
     shared: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "scale": scaling, "deterministic": deterministic}
     if cache is not None:
         _require_no("continuous batching", dropout=dropout, position_bias=position_bias)
@@ -92,7 +103,8 @@ def attention_forward(
         _require_no("cu_seq_lens_q", attention_mask=flags.mask, float_mask=flags.bias, position_bias=position_bias)
         bounds = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         return _packed(query, key, value, bounds, flags, dropout, shared), None
-    if packs_by_position and mask is None and position_ids is not None:
+    if as_flash and mask is None:
+        _require_no_window(sliding_window, key.shape[2])
         flags = _packed_by_position(flags, position_ids, query, key)
     if flags.packing is not None:
         _require_no("packed sequences", position_bias=position_bias)
@@ -108,9 +120,7 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _flags(
-    mask: Any, causal: bool, sliding_window: int | None, queries: int, keys: int, is_packed: bool
-) -> _Mask:
+def _flags(mask: Any, causal: bool, sliding_window: int | None, queries: int, keys: int, is_packed: bool) -> _Mask:
     """What a mask of any kind says; where `is_packed` the bounds of the sequences are known already.
 
     A matrix or a structure leaves nothing to the other arguments.
@@ -119,7 +129,7 @@ def _flags(
         None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
     )
     if mask is None:
-        return _Mask(causal, window)
+        return _Mask(causal, window if is_packed else None)
     if isinstance(mask, Structure):
         _require_length(mask.rows, mask.shape[3], queries, keys)
         if mask.sequences is not None and not is_packed:
@@ -146,14 +156,23 @@ def _require_length(rows: int, columns: int, queries: int, keys: int) -> None:
         raise InvalidProblem("attention_mask", expected, f"one for {rows} and {columns}", fix)
 
 
-def _packed_by_position(flags: _Mask, position_ids: Tensor, query: Tensor, key: Tensor) -> _Mask:
+def _require_no_window(sliding_window: int | None, keys: int) -> None:
+    """Eager attention takes no notice of this argument, flash-attn does: one of them is wrong about this model."""
+    if sliding_window is not None and sliding_window < keys:
+        what = (
+            f'this model asks for a window of {sliding_window} under names that contain "flash" and for none elsewhere'
+        )
+        raise Unsupported(f'{what}; use attn_implementation="tilewise"')
+
+
+def _packed_by_position(flags: _Mask, position_ids: Tensor | None, query: Tensor, key: Tensor) -> _Mask:
     """The sequences in one row of tokens that their positions (1, tokens), or coordinates (tokens, axes), tell apart.
 
     Looking at positions makes the CPU wait for a GPU in every layer, as transformers' own path for flash-attn does.
     While a model is traced nobody can look, and the sequences become a mask.
     """
     tokens = query.shape[2]
-    if query.shape[0] != 1 or tokens != key.shape[2] or position_ids.numel() % tokens:
+    if position_ids is None or query.shape[0] != 1 or tokens != key.shape[2] or position_ids.numel() % tokens:
         return flags  # a batch has a row for each sequence, and attention across has other positions
     first = (position_ids.reshape(tokens, -1) == 0).all(-1)
     if tracing(position_ids):
@@ -197,7 +216,7 @@ def _bias(mask: Tensor | None, position_bias: Tensor | None, keys: int, existing
     if position_bias is None:
         return mask
     if position_bias.shape[-1] not in (1, keys):
-        fix = "This model changes its keys after it made the bias: use attn_implementation=\"eager\"."
+        fix = 'This model changes its keys after it made the bias: use attn_implementation="eager".'
         raise InvalidProblem("position_bias", f"a bias for {keys} keys", f"one for {position_bias.shape[-1]}", fix)
     position_bias = position_bias[..., :existing]
     return position_bias if mask is None else position_bias + mask

@@ -95,14 +95,14 @@ class StructuredMask(Tensor):
     _matrix: Tensor | None
 
     @staticmethod
-    def __new__(
+    def __new__(  # noqa: PYI034
         cls, structure: Structure, make: Callable[[], Tensor], dtype: torch.dtype, device: torch.device | str
     ) -> StructuredMask:
         """`make` makes the matrix."""
-        mask: StructuredMask = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined] # noqa: SLF001
+        mask: StructuredMask = Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, structure.shape, dtype=dtype, device=torch.device(device)
         )
-        mask._structure, mask._make, mask._matrix = structure, make, None  # noqa: SLF001
+        mask._structure, mask._make, mask._matrix = structure, make, None
         return mask
 
     @property
@@ -120,17 +120,20 @@ class StructuredMask(Tensor):
             return self._structure
         return self._matrix
 
-    def contiguous(self, *args: Any, **kwargs: Any) -> Tensor:
+    def contiguous(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
         """Itself: `generate` says this to the masks it makes ahead."""
         return self
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StructuredMask({self._structure})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # Results of operations are plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         args, kwargs = tree_map_only(StructuredMask, lambda mask: mask.matrix, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -162,11 +165,11 @@ def attention_mask_function(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     **others: Any,
-) -> Tensor | Structure:
+) -> Tensor | Structure | None:
     """What `attention_forward` gets as `attention_mask`; called by transformers, once per kind of layer and forward.
 
     Query i stands at position q_offset + i, key j at kv_offset + j; `attention_mask` (batch, positions) is False for
-    padding. The answer is never None, which some modules take for "causal" and others for "everything".
+    padding. The answer is None only where everything is seen and eager attention gets None, too.
     """
     from transformers import masking_utils
 
@@ -178,28 +181,38 @@ def attention_mask_function(
     arguments = others | {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
         "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask, "device": device,
-        "allow_is_bidirectional_skip": False,
+        "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False,
     }  # fmt: skip
-    make = functools.partial(masking_utils.eager_mask, dtype=dtype, **arguments)
     shape = (batch_size, 1, q_length, kv_length)
-    keys: int | None = None
-    if pieces is not None and not pieces.everything:
-        keys = _existing_keys(q_length, kv_length, q_offset, kv_offset, is_traced)
+    structure = None
     if pieces is not None and pieces.everything:
         keep = _padding(attention_mask, kv_offset, kv_length, is_traced)
+        if keep is None and allow_is_bidirectional_skip:
+            return None
         structure = Structure(shape, False, None, kv_length, keep)
-    elif pieces is not None and keys is not None and (pieces.causal or keys == kv_length):
-        keep = _padding(attention_mask, kv_offset, keys, is_traced)
-        structure = Structure(shape, pieces.causal, pieces.window, keys, keep, pieces.sequences)
-    elif q_length == 1:
-        return make()  # a row is no larger than its description, and may go into a compiled model
+    elif pieces is not None:
+        keys = _existing_keys(q_length, kv_length, q_offset, kv_offset, is_traced)
+        if keys is not None and (pieces.causal or keys == kv_length):
+            keep = _padding(attention_mask, kv_offset, keys, is_traced)
+            structure = Structure(shape, pieces.causal, pieces.window, keys, keep, pieces.sequences)
+    if structure is not None:
+        make = functools.partial(_added, functools.partial(masking_utils.sdpa_mask, **arguments), dtype)
     else:
-        keep = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
-        structure = Structure(shape, False, None, kv_length, keep)
+        matrix = masking_utils.sdpa_mask(**arguments)
+        make = functools.partial(_added, lambda: matrix, dtype)
+        if q_length == 1:
+            return make()  # a row is no larger than its description, and may go into a compiled model
+        structure = Structure(shape, False, None, kv_length, matrix)
     if not is_traced:
         return StructuredMask(structure, make, dtype, device)
     # A model that forbids to skip the mask reads it, and a Structure cannot be read.
     return structure if allow_is_causal_skip or allow_is_bidirectional_skip else make()
+
+
+def _added(keep: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+    """What is added to scores: 0 where a key is seen, the lowest number where not."""
+    seen = keep()
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def tracing(tensor: Tensor | None) -> bool:
@@ -209,7 +222,9 @@ def tracing(tensor: Tensor | None) -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _existing_keys(q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, is_traced: bool) -> int | None:
+def _existing_keys(
+    q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, is_traced: bool
+) -> int | None:
     """How many keys there are up to the last query, or None where that is not to be known as a number.
 
     A static cache counts its tokens on the device. For one query the matrix is a row, cheaper than waiting for it.

@@ -1,12 +1,16 @@
-"""What models make of the names "tilewise" and "tilewise_flash": the doors into transformers that a table does not open.
+"""What models make of the names "tilewise" and "tilewise_flash".
 
 transformers takes every registered name for every model, also for those whose modules never ask its AttentionInterface.
-`watch` makes each model say what it does with the name when it is built, or when the name is set:
+`watch` adds what is missing where a model is built and where the name is set:
 
 - A model whose files have attention of their own, none of which asks the interface, is set to eager attention, which is
   what it computes, with a warning.
-- A table of attention classes (`{"eager": ..., "sdpa": ...}`) gets entries for the names: the class for eager attention.
+- A model that does not support flash-attn gets "tilewise" for "tilewise_flash", so that none of its branches for names
+  that contain "flash" runs.
+- A table of attention classes (`{"eager": ..., "sdpa": ...}`) gets the class of eager attention for both names.
 - `output_attentions=True` raises: tiling never forms the weights.
+
+Libraries that ask transformers for the flash-attn functions behind "tilewise_flash" get tilewise's.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ MARK = "watched_by_tilewise"
 
 
 def watch() -> None:
-    """Put tilewise where transformers decides about a name; may be called again."""
+    """Make transformers ask here what to do with the names; may be called again."""
     from transformers import PreTrainedModel, modeling_flash_attention_utils
 
     _wrap(PreTrainedModel, "_check_and_adjust_attn_implementation", _accept_flash_name)
@@ -86,9 +90,10 @@ def _decide(correct: Callable[..., str], model: Any, requested: str | None, *arg
     for file in files:
         for table in _class_tables(file):
             _add_entries(table)
-    if _refuse_weights not in model._forward_pre_hooks.values():
+    if _refuse_weights not in model._forward_pre_hooks.values():  # noqa: SLF001
         model.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
-    return name
+    has_flash = any(getattr(model, flag, False) for flag in ("_supports_flash_attn", "_supports_flash_attn_2"))
+    return name if has_flash else name.replace(FLASH_NAME, NAME)
 
 
 def _files(model_class: type) -> list[ModuleType]:
@@ -140,16 +145,16 @@ def _add_entries(table: dict[str, Any]) -> None:
 def _warn(what: str, name: str) -> None:
     from transformers.utils import logging
 
-    advice = 'attn_implementation="eager" says the same without this warning'
-    logging.get_logger("transformers.tilewise").warning_once(
-        f'{what}, not through AttentionInterface, so attn_implementation="{name}" runs eager attention there; {advice}.'
-    )
+    effect = f'attn_implementation="{name}" runs eager attention there'
+    fix = 'attn_implementation="eager" does the same without this warning'
+    logger = logging.get_logger("transformers.tilewise")
+    logger.warning_once(f"{what}, not through transformers' AttentionInterface: {effect}. {fix}.")
 
 
-def _refuse_weights(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _refuse_weights(model: Any, args: Any, kwargs: dict[str, Any]) -> None:  # noqa: ARG001
     """A forward pre-hook."""
     asked = kwargs.get("output_attentions")
     asked = getattr(model.config, "output_attentions", False) if asked is None else asked
-    if asked and model.config._attn_implementation in NAMES:
+    if asked and model.config._attn_implementation in NAMES:  # noqa: SLF001
         fix = 'use attn_implementation="eager" to look at the weights, which tiling never forms'
         raise Unsupported(f"tilewise does not honour output_attentions=True of {type(model).__name__}; {fix}")
