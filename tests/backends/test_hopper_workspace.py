@@ -65,7 +65,8 @@ def test_parts_lie_side_by_side(num_sms: int) -> None:
         for name, (address, words) in sorted(parts.items(), key=lambda part: part[1][0].offset):
             assert address.offset >= end, (name, problem)
             end = address.offset + 4 * words
-        assert end <= plan.workspace.nbytes, problem
+        (words_held,) = plan.workspace.shape
+        assert end <= words_held * plan.workspace.dtype.itemsize, problem
     assert len(seen) == 8
 
 

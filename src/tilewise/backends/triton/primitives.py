@@ -400,7 +400,7 @@ def tanh(x):
     """Compute tanh to about 1e-7 relative: a series near 0, exponentials elsewhere."""
     x2 = x * x
     series = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
-    decay = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     far = (1.0 - decay) / (1.0 + decay)
     return tl.where(tl.abs(x) < TANH_SERIES_BELOW, series, tl.where(x < 0.0, -far, far))
 
