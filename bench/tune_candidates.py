@@ -2,8 +2,7 @@
 
 `64x128w8s2TLh4r168`: BLOCK_M x BLOCK_N, warps, stages; then T loads whole tiles by TMA, L takes dP late, J joins the
 loops over masked and other tiles, B loads all tiles of the forward by TMA, Q holds its queries in registers, P lets K
-and V share a barrier, O takes the kernel for keys of one tile (no more than 128 of them fit), h4 runs four heads at a
-time, r168 allows so many registers a thread.
+and V share a barrier, h4 runs four heads at a time, r168 allows so many registers a thread.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ LONG_TILES: dict[tuple[Pass, int], str] = {
     ("dq", 256): "64x32w8s1J 128x32w8s2J 128x32w8s2TJ 64x32w4s2J 64x32w4s2TJ 64x32w8s2TJ 128x64w8s1J",
 }
 SHORT_TILES: dict[tuple[Pass, int], str] = {
-    ("forward", 64): """64x64w4s3BQr128 64x64w4s3BQh1r128 64x32w4s4JBPh1 128x128w8s2BOr128 64x64w4s3T 64x64w4s3
+    ("forward", 64): """64x64w4s3BQr128 64x64w4s3BQh1r128 64x32w4s4JBPh1 64x64w4s3T 64x64w4s3
         64x32w4s3T 128x64w8s2T""",
     (
         "forward",
@@ -50,7 +49,7 @@ SHORT_TILES: dict[tuple[Pass, int], str] = {
     ("dq", 128): "128x64w8s3TJ 64x64w4s2J 64x64w4s2TJ 64x32w4s2J 64x32w4s3TJ",
 }
 
-WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(J?)(B?)(Q?)(P?)(O?)(?:h(\d+))?(?:r(\d+))?")
+WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(J?)(B?)(Q?)(P?)(?:h(\d+))?(?:r(\d+))?")
 
 
 def candidates(direction: Pass, head_dim: int, length: int) -> list[Config]:
@@ -64,7 +63,7 @@ def config_of(name: str) -> Config:
     found = WRITTEN.fullmatch(name)
     if found is None:
         raise ValueError(f"not a tile: {name!r}")
-    block_m, block_n, warps, stages, tma, late, joined, boxes, held, paired, one_tile, heads, registers = found.groups()
+    block_m, block_n, warps, stages, tma, late, joined, boxes, held, paired, heads, registers = found.groups()
     return Config(
         int(block_m),
         int(block_n),
@@ -76,7 +75,6 @@ def config_of(name: str) -> Config:
         boxes=bool(boxes),
         hold_queries=bool(held),
         paired=bool(paired),
-        one_tile=bool(one_tile),
         heads_per_wave=int(heads) if heads else None,
         max_registers=int(registers) if registers else None,
     )
@@ -91,7 +89,6 @@ def name_of(config: Config) -> str:
         "B": config.boxes,
         "Q": config.hold_queries,
         "P": config.paired,
-        "O": config.one_tile,
         f"h{config.heads_per_wave}": config.heads_per_wave,
         f"r{config.max_registers}": config.max_registers,
     }

@@ -20,7 +20,6 @@ from concurrently import run_concurrently
 from fake_cuda import FakeCuda, fake_cuda
 from tilewise import device as devices
 from tilewise import validation
-from tilewise.backends.gpu import releases
 from tilewise.backends.hopper import BACKEND as HOPPER
 from tilewise.backends.triton import BACKEND as TRITON
 from tilewise.backends.triton.configs import SHORT_KEYS
@@ -107,28 +106,13 @@ def test_twenty_lengths_compile_each_triton_kernel_once(h200: FakeCuda, compiled
     short = [length for length in LENGTHS if length <= SHORT_KEYS]
     for length in short:
         train(TRITON, operands_of(length), causal=True)
-    # The backward of up to 64 rows, and of more, up to 512.
     assert sorted(compiled.names) == [
-        "forward_kernel", "key_gradient_kernel", "one_tile_kernel", "query_gradient_kernel", "row_stats_kernel",
-        "short_key_gradient_kernel", "short_query_gradient_kernel",
+        "forward_kernel", "key_gradient_kernel", "query_gradient_kernel", "row_stats_kernel",
     ]  # fmt: skip
     before = len(compiled.names)
     for length in (513, 528, 1000, 1024):  # few keys have a tile of their own in the forward
         train(TRITON, operands_of(length), causal=True)
     assert compiled.names[before:] == ["forward_kernel"]
-
-
-def test_one_tile_of_keys_compiles_twice_where_nothing_else_is_masked(h200: FakeCuda, compiled: Compiled) -> None:
-    """Once for keys that fill the tile, once for fewer; up to 64 and from 129 on there is one kernel for all."""
-    for length in (65, 100, 127, 128):
-        TRITON.forward(*problem_of(operands_of(length)))
-    assert compiled.names == ["one_tile_kernel"] * 2
-    for length in (2, 63, 64, 129, 130, 512):
-        TRITON.forward(*problem_of(operands_of(length)))
-    assert compiled.names[2:] == ["forward_kernel"]
-    operands = operands_of(128)
-    TRITON.forward(*problem_of(operands._replace(k=shifted(operands.k, 1))))  # what TMA cannot address
-    assert compiled.names[3:] == ["forward_kernel"]
 
 
 def test_twenty_lengths_compile_each_hopper_kernel_once(h200: FakeCuda, compiled: Compiled) -> None:
@@ -154,10 +138,10 @@ def test_hopper_decoding_compiles_once_for_all_lengths_and_batches(h200: FakeCud
     assert compiled.names == ["decode_kernel"]
 
 
-# Forward; statistics, dK and dV, dQ; the first of the backward and the last in one where sequences are short.
+# Forward; statistics, dK and dV, dQ.
 @pytest.mark.parametrize(
     ("gpu", "length", "launches"),
-    [(TRITON, 300, 3), (TRITON, 1000, 4), (HOPPER, 300, 4)],
+    [(TRITON, 300, 4), (TRITON, 1000, 4), (HOPPER, 300, 4)],
     ids=["triton_short", "triton", "hopper"],
 )
 def test_the_second_call_only_launches(
@@ -307,32 +291,6 @@ def test_the_driver_gets_the_descriptors_of_hopper_kernels(h200: FakeCuda) -> No
     assert got["lse_ptr"] == lse.data_ptr()
     assert got["sizes.num_tiles"] == 3 * 8  # 128 rows a tile
     assert h200.seen().threads == 384
-
-
-@pytest.mark.skipif(not releases.serves_specialised_forward(), reason="another kernel runs on this release")
-def test_the_driver_gets_the_specialised_forward_of_triton(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three warpgroups, and tensor maps whose boxes are what one of those that compute takes of a query tile."""
-    boxes: list[list[int]] = []
-    plain = driver.TensorMap.of
-
-    def noted(tile: Any, meta: Any) -> Any:
-        made = plain(tile, meta)
-        boxes.append(list(made.box[::-1]))
-        return made
-
-    monkeypatch.setattr(driver.TensorMap, "of", noted)
-    problem, ready = problem_of(operands_of(256, dim=128, heads=8, batch=16), causal=True, scale=0.5)
-    forward = triton_launch.forward_pass(problem, devices.named("h200"), -1, launching.raw_views(ready))
-    results: list[tuple[Tensor, Tensor]] = []
-    got = launched_parameters(h200, forward, lambda: results.append(TRITON.forward(problem, ready)))
-    ((out, lse),) = results
-    assert boxes == [[64, 64], [1, 1, 128, 64], [1, 1, 128, 64]]
-    assert got["q_desc"] == (ready.q.data_ptr(), 16 * 8 * 256, 128, 128, 1)
-    assert got["k_desc"] == (ready.k.data_ptr(), 16, 8, 256, 128, 8 * 256 * 128, 256 * 128, 128, 1)
-    assert (got["q_box.rows_per_batch"], got["q_box.rows_per_head"], got["q_box.cols_per_head"]) == (8 * 256, 256, 0)
-    assert (got["out.ptr"], got["lse.ptr"]) == (out.data_ptr(), lse.data_ptr())
-    assert got["num_items"] == 2 * 8 * 16
-    assert (h200.seen().grid, h200.seen().threads) == ((131, 1, 1), 384)
 
 
 def test_tensor_maps_are_encoded_once_for_all_addresses(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ import torch
 
 from tilewise import device as devices
 from tilewise import validation
-from tilewise.backends.gpu import releases
 from tilewise.backends.triton import BACKEND
 from tilewise.canonical import canonical
 from tilewise.operands import Flags, Operands, Wanted
@@ -240,23 +239,6 @@ def test_forward_of_rows_that_lie_otherwise(packed: bool, rows: str) -> None:
     assert build(call, "h200").spilled == 0
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (128, BF16), (128, torch.float16)])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_short_backward(causal: bool, head_dim: int, dtype: torch.dtype) -> None:
-    """In the one loop of each kernel wgmma waits for nothing, held queries and keys stay, and three programs of dQ and
-    two of dK and dV fit a multiprocessor.
-    """
-    built = [build(call, "h200") for call in calls_of("h200", head_dim, dtype, causal=causal)[1:]]
-    assert [kernel.name for kernel in built] == ["short_query_gradient_kernel", "short_key_gradient_kernel"]
-    for kernel, programs in zip(built, (3, 2), strict=True):
-        assert not kernel.serialised
-        assert lost_queries(kernel.sass) == []
-        assert programs * kernel.shared <= devices.named("h200").smem_bytes
-        assert programs * 128 * -(-kernel.registers // 8) * 8 <= 65536
-    assert built[0].spilled == 0
-    assert built[1].spilled <= 16
-
-
 @pytest.mark.parametrize("flags", [{}, {"causal": True, "window_left": 100}], ids=["full", "window"])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(128, 64), (64, 128)])
 def test_forward_of_values_of_another_width(head_dim: int, head_dim_v: int, flags: dict[str, Any]) -> None:
@@ -267,27 +249,6 @@ def test_forward_of_values_of_another_width(head_dim: int, head_dim_v: int, flag
         built = build(call, "h200")
         assert (built.name, built.spilled, built.serialised) == ("forward_kernel", 0, False)
         assert lost_queries(built.sass) == []
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.skipif(not releases.serves_specialised_forward(), reason="another kernel runs on this release")
-def test_specialised_forward(head_dim: int, causal: bool) -> None:
-    q, k = (torch.zeros(16, heads, 100, head_dim, dtype=BF16) for heads in (8, 4))
-    built = build(calls_with("dense", Operands(q, k, k), "h200", causal=causal)[0], "h200")
-    assert_fits(built, "h200")
-    assert (built.name, built.serialised) == ("specialised_forward_kernel", False)
-    assert built.spilled <= 16  # the number of the thread, once a query tile
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_forward_over_one_tile_of_keys(causal: bool) -> None:
-    """Two programs fit a multiprocessor: while one computes, the other loads."""
-    call = calls_of("h200", 64, BF16, seqlen_q=128, seqlen_k=128, causal=causal)[0]
-    built, spec = build(call, "h200"), devices.named("h200")
-    assert (built.name, built.spilled, built.serialised) == ("one_tile_kernel", 0, False)
-    assert 2 * built.shared <= spec.smem_bytes
-    assert 2 * 256 * -(-built.registers // 8) * 8 <= 65536
 
 
 def test_lost_queries_are_seen() -> None:

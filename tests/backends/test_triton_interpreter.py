@@ -8,7 +8,6 @@ Triton decides when a kernel is defined whether it is interpreted, so these test
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import itertools
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ import torch
 
 import tilewise
 from interpreting import interpret
-from tilewise.backends.gpu import releases
 from tilewise.masks import Band, TileGrid, TileKind
 
 triton = pytest.importorskip("triton")
@@ -49,7 +47,7 @@ SAMPLE = (
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 def test_tile_ranges_in_the_interpreter() -> None:
-    interpret(str(HERE), "-k", "mirror or slots or joined or boxes or specialised or short")
+    interpret(str(HERE), "-k", "mirror or slots or joined or boxes")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
@@ -256,132 +254,15 @@ def test_boxes(causal: bool, joined: bool, most_programs: int, monkeypatch: pyte
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
-@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning:triton")  # of its own
-@pytest.mark.parametrize(
-    ("causal", "seqlen_q", "seqlen_k"),
-    [(False, 48, 32), (False, 37, 53), (True, 48, 48), (True, 53, 20)],
-    ids=["whole", "ragged", "causal", "few_keys"],
-)
-def test_specialised_forward(causal: bool, seqlen_q: int, seqlen_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every program walks over several tiles, shared heads, both layouts; NaN in one head stays there."""
-    torch.manual_seed(0)
-    specialising = importlib.import_module("tilewise.backends.triton.specialising")
-    passes = importlib.import_module("tilewise.backends.triton.passes")
-    made: list[Any] = []
-
-    def noted(plan: Any, views: Any) -> Any:
-        made.append(specialising.specialised_call(plan, views))
-        return dataclasses.replace(made[-1], grid=(3, 1, 1))
-
-    monkeypatch.setattr(passes, "specialised_call", noted)
-    q, k, v = (torch.randn(2, h, n, 16).half() for h, n in ((2, seqlen_q), (1, seqlen_k), (1, seqlen_k)))
-    v[1] = torch.nan
-    options: dict[str, Any] = {"causal": causal, "backend": "triton", "return_lse": True}
-    monkeypatch.setattr(releases, "serves_specialised_forward", lambda: True)
-    with configs.overridden({"forward": configs.Config(16, 16, 4, 2, specialised=True)}):
-        out, lse = tilewise.attention(q, k, v, **options)
-        q2, k2, v2 = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        other, other_lse = tilewise.attention(q2, k2, v2, layout="bshd", **options)
-    assert len(made) == 2
-    want, want_lse = tilewise.attention(
-        q.double(), k.double(), v.double(), backend="reference", return_lse=True, causal=causal
-    )
-    out, other, want = (x[0] for x in (out, other.transpose(1, 2), want))  # not the one of NaN
-    torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-3)
-    torch.testing.assert_close(lse.double(), want_lse.double(), rtol=0, atol=1e-5)
-    assert torch.equal(other, out)
-    assert torch.equal(other_lse, lse)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
 @pytest.mark.parametrize("flags", [{}, {"causal": True}, {"window": (7, 3)}], ids=["full", "causal", "window"])
-@pytest.mark.parametrize(
-    ("tile", "keys"),
-    [
-        (configs.Config(16, 16, 4, 1, boxes=True, hold_queries=True, joined=True, heads_per_wave=1), 29),
-        (configs.Config(16, 64, 4, 1, boxes=True, one_tile=True), 29),
-        (configs.Config(16, 64, 4, 1, boxes=True, one_tile=True), 64),
-    ],
-    ids=["one_loop", "one_tile", "one_whole_tile"],
-)
-def test_few_keys_in_boxes(tile: Any, keys: int, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One loop for all keys and a grid of (tile, head, sequence), and all keys in one tile: ragged ends, rows without a
-    key, shared heads, as many programs for the heads as there are; a tile without a mask where keys fill it.
-    """
+def test_few_keys_in_boxes(flags: dict[str, Any]) -> None:
+    """One loop for all keys and a grid of (tile, head, sequence): ragged ends, rows without a key, shared heads."""
     torch.manual_seed(0)
-    passes = importlib.import_module("tilewise.backends.triton.passes")
-    plain: Any = passes._tiled
-    names: list[tuple[str, bool | None]] = []
-
-    def noted(kernel: Any, programs: int, arguments: dict[str, Any], config: Any) -> Any:
-        names.append((kernel.__name__, arguments.get("WHOLE")))
-        return plain(kernel, programs, arguments, config)
-
-    monkeypatch.setattr(passes, "_tiled", noted)
-    q, k, v = torch.randn(2, 4, 37, 16), torch.randn(2, 2, keys, 16), torch.randn(2, 2, keys, 16)
+    tile = configs.Config(16, 16, 4, 1, boxes=True, hold_queries=True, joined=True, heads_per_wave=1)
+    q, k, v = torch.randn(2, 4, 37, 16), torch.randn(2, 2, 29, 16), torch.randn(2, 2, 29, 16)
     with configs.overridden({"forward": tile}):
         out, lse = tilewise.attention(q, k, v, **flags, return_lse=True, backend="triton")
     wide = (x.double() for x in (q, k, v))
     want, want_lse = tilewise.attention(*wide, **flags, return_lse=True, backend="reference")
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-6)
     torch.testing.assert_close(lse.double(), want_lse.double(), rtol=0, atol=2e-6)
-    whole = keys == tile.block_n and not flags
-    assert names == [("one_tile_kernel", whole) if tile.one_tile else ("forward_kernel", None)]
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
-@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning:triton")  # of its own
-@pytest.mark.parametrize(
-    ("flags", "lengths", "own"),
-    [
-        ({}, (37, 29), True),
-        ({"causal": True}, (29, 48), False),
-        ({"causal": True}, (53, 20), True),
-        ({"window": (7, 3)}, (40, 40), True),
-        ({}, (29, 37), False),
-    ],
-    ids=["full", "causal", "rows_without_keys", "window", "more_keys"],
-)
-def test_short_backward(
-    flags: dict[str, Any], lengths: tuple[int, int], own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """dQ writes the statistics that dK and dV read, of ragged ends, shared heads and sinks, in both layouts, what
-    programs own in boxes or by pointers; other kernels run where it is not wanted or lse has a gradient.
-    """
-    torch.manual_seed(0)
-    calling = importlib.import_module("tilewise.backends.triton.launch")
-    plain: Any = calling.short_backward_calls
-    names: list[list[str] | None] = []
-
-    def noted(*args: Any) -> Any:
-        calls = plain(*args)
-        names.append(None if calls is None else [call.kernel.__name__ for call in calls])
-        return calls
-
-    monkeypatch.setattr(calling, "short_backward_calls", noted)
-    shapes = ((1, 2, lengths[0], 16), (1, 1, lengths[1], 16), (1, 1, lengths[1], 16))
-    q, k, v = leaves = tuple(torch.randn(shape).half().requires_grad_() for shape in shapes)
-    sinks, dout = torch.randn(2).requires_grad_(), torch.randn(shapes[0]).half()
-    wide = tuple(x.detach().double().requires_grad_() for x in (*leaves, sinks))
-    reference = tilewise.attention(*wide[:3], sinks=wide[3], backend="reference", **flags)
-    want = torch.autograd.grad(reference, wide, dout.double())
-    queries = configs.Config(32, 16, 4, 1, boxes=True, own_boxes=own, hold_queries=own)
-    keys = configs.Config(16, 32, 4, 1, boxes=True, own_boxes=own, hold_keys=own, descriptors=True)
-    with configs.overridden({"dq": queries, "dkdv": keys}):
-        out = tilewise.attention(q, k, v, sinks=sinks, backend="triton", **flags)
-        got = torch.autograd.grad(out, (*leaves, sinks), dout)
-        out = tilewise.attention(q.detach(), k, v, sinks=sinks, backend="triton", **flags)
-        keys_alone = torch.autograd.grad(out, (k, v), dout)
-        turned = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in leaves]
-        other = tilewise.attention(*turned, sinks=sinks, layout="bshd", backend="triton", **flags)
-        again = torch.autograd.grad(other, turned, dout.transpose(1, 2))
-        out, lse = tilewise.attention(q, k, v, return_lse=True, backend="triton", **flags)
-        torch.autograd.grad((out, lse.where(lse.isfinite(), 0.0)), leaves, (dout, torch.ones_like(lse)))
-    both = ["short_query_gradient_kernel", "short_key_gradient_kernel"]
-    assert names == [both, None, both, None]
-    for mine, right in zip(got, want, strict=True):
-        torch.testing.assert_close(mine.double(), right, rtol=0, atol=4e-3)
-    for mine, right in zip((*again, *keys_alone), (*got[:3], *got[1:3]), strict=True):
-        torch.testing.assert_close(
-            mine.transpose(1, 2) if mine.shape != right.shape else mine, right, rtol=0, atol=2e-3
-        )

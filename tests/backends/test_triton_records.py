@@ -81,10 +81,6 @@ def rows_of_tables() -> Iterator[tuple[str, configs.Config]]:
         if isinstance(value, dict):
             for key, inner in value.items():
                 yield from walk(f"{where} {key}", inner)
-        elif isinstance(value, configs.Specialised):
-            yield where, value.config
-        elif isinstance(value, configs.ShortBackward):
-            yield from walk(where, value._asdict())
         elif isinstance(value, configs.Config):
             yield where, value
 
@@ -93,7 +89,6 @@ def rows_of_tables() -> Iterator[tuple[str, configs.Config]]:
             yield from walk(name, table)
 
 
-@pytest.mark.skipif(not is_recorded(), reason="a kernel is left out on releases that were not read")
 def test_every_row_of_the_tables_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """And those for architectures before and after Hopper on each of them."""
     taken: dict[int, set[str]] = {}
@@ -105,16 +100,10 @@ def test_every_row_of_the_tables_is_compiled(monkeypatch: pytest.MonkeyPatch) ->
         return chosen
 
     monkeypatch.setattr(configs, "choose", noted)
-    kernels = set()
     for place in places():
         current[0] = place[0]
-        kernels |= {call.kernel.__name__ for call in calls_of(*place)}
-    # Kernels of their own take these.
-    apart = {id(row.config) for row in configs.SPECIALISED.values()}
-    apart |= {id(row) for table in configs.SHORT_BACKWARD.values() for rows in table.values() for row in rows}
-    unused = [where for where, row in rows_of_tables() if id(row) not in taken and id(row) not in apart]
-    assert unused == []
-    assert {"specialised_forward_kernel", "short_query_gradient_kernel", "short_key_gradient_kernel"} <= kernels
+        calls_of(*place)
+    assert [where for where, row in rows_of_tables() if id(row) not in taken] == []
     for table, here in ((configs._LARGE_SMEM, {"a100", "b200"}), (configs._SMALL_SMEM, {"l40s", "rtx5090"})):
         assert all(taken[id(row)] == here for rows in table.values() for row in rows.values())
     single = [row for rows in configs._SINGLE.values() for width, row in rows.items() if width <= 256]
@@ -125,10 +114,8 @@ def test_rows_are_named() -> None:
     names = dict(rows_of_tables())
     assert names["_HOPPER dkdv 128"] is configs._HOPPER["dkdv"][128]
     assert names["_EVERYWHERE decode 1 64"] is configs._EVERYWHERE["decode"][1][64]
-    assert names["SPECIALISED 64"].specialised
-    assert names["SHORT_BACKWARD full 128 keys"] is configs.SHORT_BACKWARD["full"][128].keys
-    # Five tables of three passes, the kinds, the specialised ones, short backwards, e4m3, decode and dbias.
-    assert len(names) == 12 * 5 + 8 + 2 + 8 + 8 + 20
+    # Five tables of three passes, the kinds, e4m3, decode and dbias.
+    assert len(names) == 12 * 5 + 7 + 8 + 20
 
 
 @pytest.mark.parametrize("device", ["a100", pytest.param("h200", marks=pytest.mark.exhaustive)])

@@ -56,7 +56,6 @@ RICH: dict[str, Any] = {
 PAGES: dict[str, Any] = {"kind": "paged", "page_size": 16, "seqlen_k": 320, "total_k": 3200}
 ONE_TOKEN: dict[str, Any] = {"seqlen_q": 1, "total_q": 1, "seqlen_k": 8192, "total_k": 8192}
 E4M3: dict[str, Any] = {**PAGES, "page_size": 64, "fp8": ("k", "v")}
-FULL_WAVE: dict[str, Any] = {"batch": 16, "num_heads": 8, "seqlen_q": 100, "seqlen_k": 100}
 CASES: dict[str, Case] = {
     "causal": Case({**CAUSAL, **GRADIENTS}),
     "full": Case({}, H200),
@@ -70,10 +69,6 @@ CASES: dict[str, Case] = {
     "unequal": Case({"head_dim_v": 64, **CAUSAL, **GRADIENTS}, H200, (128, 256)),
     "rich": Case(RICH, H200, WIDTHS, (128,)),
     "fp32": Case({"dtype": torch.float32, **CAUSAL, **GRADIENTS}),
-    "one tile": Case({"seqlen_q": 128, "seqlen_k": 128}, H200, (64,)),
-    "one tile causal": Case({"seqlen_q": 128, "seqlen_k": 128, **CAUSAL}, H200, (64,)),
-    "specialised": Case(FULL_WAVE, H200, (64, 128)),
-    "specialised causal": Case({**FULL_WAVE, **CAUSAL}, H200, (64, 128)),
     "decode": Case(ONE_TOKEN),
     "decode fp32": Case({**ONE_TOKEN, "dtype": torch.float32}, H200, WIDTHS, (64,)),
     "decode pages": Case({**PAGES, **ONE_TOKEN}, H200, (128,), (128,)),

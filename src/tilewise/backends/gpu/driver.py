@@ -231,9 +231,6 @@ def _is_direct(call: KernelCall, compiled: Any) -> bool:
     """
     about, metas = compiled.metadata, _descriptions(compiled)
     tiles = [value for _, value in _parameters(call) if isinstance(value, Tile)]
-    for tile, meta in zip(tiles, metas, strict=False):
-        if tile.shares > 1:  # Triton copies shares but describes whole tiles, for its own way, too
-            meta["block_size"] = [tile.block[0] // tile.shares, *meta["block_size"][1:]]
     wants_more = about.global_scratch_size or about.profile_scratch_size or about.launch_cooperative_grid
     is_described = len(metas) == len(tiles) and all(meta.keys() >= {"block_size", "swizzle"} for meta in metas)
     is_open = None not in (_entry("cuLaunchKernelEx"), _entry("cuTensorMapEncodeTiled"))

@@ -15,13 +15,10 @@ import importlib.util
 from importlib import metadata
 from typing import Any
 
-__all__ = ["installed", "is_known", "missing", "outdated", "ptxas", "serves_specialised_forward"]
+__all__ = ["installed", "is_known", "missing", "outdated", "ptxas"]
 
 # Releases on which all tests ran.
 OLDEST, NEWEST = (3, 6), (3, 9)
-# In which the machine code of the Triton forward with warps of their own for loading was read (forward_specialised.py):
-# which barriers stay behind in memory that a tile gets, and how rows are dealt out. Elsewhere the other forward serves.
-READ = ("3.6.0",)
 
 
 @functools.cache
@@ -55,11 +52,6 @@ def outdated() -> str | None:
 def is_known() -> bool:
     """Whether all tests ran on this release; a newer one has to pass a test here first (see trial.py)."""
     return _release() <= NEWEST
-
-
-def serves_specialised_forward() -> bool:
-    """Whether this release's code for the forward with warps of their own for loading was read."""
-    return installed() in READ
 
 
 def ptxas(capability: int) -> str:

@@ -61,17 +61,13 @@ class Multiple:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tensor descriptor for TMA: blocks of a strided tensor at `address`; `layout` is Gluon's, of shared memory.
-
-    `shares`: among how many warpgroups Triton deals the rows of a block; each share is then copied by itself.
-    """
+    """A tensor descriptor for TMA: blocks of a strided tensor at `address`; `layout` is Gluon's, of shared memory."""
 
     address: Address
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
     layout: Any = None
-    shares: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,13 @@ import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tilewise.device import DeviceSpec
 
 __all__ = ["MAX_SPLITS", "Config", "Kind", "Pass", "choose", "overridden", "overrides", "within_pages"]
 
 Pass = Literal["forward", "dkdv", "dq", "decode", "dbias"]
-# Stages and warps: forward_specialised.py ends a stray barrier of each of two stages, and with eight warps the compiler
-# takes nothing apart.
-SPECIALISED_SHAPE = (2, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +22,11 @@ class Config:
     """How one kernel is tiled and compiled.
 
     `descriptors`: whole tiles of what is streamed are loaded by TMA where the tensors allow. `boxes`: in the forward
-    all tiles are; a backward has the kernels of short_backward.py, `own_boxes` there: what a program owns, too.
-    `hold_queries`, `hold_keys` (of dK/dV there): in registers, for 16 bits and sm_90.
+    all tiles are. `hold_queries`: in registers, for 16 bits and sm_90.
     `heads_per_wave`: None means as many as keep their rows in L2. `max_registers` a thread, so that as many programs
     fit a multiprocessor as shared memory allows. `joined`: tiles that a band masks share the pipelined loop of those
     that need no mask; in the forward with boxes, dense rows and plain scores. `paired`: there K and V of a tile share a
-    barrier. `one_tile`: see one_tile.py. `specialised`: the forward with warps of their own for loading, which bring
-    `num_stages` tiles.
+    barrier.
     """
 
     block_m: int
@@ -44,17 +39,8 @@ class Config:
     max_registers: int | None = None
     joined: bool = False
     boxes: bool = False
-    own_boxes: bool = False
     hold_queries: bool = False
-    hold_keys: bool = False
-    one_tile: bool = False
     paired: bool = False
-    specialised: bool = False
-
-    def __post_init__(self) -> None:
-        shape = (self.num_stages, self.num_warps)
-        if self.specialised and shape != SPECIALISED_SHAPE:
-            raise ValueError(f"a specialised tile has {SPECIALISED_SHAPE} stages and warps, not {shape}")
 
 
 # More partial results than this are not worth merging; starting and finishing a program costs as much as reading this
@@ -110,14 +96,8 @@ _HOPPER: dict[Pass, Table] = {
 # products, and three or four programs a multiprocessor hide it. Packed, in another run: sequences of 128 / 512, and a
 # mix of 16 sequences of 7 to 4096 tokens.
 SHORT_KEYS = 512
-# More than the first and at most the second number of keys are one tile, and a program walks over heads (one_tile.py).
-ONE_TILE_KEYS = (64, 128)
-Kind = Literal["one tile", "few banded", "few", "window", "many"]
+Kind = Literal["few banded", "few", "window", "many"]
 _HOPPER_PLAIN: dict[Kind, Table] = {
-    "one tile": {
-        # N = 128: 73, 77 (forward_kernel: 82, 89; three stages, one program 92, 82)
-        64: Config(128, 128, 8, 2, boxes=True, one_tile=True, max_registers=128),
-    },
     # One loop under a mask waits for memory once.
     "few banded": {
         # 78 93 138 (a barrier each for K and V at 256 and 512 97 144, 64x64 in two loops 89 103 136)
@@ -147,57 +127,6 @@ _HOPPER_PLAIN: dict[Kind, Table] = {
         # the same: 1025, 529, 2082 (two loops 1058, 551, 2202; K and V with one barrier 2293)
         # mix: 357, 663 (two loops 389, 673; K and V with one barrier 377, 64x32 384, 712)
         128: Config(64, 64, 4, 3, boxes=True, hold_queries=True, joined=True),
-    },
-}
-
-
-class Specialised(NamedTuple):
-    """The tile of the forward with warps of their own for loading, and the most keys for which it is the faster one."""
-
-    config: Config
-    full_keys: int
-    causal_keys: int
-
-
-# In us as above; the kernel is in forward_specialised.py.
-SPECIALISED: dict[int, Specialised] = {
-    # 70 106 185, 77 102 149 (a tile in two loops in the same run: 87 115 182, 92 107 139; in one loop see above)
-    64: Specialised(Config(128, 128, 4, 2, specialised=True), 256, 128),
-    # 74 79 132, 75 76 102 (83 110 175, 78 91 122); N = 2048 450, 285 (541, 315), 4096 871, 612 (1027, 547)
-    128: Specialised(Config(128, 128, 4, 2, specialised=True), 1 << 31, 2048),
-}
-# How full the rounds of query tiles have to be: one a multiprocessor and round. D=128, N = 512 full, 0.73 of two rounds
-# 21 us (19 above), 0.81 of three 30 (35).
-SPECIALISED_SHARE = 0.75
-
-
-class ShortBackward(NamedTuple):
-    """Tiles of the backward of short sequences (short_backward.py): of dQ, and of dK and dV."""
-
-    queries: Config
-    keys: Config
-
-
-# More than the first and at most SHORT_KEYS queries and keys; other lengths were not judged.
-SHORT_BACKWARD_ABOVE = 64
-# 64x64 tiles of 2 stages, q and dout by pointers and in shared memory: 157 193 283 us where this takes 113 147 217
-# (N = 256 causal, full, 512 full).
-_SHORT_QUERIES = Config(64, 32, 4, 3, boxes=True, own_boxes=True, hold_queries=True)
-_SHORT_NARROW = ShortBackward(Config(64, 64, 4, 3, boxes=True), Config(64, 64, 4, 3, boxes=True, descriptors=True))
-# In us of 16384 tokens at N = 128 / 256 / 512, as CUDA graphs of the whole backward.
-SHORT_BACKWARD: dict[Literal["full", "banded"], dict[int, ShortBackward]] = {
-    "full": {
-        # 256 345 544 (statistics, dK/dV and dQ apart: 316 410 615; cuDNN 362 438 627)
-        64: _SHORT_NARROW,
-        # 234 325 515 (apart at 128: 304; cuDNN 328 384 533). dK/dV alone at 256 / 512 187 298, 64x64 199 308
-        128: ShortBackward(_SHORT_QUERIES, Config(32, 64, 4, 4, boxes=True, own_boxes=True, hold_keys=True)),
-    },
-    # Causal.
-    "banded": {
-        # 246 284 382 (apart: 315 359 467; cuDNN 378 411 512)
-        64: _SHORT_NARROW,
-        # 213 247 332 (apart at 128: 301; cuDNN 333 340 419). dK/dV alone at 256 / 512 142 190, 32x64 155 211
-        128: ShortBackward(_SHORT_QUERIES, Config(64, 64, 4, 2, boxes=True, own_boxes=True, descriptors=True)),
     },
 }
 
@@ -349,7 +278,7 @@ def choose(
     that has a tile is taken.
     """
     override = (overrides() or {}).get(direction)
-    if override is not None and not override.specialised:
+    if override is not None:
         return override
     width = max(64, block_d)
     if direction in _EVERYWHERE:

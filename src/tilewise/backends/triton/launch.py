@@ -34,7 +34,6 @@ from tilewise.backends.triton.arguments import rows_allocation, stored_rows, wor
 from tilewise.backends.triton.lists import list_words
 from tilewise.backends.triton.pages import entries_by_page
 from tilewise.backends.triton.planning import Plan, plan_for
-from tilewise.backends.triton.short_calls import short_backward_calls
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LN2, LOG2E
 from tilewise.operands import Gradients, Operands, Wanted
@@ -274,9 +273,6 @@ def backward_calls(
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
     made = _gradient_allocations(plan, views, wanted)
     given = {name: allocation.view for name, allocation in made.items() if allocation is not None}
-    short = short_backward_calls(plan, views, given)
-    if short is not None:
-        return short
     shared = passes.shared_arguments(plan, views)
     calls = [passes.stats_call(plan, views, given)]
     if "dk" in given:

@@ -13,7 +13,7 @@ from tilewise.backends.gpu.launching import Allocation, View
 from tilewise.backends.gpu.listing import list_call, list_size, rows_together
 from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall
 from tilewise.backends.triton import backward as bwd
-from tilewise.backends.triton import bias_gradient, decode, forward, one_tile, pages, row_stats
+from tilewise.backends.triton import bias_gradient, decode, forward, pages, row_stats
 from tilewise.backends.triton.arguments import (
     STAT_TILE,
     Views,
@@ -33,11 +33,9 @@ from tilewise.backends.triton.arguments import (
     stored_rows,
     workspace_rows,
 )
-from tilewise.backends.triton.choosing import config_of
 from tilewise.backends.triton.configs import MAX_SPLITS, Config
 from tilewise.backends.triton.lists import is_listed, listed_heads, listed_tiles, listing_arguments, work_address
 from tilewise.backends.triton.planning import Plan
-from tilewise.backends.triton.specialising import specialised_call
 from tilewise.backends.triton.traits import of_rows, padded
 
 __all__ = [
@@ -61,24 +59,14 @@ STATS_ROWS = 64
 PAGE_SLOTS = 16
 # Partial results that a program merges at a time: 64 registers a thread.
 COMBINED_ELEMENTS = 8192
-# Programs a multiprocessor of the kernel for keys of one tile.
-ONE_TILE_PROGRAMS = 8
 # Programs along the second and third dimension of a grid.
 MAX_GRID_SIDE = 65535
 
 
 def forward_calls(plan: Plan, views: Views) -> list[KernelCall]:
     """The forward kernel, after the one that lists the tiles of packed sequences."""
-    specialised = specialised_call(plan, views)
-    if specialised is not None:
-        return [specialised]
-    problem, config = plan.problem, plan.config("forward", general=True)
+    problem, config = plan.problem, plan.config("forward")
     arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views)
-    if config.one_tile:
-        call = _one_tile_call(plan, arguments, config)
-        if call is not None:
-            return [call]
-        config = config_of(problem, plan.device, "forward", general=True, one_tile=False)
     boxes = box_descriptors(plan, arguments, config)
     boxed = boxes["q_desc"] is not None
     if config.boxes and not boxed:  # under the limit that was measured with boxes, pointers spill 0.8 to 1.1 KB (D=64)
@@ -109,30 +97,6 @@ def _listed_calls(plan: Plan, arguments: dict[str, Any], config: Config) -> list
     arguments |= {"work": WORK, "sizes": plan.sizes._replace(heads_per_wave=heads), "DIRECT": direct}
     call = _tiled(forward.forward_kernel, tiles * plan.problem.num_heads, arguments, config)
     return [_listing(plan, config, heads), replace(call, grid=(heads, tiles, waves)) if direct else call]
-
-
-def _is_plain_dense(plan: Plan) -> bool:
-    """Whether scores are q.k times a scale above 0, of dense rows, and all that is left of them is a band."""
-    traits = plan.traits
-    return plan.problem.kind == "dense" and not (traits.TRANSFORMED or traits.EXACT or traits.HAS_DROPOUT)
-
-
-def _one_tile_call(plan: Plan, arguments: dict[str, Any], config: Config) -> KernelCall | None:
-    """The forward kernel for keys of one tile, where it takes the problem; heads are shared out until every slot of
-    the device has a program.
-    """
-    problem, kernel = plan.problem, one_tile.one_tile_kernel
-    boxes = box_descriptors(plan, arguments, config)
-    fits = problem.seqlen_k <= config.block_n and problem.batch <= MAX_GRID_SIDE
-    if boxes["q_desc"] is None or not fits or problem.has_sinks or not _is_plain_dense(plan):
-        return None
-    tiles = triton.cdiv(problem.seqlen_q, config.block_m)
-    wanted = ONE_TILE_PROGRAMS * plan.device.num_sms // max(1, tiles * problem.batch)
-    shares = max(1, min(problem.num_heads, MAX_GRID_SIDE, wanted))
-    whole = problem.seqlen_k == config.block_n and problem.band == (None, None)
-    taken = arguments | boxes | {"num_shares": shares, "WHOLE": whole}
-    call = _tiled(kernel, tiles, {name: taken[name] for name in kernel.arg_names if name in taken}, config)
-    return replace(call, grid=(tiles, shares, problem.batch))
 
 
 def _is_direct(plan: Plan, config: Config) -> bool:

@@ -36,9 +36,9 @@ class Plan(NamedTuple):
     scalars: ScoreScalars
     num_splits: int
 
-    def config(self, direction: Pass, *, general: bool = False) -> Config:
-        """The tile of one pass; `general`: of a forward without warps of their own for loading."""
-        config = config_of(self.problem, self.device, direction, general=general)
+    def config(self, direction: Pass) -> Config:
+        """The tile of one pass."""
+        config = config_of(self.problem, self.device, direction)
         if direction == "decode" and self.traits.HALF and self.traits.PAGED:
             return configs.within_pages(config, self.traits.PAGE_SIZE)
         return config
