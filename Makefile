@@ -60,20 +60,34 @@ test-gpu:
 bench-gpu:
 	PYTHONPATH=src python3 -m tilewise.bench --device cuda --plots bench/results $(ARGS)
 
-# The suite's core under another torch and the Triton it asks for, in an environment of its own below build/:
-# make test-stack TORCH=2.15.0, or TRITON=3.9.0 to exchange Triton alone. A torch wheel with CUDA takes some 5 GB.
-TORCH := 2.13.0
+# The core of the suite on another stack. TORCH=2.15.0 makes an environment of its own below build/, with the Triton that
+# this torch asks for (a torch wheel with CUDA takes some 5 GB). TRITON=3.9.0 alone exchanges Triton in .venv, and compiles
+# the Hopper kernels with it.
+TORCH :=
 TRITON :=
 STACK_TESTS := tests/backends/test_conformance.py tests/backends/test_triton_interpreter.py tests/backends/test_hopper_aot.py
-STACK := build/stack/torch-$(TORCH)$(if $(TRITON),-triton-$(TRITON))
+STACK_PYTEST := -m pytest -q -n 2 --dist loadgroup --timeout 600 -m "not exhaustive"
+STACK_VERSIONS := -c "import sys, numpy, torch, triton; print('Python', sys.version.split()[0], 'numpy', numpy.__version__, 'torch', torch.__version__, 'Triton', triton.__version__)"
+STACK := build/stack/torch-$(TORCH)
+OVERLAY := build/stack/triton-$(TRITON)
+ifneq ($(TORCH),)
 test-stack:
 	mkdir -p $(STACK)
 	grep -vE "^(torch|triton)==" constraints.txt > $(STACK)/constraints.txt
 	$(PYTHON) -m venv $(STACK)/venv
 	$(STACK)/venv/bin/python $(PIP) "torch==$(TORCH)"
 	$(STACK)/venv/bin/python $(PIP) --constraint $(STACK)/constraints.txt --editable ".[dev,gpu]" $(if $(TRITON),"triton==$(TRITON)")
-	$(STACK)/venv/bin/python -c "import sys, numpy, torch, triton; print('Python', sys.version.split()[0], 'numpy', numpy.__version__, 'torch', torch.__version__, 'Triton', triton.__version__)"
-	$(STACK)/venv/bin/python -m pytest -q -n 2 --dist loadgroup --timeout 600 -m "not exhaustive" $(STACK_TESTS)
+	$(STACK)/venv/bin/python $(STACK_VERSIONS)
+	$(STACK)/venv/bin/python $(STACK_PYTEST) $(STACK_TESTS)
+else ifneq ($(TRITON),)
+test-stack: $(READY)
+	test -d $(OVERLAY) || $(BIN)/python $(PIP) --no-deps --target $(OVERLAY) "triton==$(TRITON)"
+	PYTHONPATH=$(OVERLAY) $(BIN)/python $(STACK_VERSIONS)
+	PYTHONPATH=$(OVERLAY) $(BIN)/python $(STACK_PYTEST) tests/backends/test_hopper_aot.py
+else
+test-stack:
+	@echo "make test-stack TORCH=2.15.0 (2.10 to 2.15), or TRITON=3.9.0 (3.6 to 3.9)" && exit 2
+endif
 
 # What `make demo` needs, and no more. constraints.txt pins versions. torch comes first because only the exact pin finds
 # a CPU build where one is offered.

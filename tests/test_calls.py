@@ -15,6 +15,7 @@ import tilewise
 from concurrently import run_concurrently
 from tilewise import calls, dispatch, fp8, settings, validation
 from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
+from tilewise.operands import Options
 from tilewise.ops import MAX_BACKWARDS, Call
 
 
@@ -106,7 +107,7 @@ def test_tensors_off_the_alignment_are_other_calls() -> None:
     """Kernels are compiled, and tensor maps made, for addresses that are multiples of 16 bytes."""
     memory = torch.zeros(1 * 2 * 8 * 16 + 1)
     aligned, off = (memory[start : start + 256].view(1, 2, 8, 16) for start in (0, 1))
-    slots = [calls.slot_of((q, q, q), "dense", 0.0, None)[0] for q in (aligned, off, aligned)]
+    slots = [calls.slot_of((q, q, q), "dense")[0] for q in (aligned, off, aligned)]
     assert slots[0] is slots[2]
     assert slots[0] is not slots[1]
 
@@ -117,7 +118,7 @@ def test_tensors_off_the_alignment_are_found_at_once_all_the_same() -> None:
 
     def slot_at(q: int, k: int) -> tuple[calls.Slot | None, calls.Places | None]:
         given = [memory[start : start + 128].view(1, 2, 4, 16) for start in (q, k, 256)]
-        return calls.slot_of(given, "dense", 0.0, None)
+        return calls.slot_of(given, "dense")
 
     first, _ = slot_at(1, 130)
     for q, k in ((1, 130), (5, 134)):
@@ -263,9 +264,8 @@ def test_transforms_see_every_call() -> None:
         call(q, k, v)
         want = torch.func.grad(lambda q: call(q, k, v).sum())(q)
     torch.testing.assert_close(want, torch.autograd.grad(call(q.requires_grad_(), k, v).sum(), q)[0])
-    flags = ("dense", 0.0, None, False, None, None, "bhsd", None, "auto", False)
     with FakeTensorMode() as mode:
-        assert calls.slot_of([mode.from_tensor(t) for t in (q, k, v)], *flags) == (None, None)
+        assert calls.slot_of([mode.from_tensor(t) for t in (q, k, v)], "dense", *Options()) == (None, None)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
@@ -345,7 +345,7 @@ def test_gradients_that_are_not_aligned_leave_the_others_alone() -> None:
     q, k, v = tensors(grad=True)
     shifted = torch.ones(q.numel() + 1)[1:].view(q.shape)
     out = call(q, k, v, backend="cpu")
-    slot, _ = calls.slot_of((q, k, v), "dense", 0.0, None, False, None, None, "bhsd", None, "cpu", False)
+    slot, _ = calls.slot_of((q, k, v), "dense", *Options(backend="cpu"))
     assert slot is not None
     want = torch.autograd.grad(out, (q, k, v), torch.ones_like(q), retain_graph=True)
     known = slot.call._backwards  # type: ignore[union-attr]
@@ -397,7 +397,7 @@ def test_a_nested_tensor_is_refused_in_every_place(place: str) -> None:
 def test_no_more_calls_are_kept_than_allowed() -> None:
     q, k, v = tensors(shape=(1, 1, 1, 8))
     for index in range(calls.MAX_CALLS + 10):
-        calls.slot_of((q, k, v), "dense", 0.0, None, index)
+        calls.slot_of((q, k, v), "dense", index)
     assert calls._slot.cache_info().currsize == calls.MAX_CALLS
 
 
@@ -416,7 +416,7 @@ def test_threads_share_calls(judged: list[Any]) -> None:
 def test_a_call_knows_its_problem() -> None:
     q, k, v = tensors()
     call(q, k, v, causal=True, backend="cpu")
-    slot, _ = calls.slot_of((q, k, v), "dense", 0.0, None, True, None, None, "bhsd", None, "cpu", False)
+    slot, _ = calls.slot_of((q, k, v), "dense", *Options(causal=True, backend="cpu"))
     assert slot is not None
     assert isinstance(slot.call, Call)
     assert slot.call.problem.causal

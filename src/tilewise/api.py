@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -14,8 +13,8 @@ from tilewise.backends.base import Backend
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.numerics import merge_partials
-from tilewise.operands import Operands, Wanted
-from tilewise.validation.flags import Window, seed_tensor
+from tilewise.operands import Operands, Options, Wanted, Window
+from tilewise.problem import Kind
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -75,6 +74,8 @@ __all__ = [
 
 # q, k and v: tensors, or e4m3 data with its scales.
 Attended = Tensor | Fp8Tensor
+# Index tensors, the operands between v and bias, of a call that has none.
+NO_INDICES = (None,) * Operands._fields.index("bias")
 
 
 @overload
@@ -121,39 +122,8 @@ def attention(
     """
     if unknown:
         raise validation.unexpected(attention, unknown)
-    given = (q, k, v)
-    if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
-        given = (q, k, v, None, None, None, None, bias, mask, alibi_slopes, sinks)  # type: ignore[assignment]
-    about: tuple[Any, ...] = ()
-    if v.__class__ is Fp8Tensor:
-        given, about = validation.taken_apart(given)
-    slot, places = calls.slot_of(
-        given, "dense", dropout, seed, causal, softcap, scale, layout, deterministic, backend, return_lse, *about,
-        window=window,
-    )  # fmt: skip
-    if slot is not None and slot.call is not None:
-        return slot.call(given, places)
-    if slot is None and sharded.is_dtensor(q):
-        validation.check_flag("layout", layout)
-        call = functools.partial(
-            attention, causal=causal, window=window, softcap=softcap, seed=seed, scale=scale, layout=layout,
-            deterministic=deterministic, backend=backend,
-        )  # fmt: skip
-        return sharded.attend(
-            "dense", call, return_lse=return_lse, layout=layout, dropout=dropout, q=q, k=k, v=v, bias=bias, mask=mask,
-            alibi_slopes=alibi_slopes, sinks=sinks,
-        )  # fmt: skip
-    (query, key, value), scales = validation.unwrapped(q, k, v, layout)
-    validation.require_tensors(q=query, k=key, v=value, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
-    query, key, value = validation.autocast(query, key, value)
-    flags = validation.normalise(
-        causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, layout=layout,
-        deterministic=deterministic, backend=backend, return_lse=return_lse,
-        needs_grad=validation.needs_grad(query, key, value, bias, sinks),
-    )  # fmt: skip
-    seed = seed_tensor(seed, dropout)
-    operands = Operands(query, key, value, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks, seed=seed)
-    return ops.result("dense", *validation.with_scales(operands, flags, scales), return_lse=return_lse, slot=slot)
+    options = Options(causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse)
+    return _attend("dense", (q, k, v), (bias, mask, alibi_slopes, sinks), options, seed)
 
 
 @overload
@@ -216,43 +186,11 @@ def attention_varlen(
     """
     if unknown:
         raise validation.unexpected(attention_varlen, unknown)
+    options = Options(
+        causal, window, softcap, scale, dropout, "bhsd", deterministic, backend, return_lse, max_seqlen_q, max_seqlen_k
+    )
     given = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
-        given = (*given, None, None, bias, mask, alibi_slopes, sinks)  # type: ignore[assignment]
-    about: tuple[Any, ...] = ()
-    if v.__class__ is Fp8Tensor:
-        given, about = validation.taken_apart(given)
-    slot, places = calls.slot_of(
-        given, "varlen", dropout, seed, causal, softcap, scale, deterministic, backend, return_lse, max_seqlen_q,
-        max_seqlen_k, *about, window=window,
-    )  # fmt: skip
-    if slot is not None and slot.call is not None:
-        return slot.call(given, places)
-    if slot is None and sharded.is_dtensor(q):
-        call = functools.partial(
-            attention_varlen, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window=window,
-            softcap=softcap, seed=seed, scale=scale, deterministic=deterministic, backend=backend,
-        )  # fmt: skip
-        return sharded.attend(
-            "varlen", call, return_lse=return_lse, dropout=dropout, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
-        )  # fmt: skip
-    (query, key, value), scales = validation.unwrapped(q, k, v, "packed")
-    validation.require_tensors(
-        q=query, k=key, v=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask,
-        alibi_slopes=alibi_slopes, sinks=sinks,
-    )  # fmt: skip
-    query, key, value = validation.autocast(query, key, value)
-    flags = validation.normalise(
-        causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, deterministic=deterministic,
-        backend=backend, return_lse=return_lse, needs_grad=validation.needs_grad(query, key, value, bias, sinks),
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-    )  # fmt: skip
-    operands = Operands(
-        query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias, mask=mask,
-        alibi_slopes=alibi_slopes, sinks=sinks, seed=seed_tensor(seed, dropout),
-    )  # fmt: skip
-    return ops.result("varlen", *validation.with_scales(operands, flags, scales), return_lse=return_lse, slot=slot)
+    return _attend("varlen", given, (bias, mask, alibi_slopes, sinks), options, seed)
 
 
 @overload
@@ -316,86 +254,67 @@ def attention_paged(
     """
     if unknown:
         raise validation.unexpected(attention_paged, unknown)
+    options = Options(causal, window, softcap, scale, 0.0, "bhsd", deterministic, backend, return_lse, max_seqlen_q)
     given = (q, k_pages, v_pages, cu_seqlens_q, None, block_table, seqlens_k)
+    return _attend("paged", given, (bias, mask, alibi_slopes, sinks), options, shared_prefix=shared_prefix)
+
+
+def _attend(
+    kind: Kind,
+    given: tuple[Any, ...],
+    scores: tuple[Any, Any, Any, Any],
+    options: Options,
+    seed: int | Tensor | None = None,
+    shared_prefix: Any = None,
+) -> calls.Result:
+    """What all three calls do: a call like an earlier one runs what that one prepared, any other is validated first.
+
+    `given` are the first operands in order, `scores` are bias, mask, alibi_slopes and sinks.
+    """
+    bias, mask, alibi_slopes, sinks = scores
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
-        given = (*given, bias, mask, alibi_slopes, sinks)  # type: ignore[assignment]
-    slot: calls.Slot | None = None
-    places: calls.Places | None = None
-    about: tuple[Any, ...] = ()
-    if v_pages.__class__ is Fp8Tensor:
-        given, about = validation.taken_apart(given)
-    count, groups = len(given), None
-    if isinstance(shared_prefix, cascade.SharedPrefix):
+        given = (*given, *NO_INDICES[len(given) :], *scores)
+    tensors, about, groups = given, (), None
+    if given[2].__class__ is Fp8Tensor:
+        tensors, about = validation.taken_apart(given)
+    count, slot, places = len(tensors), None, None
+    if shared_prefix.__class__ is cascade.SharedPrefix:
         groups = shared_prefix[0]
-        given += shared_prefix[1:]  # type: ignore[assignment]
+        tensors += shared_prefix[1:]
     if groups is not None or shared_prefix is None:
         slot, places = calls.slot_of(
-            given, "paged", 0.0, None, causal, softcap, scale, deterministic, backend, return_lse, max_seqlen_q,
-            *about, window=window, groups=groups,
-        )  # fmt: skip
+            tensors, kind, *options, *about, dropout=options.dropout, seed=seed, window=options.window, groups=groups
+        )
     if slot is not None and slot.call is not None:
-        return slot.call(given, places)
-    if slot is None and sharded.is_dtensor(q):
-        call = functools.partial(
-            attention_paged, max_seqlen_q=max_seqlen_q, shared_prefix=shared_prefix, causal=causal, window=window,
-            softcap=softcap, scale=scale, deterministic=deterministic, backend=backend,
-        )  # fmt: skip
-        return sharded.attend(
-            "paged", call, return_lse=return_lse, q=q, k_pages=k_pages, v_pages=v_pages, block_table=block_table,
-            seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q, bias=bias, mask=mask, alibi_slopes=alibi_slopes,
-            sinks=sinks,
-        )  # fmt: skip
-    (query, key, value), scales = validation.unwrapped(q, k_pages, v_pages, "packed", "paged")
-    validation.require_tensors(
-        q=query, k_pages=key, v_pages=value, block_table=block_table, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q,
-        bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks, optional=validation.OPTIONAL_PAGED,
-    )  # fmt: skip
-    query, key, value = validation.autocast(query, key, value)
-    flags = validation.normalise(
-        causal=causal, window=window, softcap=softcap, scale=scale, dropout=0.0, deterministic=deterministic,
-        backend=backend, return_lse=return_lse, needs_grad=validation.needs_grad(query, key, value, bias, sinks),
-        max_seqlen_q=max_seqlen_q,
-    )  # fmt: skip
-    operands = Operands(
-        query, key, value, cu_seqlens_q=cu_seqlens_q, block_table=block_table, seqlens_k=seqlens_k, bias=bias,
-        mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
-    )  # fmt: skip
-    operands, flags = validation.with_scales(operands, flags, scales)
+        return slot.call(tensors, places)
+    operands = Operands(*given)
+    if slot is None and sharded.is_dtensor(operands.q):
+
+        def attend(parts: Operands, options: Options) -> calls.Result:
+            return _attend(kind, parts[:7], parts[7:11], options, seed, shared_prefix)
+
+        return sharded.attend(kind, attend, operands, options)
+    operands, flags = validation.checked(kind, operands, options, seed)
     if shared_prefix is None:
-        return ops.result("paged", operands, flags, return_lse=return_lse, slot=slot)
+        return ops.result(kind, operands, flags, return_lse=options.return_lse, slot=slot)
     out, lse = cascade.attention(shared_prefix, operands, flags)
     if slot is not None and not slot.is_tried:
-        slot.call = cascade.bound(shared_prefix, operands, flags, (out, lse), count, return_lse=return_lse)
+        slot.call = cascade.bound(shared_prefix, operands, flags, (out, lse), count, return_lse=options.return_lse)
         slot.is_tried = True
-    return (out, lse) if return_lse else out
+    return (out, lse) if options.return_lse else out
 
 
 def attention_after(
-    write: Callable[[], None],
-    kind: Literal["dense", "paged"],
-    attended: tuple[Any, Any, Any],
-    *,
-    layout: str = "bhsd",
-    max_seqlen_q: int | None = None,
-    causal: bool,
-    window: Window | None,
-    softcap: float | None,
-    scale: float | None,
-    deterministic: bool | None = None,
-    **others: Tensor | None,
+    write: Callable[[], None], kind: Literal["dense", "paged"], attended: tuple[Any, Any, Any], **others: Any
 ) -> tuple[Tensor, Tensor]:
     """For caches of this package: (out, lse) of `attention` or `attention_paged` to keys that `write` brings.
 
-    It is called between judging, so that a call that raises has written nothing, and computing. Compilers judge as they
-    trace: they see both, one by one.
+    It is called between validation, so that a call that raises has written nothing, and computing. Compilers validate
+    as they trace: they see both, one by one. `others` are the tensors and options of the call.
     """
-    (q, k, v), scales = validation.unwrapped(*attended, *((layout,) if kind == "dense" else ("packed", "paged")))
-    validation.require_tensors(q=q, k=k, v=v, optional=validation.OPTIONAL_PAGED, **others)
-    flags = validation.normalise(
-        causal=causal, window=window, softcap=softcap, scale=scale, dropout=0.0, layout=layout,
-        deterministic=deterministic, backend="auto", return_lse=True, needs_grad=False, max_seqlen_q=max_seqlen_q,
-    )  # fmt: skip
-    operands, flags = validation.with_scales(Operands(q, k, v, **others), flags, scales)
+    given, options = _sorted(attended, others)
+    operands, flags = validation.checked(kind, given, options, cast=False, needs_grad=False)
+    q, k, v = operands[:3]
     query, key, value = validation.autocast_looks(q, k, v)
     if key is k and value is v and not torch.compiler.is_compiling():
         return ops.repeated(kind, operands._replace(q=validation.autocast(q)[0]), flags, write)
@@ -411,33 +330,20 @@ def attention_backward(
     saved: tuple[Tensor, Tensor, Tensor],
     wanted: tuple[bool, bool, bool],
     *,
-    causal: bool,
-    window: Window | None,
-    softcap: float | None,
-    scale: float | None,
-    dropout: float = 0.0,
     seed: Tensor | None = None,
-    deterministic: bool | None = None,
-    layout: str = "bhsd",
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    **others: Tensor | None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For drop-ins whose callers keep what autograd would: (dq, dk, dv) of q, k, v, given (dout, out, lse).
 
     `out` and `lse` may be those of more keys than these: what they say is used, not computed again. A gradient that is
-    not wanted is an empty tensor.
+    not wanted is an empty tensor. `others` are the tensors and options of the call.
     """
-    q, k, v = attended
     dout, out, lse = saved
-    validation.require_tensors(q=q, k=k, v=v, dout=dout, out=out, lse=lse, optional=validation.OPTIONAL_PAGED, **others)
-    flags = validation.normalise(
-        causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, layout=layout,
-        deterministic=deterministic, backend="auto", return_lse=True, needs_grad=True, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )  # fmt: skip
-    operands = Operands(q, k, v, seed=seed_tensor(seed, dropout), **others)
+    given, options = _sorted(attended, others)
+    validation.require_tensors(dout=dout, out=out, lse=lse)
+    operands, flags = validation.checked(kind, given, options, seed, cast=False, needs_grad=True)
     problem = validation.describe(kind, operands, flags)
+    q = operands.q
     for name, tensor, expected, dtype in (
         ("dout", dout, problem.out_shape, q.dtype), ("out", out, problem.out_shape, q.dtype),
         ("lse", lse, problem.lse_shape, problem.accumulate_dtype),
@@ -453,39 +359,28 @@ def attention_backward(
     return dq, dk, dv
 
 
-def refuse_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    window: Window | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    deterministic: bool | None = None,
-) -> None:
+def refuse_rows(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **others: Any) -> None:
     """For caches of this package: raise what causal `attention_varlen` to such rows would, with nothing computed.
 
-    For a cache that says which keys there are only once it is written. Rows that look the same are judged once.
+    For a cache that says which keys there are only once it is written. Calls with the same signature are checked once.
     """
     none = cu_seqlens[:1]
-    given = (q[:0], k[:0], v[:0], none, none)
-    given = given if sinks is None else (*given, None, None, None, None, None, sinks)  # type: ignore[assignment]
-    slot, _ = calls.slot_of(given, "judged", 0.0, None, softcap, scale, deterministic, window=window)
+    operands, options = _sorted((q[:0], k[:0], v[:0]), {"cu_seqlens_q": none, "cu_seqlens_k": none, **others})
+    options = options._replace(causal=True, max_seqlen_q=0, max_seqlen_k=0)
+    slot, _ = calls.slot_of(operands, "refused", *options, window=options.window)
     if slot is not None and slot.is_tried:
         return
-    validation.require_tensors(q=q, k=k, v=v, sinks=sinks)
-    query, key, value = validation.autocast_looks(*given[:3])
-    flags = validation.normalise(
-        causal=True, window=window, softcap=softcap, scale=scale, dropout=0.0, deterministic=deterministic,
-        backend="auto", return_lse=False, needs_grad=validation.needs_grad(query, key, value, sinks), max_seqlen_q=0,
-        max_seqlen_k=0,
-    )  # fmt: skip
-    operands = Operands(query, key, value, cu_seqlens_q=none, cu_seqlens_k=none, sinks=sinks)
-    ops.refuse("varlen", operands, flags)
+    query, key, value = validation.autocast_looks(*operands[:3])
+    ops.refuse("varlen", *validation.checked("varlen", operands._replace(q=query, k=key, v=value), options))
     if slot is not None:
         slot.is_tried = True
+
+
+def _sorted(attended: tuple[Any, Any, Any], others: Mapping[str, Any]) -> tuple[Operands, Options]:
+    """The arguments of a call by what they are."""
+    tensors = {name: value for name, value in others.items() if name not in Options._fields}
+    options = {name: value for name, value in others.items() if name in Options._fields}
+    return Operands(*attended, **tensors), Options(**options)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:

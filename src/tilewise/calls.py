@@ -162,13 +162,14 @@ def _function_modes_watch() -> bool:
 
 
 def slot_of(
-    tensors: Sequence[Any], kind: str, dropout: Any, seed: Any, *flags: Any, window: Any = None, groups: Any = None
+    tensors: Sequence[Any], *key: Any, dropout: Any = 0.0, seed: Any = None, window: Any = None, groups: Any = None
 ) -> Found:
     """The slot of a call, None for one that is not remembered: then there may be anything among the arguments. With it
     come the addresses of the tensors that are there, if it was found at once.
 
-    `tensors` are in the order of `Operands`, without the Nones at its end. A call with dropout draws or has a seed.
-    `groups`, the numbers of a shared prefix, change from step to step: as flags they would drive the others out.
+    `tensors` are in the order of `Operands`, without the Nones at its end; `key` is what else tells calls apart. Of
+    that `dropout`, `seed` and `window` are looked at: a call with dropout draws or has a seed, and is not remembered.
+    `groups`, the numbers of a shared prefix, change from step to step: in the key they would drive other calls out.
     """
     # Other compilers are at work under modes, in which no look fits; of a tensor's tangent no look knows.
     if torch.compiler.is_dynamo_compiling() or (_num_function_modes() and _function_modes_watch()):
@@ -193,10 +194,7 @@ def slot_of(
             device.override(),
             # Whether a prefix is attended apart is a question of cost, which counts the threads.
             None if groups is None else torch.get_num_threads(),
-            kind,
-            dropout,
-            window,
-            *flags,
+            *key,
         )
         last = family.last
         # So are numbers of floats and plain tuples in the place of a Group; a step hands out the same groups.

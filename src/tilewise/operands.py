@@ -1,4 +1,4 @@
-"""The tensors of a call, and the plain flags that travel beside them through `torch.library`.
+"""The tensors of a call, its options as the caller spells them, and the flags that go through `torch.library`.
 
 Backends receive canonical operands: heads-first views of dense q, k, v; 4-D `bias` and `mask` expanded (stride 0) to
 (batch, num_heads, seqlen_q, seqlen_k); `alibi_slopes` expanded to (batch, num_heads); the last dimension of q, k, v,
@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Flags", "Gradients", "Operands", "Wanted"]
+__all__ = ["Flags", "Gradients", "Operands", "Options", "Wanted", "Window"]
+
+Window = tuple[int | None, int | None]
 
 
 class Operands(NamedTuple):
@@ -36,8 +38,24 @@ class Operands(NamedTuple):
     v_scale: Tensor | None = None
 
 
+class Options(NamedTuple):
+    """Everything about a call that is not a tensor, as the caller spells it; `validation.normalise` checks it."""
+
+    causal: bool = False
+    window: Window | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    dropout: float = 0.0
+    layout: str = "bhsd"
+    deterministic: bool | None = None
+    backend: str = "auto"
+    return_lse: bool = False
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+
 class Flags(NamedTuple):
-    """Everything about a call that is not a tensor, in the order of the op schemas (see ops.py)."""
+    """Options that were checked, in the order of the op schemas (see ops.py)."""
 
     causal: bool = False
     window_left: int | None = None

@@ -46,7 +46,7 @@ def repeated(
     """`attention` without dropout, remembered as the calls of the public functions are; `before` it is computed and
     after it was judged, something may be done.
     """
-    slot, places = calls.slot_of(operands, kind, flags.dropout, None, flags)
+    slot, places = calls.slot_of(operands, kind, *flags, dropout=flags.dropout)
     if slot is not None and slot.call is not None:
         return cast("tuple[Tensor, Tensor]", slot.call(operands, places, before))
     return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True, slot=slot, before=before))

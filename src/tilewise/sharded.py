@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.operands import Operands, Options
 from tilewise.problem import Kind
+from tilewise.validation.flags import check_flag
+from tilewise.validation.tensors import public_names
 
 __all__ = ["attend", "is_dtensor"]
 
@@ -51,24 +54,24 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def attend(
-    kind: Kind, attention: Callable[..., Any], *, return_lse: bool, layout: str = "bhsd", dropout: float = 0.0,
-    **tensors: Any,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention`, which has its flags already, of each rank's parts of these. q is a DTensor; results are cut as it
-    is.
-    """
-    if dropout:
+    kind: Kind, attention: Callable[[Operands, Options], Any], operands: Operands, options: Options
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of each rank's parts of these. q is a DTensor; results are cut as it is."""
+    check_flag("layout", options.layout)
+    if options.dropout:
         raise Unsupported("dropout of DTensors is not computed: ranks would have to draw the bits of the whole tensor")
-    cuts = CUTS[f"dense {layout}" if kind == "dense" else kind]
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    cuts = CUTS[f"dense {options.layout}" if kind == "dense" else kind]
+    shown = public_names(kind)
+    given = {shown.get(name, name): t for name, t in operands._asdict().items() if t is not None}
     _check_types(given, {"k_pages": 4, "v_pages": 4} if kind == "paged" else {}, 4 if kind == "dense" else 3)
     plan = _plan(given, cuts)
     _check_heads(given, cuts, plan)
     local = {name: _local(name, tensor, cuts, plan) for name, tensor in given.items()}
-    out, lse = attention(**local, return_lse=True)
+    parts = Operands(*[local.get(shown.get(name, name)) for name in Operands._fields])  # type: ignore[arg-type]
+    out, lse = attention(parts, options._replace(return_lse=True))
     q, values = given["q"], given["v_pages" if kind == "paged" else "v"]
     whole = _whole(out, "out", (*q.shape[:-1], values.shape[-1]), cuts, plan, q)
-    if not return_lse:
+    if not options.return_lse:
         return whole
     heads = cuts["heads"]
     rows = [size for dim, size in enumerate(q.shape[:-1]) if dim != heads["q"]]

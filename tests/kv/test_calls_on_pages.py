@@ -174,7 +174,7 @@ def judge(hinted: bool, change: Callable[[Batch], None], around: Callable[[], An
         for _ in range(2):
             if not seen:
                 forget()
-                validation.flags._judge_once.cache_clear()
+                validation.flags._checked_once.cache_clear()
             with around():
                 found.append(outcome(batch))
         # Back to what it was: nothing of the change is left.

@@ -14,9 +14,9 @@ from torch import Tensor
 from tilewise.cli.console import JsonOption, check_plot, print_json
 from tilewise.device import DEVICES
 from tilewise.errors import InvalidProblem
+from tilewise.operands import Window
 from tilewise.plan import Plan, explain
 from tilewise.plan.plots import write_plot
-from tilewise.validation.flags import Window
 
 __all__ = ["EXAMPLE", "command"]
 

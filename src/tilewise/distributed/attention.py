@@ -16,7 +16,8 @@ from tilewise.distributed.scaling import best_method
 from tilewise.distributed.sharding import Sharding
 from tilewise.distributed.transport import Group, MeshOrGroup, group_of
 from tilewise.errors import InvalidProblem, TilewiseError
-from tilewise.validation.flags import Window, seed_tensor
+from tilewise.operands import Options, Window
+from tilewise.validation.flags import seed_tensor
 
 __all__ = ["Method", "context_parallel_attention"]
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     # For type checkers only, which thus know what return_lse changes; the function below spells every flag out.
-    class Options(TypedDict, total=False):
+    class Keywords(TypedDict, total=False):
         """What `context_parallel_attention` takes."""
 
         method: Method
@@ -58,7 +59,7 @@ def context_parallel_attention(
     mesh_or_group: MeshOrGroup = ...,
     *,
     return_lse: Literal[False] = ...,
-    **flags: Unpack[Options],
+    **flags: Unpack[Keywords],
 ) -> Tensor: ...
 @overload
 def context_parallel_attention(
@@ -68,7 +69,7 @@ def context_parallel_attention(
     mesh_or_group: MeshOrGroup = ...,
     *,
     return_lse: Literal[True],
-    **flags: Unpack[Options],
+    **flags: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 def context_parallel_attention(
     q: Tensor,
@@ -161,11 +162,9 @@ def _judged(
     derivatives.refuse_tangents((q, k, v, alibi_slopes, sinks))
     derivatives.refuse_tracing()
     q, k, v = validation.autocast(q, k, v)
-    grads = [validation.needs_grad(t) for t in (q, k, v, sinks)]
-    flags = validation.normalise(
-        causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, layout=layout,
-        deterministic=deterministic, backend=backend, return_lse=return_lse, needs_grad=any(grads),
-    )  # fmt: skip
+    grads = [validation.any_needs_grad(t) for t in (q, k, v, sinks)]
+    options = Options(causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse)
+    flags = validation.normalise(options, needs_grad=any(grads))
     if dropout > 0.0 and seed is None:
         fix = "Every rank drops what one device would; draw a seed on one rank and broadcast it."
         raise InvalidProblem("seed", "an integer, the same on every rank, because dropout is on", None, fix)

@@ -20,12 +20,12 @@ from tilewise.dispatch import Rejection
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.masks import Band, TileCounts, TileGrid
-from tilewise.operands import Flags, Operands
+from tilewise.operands import Flags, Operands, Options, Window
 from tilewise.plan import cost, report
 from tilewise.plan.advice import TileAdvice, advise
 from tilewise.plan.roofline import Memory, Work, memory_of, naive_work, tiled_work
 from tilewise.problem import AttentionProblem, Kind
-from tilewise.validation.flags import Window, seed_tensor
+from tilewise.validation.flags import seed_tensor
 
 __all__ = ["Plan", "Where", "explain", "plan_of"]
 
@@ -127,11 +127,10 @@ def explain(
     tensors = tensors._replace(**dict(zip("qkv", validation.autocast(*data), strict=True)))
     if seed is not None:
         tensors = tensors._replace(seed=seed_tensor(seed, dropout))
-    flags = validation.normalise(
-        causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, layout=layout,
-        deterministic=deterministic, backend=backend, return_lse=return_lse,
-        needs_grad=validation.needs_grad(*data, bias, sinks), max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-    )  # fmt: skip
+    options = Options(
+        causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse, max_seqlen_q, max_seqlen_k
+    )
+    flags = validation.normalise(options, needs_grad=validation.any_needs_grad(*data, bias, sinks))
     tensors, flags = validation.with_scales(tensors, flags, scales)
     plan = plan_of(kind, tensors, flags, device)
     if shared_prefix is None:

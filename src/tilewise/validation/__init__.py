@@ -11,37 +11,42 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 
 from tilewise import settings
-from tilewise.operands import Flags, Operands
+from tilewise.operands import Flags, Operands, Options
 from tilewise.problem import AttentionProblem, Kind
+from tilewise.schemas import OPERANDS, operand_names
 from tilewise.subclasses import check_class
 from tilewise.validation.flags import (
+    OPTIONAL,
     OPTIONAL_PAGED,
+    any_needs_grad,
     autocast,
     autocast_looks,
     check_flag,
-    needs_grad,
     normalise,
     require_tensors,
+    seed_tensor,
 )
 from tilewise.validation.foreign import unexpected
 from tilewise.validation.quantised import taken_apart, unwrapped, with_scales
-from tilewise.validation.tensors import FLOATS, TensorSpec, describe
+from tilewise.validation.tensors import FLOATS, TensorSpec, describe, public_names
 from tilewise.validation.values import check_values, longest_sequences
 
 __all__ = [
     "FLOATS",
     "OPTIONAL_PAGED",
+    "any_needs_grad",
     "autocast",
     "autocast_looks",
     "check_class",
     "check_contents",
     "check_flag",
     "check_structure",
+    "checked",
     "describe",
     "lasts",
-    "needs_grad",
     "normalise",
     "problem_of",
     "reads_contents",
@@ -51,6 +56,38 @@ __all__ = [
     "unwrapped",
     "with_scales",
 ]
+
+
+# By kind: the layouts of q, and of k and v, that FP8 containers must have, and the tensors that a caller passes.
+_LAYOUTS: dict[Kind, tuple[str, ...]] = {"varlen": ("packed",), "paged": ("packed", "paged")}
+_PASSED = {kind: tuple(names[: names.index("sinks") + 1]) for kind in OPERANDS for names in [operand_names(kind)]}
+
+
+def checked(
+    kind: Kind,
+    operands: Operands,
+    options: Options,
+    seed: int | Tensor | None = None,
+    *,
+    cast: bool = True,
+    needs_grad: bool | None = None,
+) -> tuple[Operands, Flags]:
+    """The arguments of a call as the op takes them: plain tensors, cast by autocast, and flags.
+
+    Without `cast` autocast is left to the caller. `needs_grad` is found from the tensors unless it is given.
+    """
+    (q, k, v), scales = unwrapped(*operands[:3], *_LAYOUTS.get(kind, (options.layout,)))
+    operands = Operands(q, k, v, *operands[3:])
+    shown = public_names(kind)
+    named = {shown.get(name, name): getattr(operands, name) for name in _PASSED[kind]}
+    require_tensors(optional=OPTIONAL_PAGED if kind == "paged" else OPTIONAL, **named)
+    if cast:
+        q, k, v = autocast(q, k, v)
+    if needs_grad is None:
+        needs_grad = any_needs_grad(q, k, v, operands.bias, operands.sinks)
+    flags = normalise(options, needs_grad=needs_grad)
+    seed = seed_tensor(seed, options.dropout)
+    return with_scales(Operands(q, k, v, *operands[3:11], seed), flags, scales)
 
 
 def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from tilewise import backends
 from tilewise.errors import InvalidProblem
-from tilewise.operands import Flags
+from tilewise.operands import Flags, Options
 from tilewise.subclasses import check_class
 
-__all__ = ["autocast", "check_flag", "needs_grad", "normalise", "require_tensors", "seed_tensor"]
+__all__ = ["any_needs_grad", "autocast", "check_flag", "normalise", "require_tensors", "seed_tensor"]
 
-Window = tuple[int | None, int | None]
 MAX_FLOAT = sys.float_info.max
 
 
@@ -104,22 +103,6 @@ RULES: dict[str, Rule] = {
 }
 
 
-# The arguments that `_judge` judges, in order.
-JUDGED = (
-    "causal",
-    "window",
-    "softcap",
-    "scale",
-    "dropout",
-    "layout",
-    "deterministic",
-    "backend",
-    "return_lse",
-    "max_seqlen_q",
-    "max_seqlen_k",
-)
-
-
 # fp64 is asked for on purpose; e4m3 data means nothing without its scales.
 KEPT_BY_AUTOCAST = (torch.float64, torch.float8_e4m3fn)
 OPTIONAL = frozenset(("bias", "mask", "alibi_slopes", "sinks"))
@@ -150,68 +133,44 @@ def require_tensors(*, optional: frozenset[str] = OPTIONAL, **tensors: Any) -> N
             raise InvalidProblem(name, "a tensor that requires no gradient", "one that does", fix)
 
 
-def normalise(
-    *,
-    causal: bool,
-    window: Window | None,
-    softcap: float | None,
-    scale: float | None,
-    dropout: float,
-    deterministic: bool | None,
-    backend: str,
-    return_lse: bool,
-    needs_grad: bool,
-    layout: str = "bhsd",
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-) -> Flags:
-    """User flags as the op takes them. Raises InvalidProblem for the first flag that breaks its rule."""
-    repeatable = deterministic is None and torch.are_deterministic_algorithms_enabled()
-    judge = _judge if torch.compiler.is_compiling() else _judge_hashable
-    return judge(
-        needs_grad, repeatable, causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse,
-        max_seqlen_q, max_seqlen_k,
-    )  # fmt: skip
+def normalise(options: Options, *, needs_grad: bool) -> Flags:
+    """The options as the op takes them. Raises InvalidProblem for the first one that breaks its rule."""
+    repeatable = options.deterministic is None and torch.are_deterministic_algorithms_enabled()
+    if not torch.compiler.is_compiling():
+        try:
+            # Types inside a pair are not compared: (4.0, 0) would be taken for the (4, 0) seen before.
+            if options.window is None or SIDES.issuperset(map(type, options.window)):
+                return _checked_once(needs_grad, repeatable, *options)
+        except TypeError:  # something unhashable: a list as window is legal, anything else is named by its rule
+            pass
+    return _checked(needs_grad, repeatable, *options)
 
 
-def _judge(needs_grad: bool, repeatable: bool, *given: Any) -> Flags:
-    for name, value in zip(JUDGED, given, strict=True):
+def _checked(needs_grad: bool, repeatable: bool, *given: Any) -> Flags:
+    options = Options(*given)
+    for name, value in zip(Options._fields, options, strict=True):
         check_flag(name, value)
-    causal, window, softcap, scale, dropout, layout, deterministic, backend, _, max_seqlen_q, max_seqlen_k = given
-    left, right = (None, None) if window is None else window
+    left, right = (None, None) if options.window is None else options.window
     return Flags(
-        causal=causal,
+        causal=options.causal,
         window_left=left,
         window_right=right,
-        scale=None if scale is None else float(scale),
-        softcap=None if softcap is None else float(softcap),
-        dropout=float(dropout),
-        layout=layout,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        deterministic=bool(deterministic) or repeatable,
+        scale=None if options.scale is None else float(options.scale),
+        softcap=None if options.softcap is None else float(options.softcap),
+        dropout=float(options.dropout),
+        layout=options.layout,
+        max_seqlen_q=options.max_seqlen_q,
+        max_seqlen_k=options.max_seqlen_k,
+        deterministic=bool(options.deterministic) or repeatable,
         needs_grad=needs_grad,
-        backend=backend,
+        backend=options.backend,
     )
 
 
-# Where it stands among the arguments of `_judge`, and what its sides are but for subclasses.
-WINDOW = 2 + JUDGED.index("window")
+# What the sides of a window are but for subclasses.
 SIDES = frozenset((int, type(None)))
-
-# Judging takes 8 us, remembering 1 us. Typed, so that causal=1 is not taken for the causal=True seen before.
-_judge_once = functools.lru_cache(maxsize=1024, typed=True)(_judge)
-
-
-def _judge_hashable(*given: Any) -> Flags:
-    window = given[WINDOW]
-    try:
-        # Types inside a pair are not compared: (4.0, 0) would be taken for the (4, 0) seen before.
-        if window is None or SIDES.issuperset(map(type, window)):
-            return _judge_once(*given)
-    except TypeError:  # something unhashable: a list as window is legal, anything else is named by its rule
-        pass
-    return _judge(*given)
+# Checking takes 8 us, a hit 1 us. Typed, so that causal=1 is not taken for the causal=True seen before.
+_checked_once = functools.lru_cache(maxsize=1024, typed=True)(_checked)
 
 
 def seed_tensor(seed: int | Tensor | None, dropout: float) -> Tensor | None:
@@ -229,7 +188,7 @@ def seed_tensor(seed: int | Tensor | None, dropout: float) -> Tensor | None:
     return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device="cpu")
 
 
-def needs_grad(*tensors: Tensor | None) -> bool:
+def any_needs_grad(*tensors: Tensor | None) -> bool:
     """Whether a gradient of any of these will be asked for."""
     if torch.is_grad_enabled():
         for tensor in tensors:

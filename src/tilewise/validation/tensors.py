@@ -17,7 +17,7 @@ from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Operands
 from tilewise.problem import MAX_HEAD_DIM, MAX_SEQLEN, AttentionProblem, Kind, Layout
 
-__all__ = ["FLOATS", "TensorSpec", "describe"]
+__all__ = ["FLOATS", "TensorSpec", "describe", "public_names"]
 
 # A seed followed by the batch entry, head, row and key that dropout counts from.
 SEED_WITH_ORIGIN = 5
@@ -110,7 +110,7 @@ def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], f
         for name, t in zip(Operands._fields, operands, strict=True)
         if t is not None
     }
-    public = _public_names(kind)
+    public = public_names(kind)
     sizes = _bind_shapes(SHAPES[f"dense {flags.layout}" if kind == "dense" else kind], specs, public)
     _check_sizes(sizes)
     _check_dtypes(specs, public)
@@ -127,7 +127,7 @@ def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], f
     return _problem(kind, sizes, lengths, specs, flags)
 
 
-def _public_names(kind: Kind) -> dict[str, str]:
+def public_names(kind: Kind) -> dict[str, str]:
     """What the caller calls each operand."""
     return {"k": "k_pages", "v": "v_pages"} if kind == "paged" else {}
 
