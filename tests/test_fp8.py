@@ -16,8 +16,8 @@ from torch._subclasses import FakeTensorMode
 import tilewise as tw
 from tilewise import InvalidProblem, Unsupported, fp8
 from tilewise.fp8.container import E4M3
-from tilewise.fp8.quantisation import inverse_of, scale_of
 from tilewise.fp8.rotation import parts, signs
+from tilewise.fp8.scales import inverse_of, scale_of
 
 GRANULARITIES = ("tensor", "head", "block")
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise import dispatch, ops, settings, tracing, validation
+from tilewise.backends.base import Serving
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem
 from tilewise.numerics import merge_partials
@@ -43,10 +44,7 @@ LAUNCH_SECONDS = {"cpu": 3e-4, "cuda": 25e-6}
 CPU_BYTES_PER_SECOND = 60e9
 L2_SPEED = 2.0
 CPU_MERGE_SECONDS = 2e-9
-# By device: who attends prefixes and merges them in one pass, and whose kernel merges rows where nobody does. The fp64
-# reference is merged by torch.
-ATTENDERS = {"cpu": "cpu", "cuda": "triton"}
-MERGERS = {"cpu": "cpu", "cuda": "triton"}
+# What kernels merge; results of the fp64 reference are merged by torch.
 MERGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HINT_MAKER = "PagedKVCache.shared_prefix() makes it."
 
@@ -203,7 +201,7 @@ def bound(
 
     Called with the first `count` operands and the tensors of the hint, all in their order.
     """
-    if operands.q.device.type not in ATTENDERS or not validation.lasts("paged", operands, flags):
+    if dispatch.serving(operands.q.device.type) is None or not validation.lasts("paged", operands, flags):
         return None
     reads = validation.reads_contents("paged", operands)
     if refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
@@ -246,8 +244,9 @@ class _Shared:
     def __call__(self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None) -> Any:
         if self._reads:
             self._check(tensors)
+        made: Sequence[Tensor] | None = None
         if self._both is None:
-            made = None
+            pass
         elif tracing.profiler._is_profiler_enabled or self._nvtx:  # noqa: SLF001
             with tracing.span(tracing.FORWARD, tensors, self._backend.name, self._own.problem):
                 made = self._both(tensors, places)
@@ -333,21 +332,22 @@ def _prefix(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Ope
 class _Direct(NamedTuple):
     """Who attends prefixes and merges them in one pass, and what it is given."""
 
-    backend: Any
+    backend: Serving
     problem: AttentionProblem
     operands: Operands
     flags: Flags
 
 
 def _direct(shared: SharedPrefix, operands: Operands, flags: Flags) -> _Direct | None:
-    """See ATTENDERS; None where nobody does, or another backend was asked for."""
-    name = ATTENDERS.get(operands.q.device.type)
-    if name is None or flags.backend not in ("auto", name) or not ops.is_plain_eager((*operands, *shared[1:])):
+    """None where no backend attends to prefixes, or another one was asked for."""
+    backend = dispatch.serving(operands.q.device.type)
+    if backend is None or flags.backend not in ("auto", backend.name):
         return None
-    backend = _loaded(name)
+    if not ops.is_plain_eager((*operands, *shared[1:])):
+        return None
     prefix, everything = _prefix(shared, operands, flags)
     problem, prefix = ops.judged("paged", prefix, everything)
-    fits = backend is not None and backend.splits_prefixes(problem, shared.num_rows, devices.of(operands.q.device))
+    fits = backend.splits_prefixes(problem, shared.num_rows, devices.of(operands.q.device))
     return _Direct(backend, problem, prefix, everything) if fits else None
 
 
@@ -368,15 +368,7 @@ def _merged(
 
 def _merger(out: Tensor, *others: Tensor) -> Callable[..., None] | None:
     """The kernel that merges such results; torch merges what something else watches, and what no kernel is for."""
-    name = MERGERS.get(out.device.type)
-    if name is None or out.dtype not in MERGE_DTYPES or not ops.is_plain_eager((out, *others)):
+    backend = dispatch.serving(out.device.type)
+    if backend is None or out.dtype not in MERGE_DTYPES or not ops.is_plain_eager((out, *others)):
         return None
-    backend = _loaded(name)
-    return None if backend is None else backend.merge_rows
-
-
-@functools.cache
-def _loaded(name: str) -> Any:
-    """The backend, None where it cannot run; asked once, as finding a package takes longer than a call."""
-    backend: Any = dispatch.load(name)
-    return backend if backend.unavailable() is None else None
+    return backend.merge_rows

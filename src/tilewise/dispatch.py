@@ -14,12 +14,17 @@ import torch
 
 from tilewise import backends, settings
 from tilewise.backends import Status, load, statuses
-from tilewise.backends.base import Backend
+from tilewise.backends.base import Backend, Serving
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Rejection", "Selection", "Status", "load", "register", "require", "select", "statuses", "unregister"]
+__all__ = [
+    "Rejection", "Selection", "Status", "load", "register", "require", "select", "serving", "statuses", "unregister",
+]  # fmt: skip
+
+# By type of device: the backend with the passes of serving beside attention.
+SERVING = {"cpu": "cpu", "cuda": "triton"}
 
 
 class Rejection(NamedTuple):
@@ -86,3 +91,16 @@ def _select(problem: AttentionProblem, device: DeviceSpec, name: str, here: bool
     verb = "takes" if name == "auto" else "take"
     features = ", ".join(problem.features) or "no extra features"
     raise Unsupported(f"{asked} {verb} this {problem.kind} problem ({features}) on {device.name}", rejected)
+
+
+def serving(device_type: str) -> Serving | None:
+    """The backend with the passes of serving on such a device; None where there is none, or it cannot run."""
+    name = SERVING.get(device_type)
+    return None if name is None else _serving(name)
+
+
+@functools.cache
+def _serving(name: str) -> Serving | None:
+    """Asked once, as finding a package takes longer than a call."""
+    backend = load(name)
+    return backend if isinstance(backend, Serving) and backend.unavailable() is None else None

@@ -198,8 +198,8 @@ def test_fp8_calls(gpu: str, made: int, kernels: int, gpus: FakeCuda) -> None:
 @pytest.mark.parametrize("e4m3", [False, True])
 def test_a_call_with_a_shared_prefix(gpu: str, e4m3: bool, gpus: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass for the own keys and the prefix, whose last programs merge; out and one block are made."""
-    for name, value in (("price_seconds", lambda *_: 0.0), ("ATTENDERS", {"cpu": "triton"})):
-        monkeypatch.setattr(cascade, name, value)
+    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
+    monkeypatch.setattr(dispatch, "SERVING", {"cpu": "triton"})
     batch, shared, own = 64, 8, 2
     q, (k, v, _) = torch.zeros(batch, 32, 128, dtype=BF16), rows(shared + batch * own, 64, 8, 128)
     pages: tuple[Any, Any] = (fp8.quantize_pages(k), fp8.quantize_pages(v)) if e4m3 else (k, v)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tilewise as tw
 from interpreting import interpret
-from tilewise import calls, cascade, fp8, validation
+from tilewise import calls, cascade, dispatch, fp8, validation
 from tilewise import device as devices
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
@@ -133,8 +133,8 @@ def test_interpreted_prefixes_complete_what_rows_see_of_their_own_keys(case: Sha
 
 def followed_hints(splits: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Hints are followed, by so many splits; what is attended without a bound pass is noted in the list."""
-    for name, value in (("price_seconds", lambda *_: 0.0), ("ATTENDERS", {"cpu": "triton"})):
-        monkeypatch.setattr(cascade, name, value)
+    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
+    monkeypatch.setattr(dispatch, "SERVING", {"cpu": "triton"})
     monkeypatch.setattr(launch_prefix, "num_splits", lambda *_: splits)
     # What calls of equal looks were found to be, with another number of splits.
     for kept in (launch_prefix.prefix_pass, calls._family, calls._slot):

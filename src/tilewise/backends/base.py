@@ -1,13 +1,14 @@
-"""What a backend is: five questions and two computations.
+"""What a backend is, and what it may be beyond that: nothing else of a backend is called.
 
-A backend package exposes one instance as `BACKEND`. Importing the package must be cheap: compilers (llvmlite, triton)
-are imported on the first launch, not to answer `supports`.
+`Backend` is what every one has: its name, three questions and two computations. The other protocols are optional, and
+callers ask with isinstance. A backend package exposes one instance as `BACKEND`. Importing the package must be cheap:
+compilers (llvmlite, triton) are imported on the first launch, not to answer `supports`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -15,7 +16,18 @@ from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Backend", "Binding", "Bound", "TileShape"]
+__all__ = [
+    "Backend",
+    "Binding",
+    "Bound",
+    "Caching",
+    "Compiling",
+    "Explaining",
+    "Prefixes",
+    "Quantising",
+    "Serving",
+    "TileShape",
+]
 
 
 class TileShape(NamedTuple):
@@ -94,3 +106,97 @@ class Binding(Protocol):
         wanted: Wanted,
     ) -> Bound | None:
         """A pass that makes the wanted among `dq`, `dk`, `dv`; None as for the forward, or if others are wanted."""
+
+
+class Prefixes(Protocol):
+    """`Serving.attend_prefixes`, prepared for tensors with certain shapes, strides, alignment and device."""
+
+    def __call__(
+        self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, /
+    ) -> Sequence[Tensor] | None:
+        """Done for operands, rows, out and lse; None if it must be done the ordinary way this time."""
+
+
+@runtime_checkable
+class Serving(Protocol):
+    """A backend with the passes that a paged cache needs beside attention: see tilewise.kv and tilewise.cascade."""
+
+    name: str
+
+    def write_rows(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+        """Rows of K and V into slots of pages; a negative slot is no slot."""
+
+    def append_quantised(
+        self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
+    ) -> None:
+        """Rows of K and V into slots of e4m3 pages, whose scales grow as needed."""
+
+    def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
+        """Whether `attend_prefixes` is for such groups; if not, ordinary calls and `merge_rows` are faster."""
+
+    def attend_prefixes(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        num_rows: int,
+        rows: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """What query rows see of the prefix of their group, merged into `out` and `lse` of their own keys."""
+
+    def bind_prefixes(
+        self, problem: AttentionProblem, operands: Operands, num_rows: int, *results: Tensor | None
+    ) -> Prefixes | None:
+        """`attend_prefixes` for operands, rows, out and lse that lie like these; None if they must be copied first."""
+
+    def bind_after(
+        self, own: Bound, prefixes: Prefixes, count: int, unread: Sequence[str], problem: AttentionProblem
+    ) -> Bound | None:
+        """The pass of the own keys (`problem`) and that of the prefixes as one, for the first `count` operands and the
+        tensors of a hint, without what is `unread`; None if they stay two.
+        """
+
+    def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
+        """Rows of a partial result over other keys merged into `out` and `lse`."""
+
+
+@runtime_checkable
+class Quantising(Protocol):
+    """A backend with a kernel that rounds to e4m3: see tilewise.fp8.quantisation."""
+
+    def quantize(self, x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """(data, scale)."""
+
+
+@runtime_checkable
+class Explaining(Protocol):
+    """A backend that tells `explain()` more about a problem."""
+
+    def fp8_path(self, problem: AttentionProblem) -> str:
+        """What becomes of e4m3 operands."""
+
+    def unordered(self, problem: AttentionProblem) -> str | None:
+        """What is summed in no fixed order, if anything: results then differ in their last bits from run to run."""
+
+
+@runtime_checkable
+class Compiling(Protocol):
+    """A backend that tells `tilewise doctor` how its kernels are compiled and started."""
+
+    def compiler(self) -> str:
+        """What compiles the kernels."""
+
+    def launch_path(self) -> str:
+        """How they are started."""
+
+
+@runtime_checkable
+class Caching(Protocol):
+    """A backend whose compiled kernels are kept on disk: see `tilewise warmup`."""
+
+    def cache_state(self) -> Mapping[str, Any]:
+        """Where they are, and how many of how many."""
+
+    def warmup(self, progress: Callable[[str, int, int], None]) -> None:
+        """Compile them all; `progress(name, done, total)` is called before each one."""

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilewise import device, dispatch, settings
+from tilewise.backends.base import Caching, Compiling
 from tilewise.bench.machine import installed_version
 from tilewise.cli.console import JsonOption, cache_line, print_json
 from tilewise.device import DeviceSpec
@@ -79,16 +80,16 @@ def _backend(status: dispatch.Status) -> dict[str, Any]:
     """Name, availability, and, where the backend has them to tell of, its compiler, its kernel cache and how it starts
     kernels.
     """
-    backend = None if status.reason else dispatch.load(status.name)
-    cache_state = getattr(backend, "cache_state", None)
-    launch_path, compiler = getattr(backend, "launch_path", None), getattr(backend, "compiler", None)
+    backend, runs = dispatch.load(status.name), status.reason is None
+    compiling = backend if runs and isinstance(backend, Compiling) else None
+    caching = backend if runs and isinstance(backend, Caching) else None
     return {
         "name": status.name,
-        "available": status.reason is None,
+        "available": runs,
         "reason": status.reason,
-        "compiler": None if compiler is None else compiler(),
-        "cache": None if cache_state is None else dict(cache_state()),
-        "launch_path": None if launch_path is None else launch_path(),
+        "compiler": None if compiling is None else compiling.compiler(),
+        "cache": None if caching is None else dict(caching.cache_state()),
+        "launch_path": None if compiling is None else compiling.launch_path(),
     }
 
 

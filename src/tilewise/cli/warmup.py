@@ -10,6 +10,7 @@ import typer
 
 from tilewise import device as devices
 from tilewise import dispatch
+from tilewise.backends.base import Caching
 from tilewise.backends.gpu import releases
 from tilewise.cli.console import JsonOption, Step, cache_line, print_json, progress
 from tilewise.device import DEVICES, DeviceSpec
@@ -73,11 +74,10 @@ def _skipped(name: str, reason: str) -> dict[str, Any]:
 def fill(status: dispatch.Status, step: Step) -> dict[str, Any]:
     """Fill one backend's cache; `skipped` says why there was nothing to do."""
     backend = dispatch.load(status.name)
-    warmup, cache_state = getattr(backend, "warmup", None), getattr(backend, "cache_state", None)
-    if status.reason is not None or warmup is None or cache_state is None:
+    if status.reason is not None or not isinstance(backend, Caching):
         return _skipped(status.name, status.reason or "compiles nothing, or only for the problem it is given")
-    warmup(lambda name, done, total: step(f"{status.name}: {name} ({done + 1} of {total})"))
-    return {"name": status.name, "cache": dict(cache_state()), "skipped": None, "failed": None}
+    backend.warmup(lambda name, done, total: step(f"{status.name}: {name} ({done + 1} of {total})"))
+    return {"name": status.name, "cache": dict(backend.cache_state()), "skipped": None, "failed": None}
 
 
 def fill_for_gpu(name: str, gpu: DeviceSpec, step: Step) -> dict[str, Any]:

@@ -31,13 +31,12 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import BLOCK, E4M3, E4M3_MAX, Fp8Layout, Fp8Tensor, Granularity
 from tilewise.fp8.rotation import rotate
 from tilewise.fp8.rounding import encode, encode_rotated
+from tilewise.fp8.scales import AMAX_FLOOR, broadcast_scale, inverse_of, scale_of
 from tilewise.subclasses import check_class
 from tilewise.totals import check_totals, longest_of
 
-__all__ = ["AMAX_FLOOR", "broadcast_scale", "encode", "inverse_of", "quantize", "quantize_pages", "scale_of"]
+__all__ = ["quantize", "quantize_pages"]
 
-# Groups of smaller numbers get this one's scale: 448 / amax stays finite, and so does the ratio of any two scales.
-AMAX_FLOOR = 2.0**-96
 # What a given scale may be: it and its inverse are normal fp32 numbers.
 SCALE_RANGE = (1e-37, 1e37)
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
@@ -104,27 +103,15 @@ def quantize_pages(pages: Tensor) -> Fp8Tensor:
     return Fp8Tensor(data.transpose(1, 2).contiguous(), scale, "page", "paged", dtype=dtype)
 
 
-def scale_of(amax: Tensor) -> Tensor:
-    """The scale of groups with these largest magnitudes."""
-    amax = amax.clamp_min(AMAX_FLOOR)
-    # By a tensor: for a number torch multiplies by its reciprocal on a GPU, which rounds twice.
-    return amax / torch.full_like(amax, E4M3_MAX)
-
-
-def inverse_of(amax: Tensor) -> Tensor:
-    """What values are multiplied with before rounding."""
-    amax = amax.clamp_min(AMAX_FLOOR)
-    return torch.full_like(amax, E4M3_MAX) / amax
-
-
 @functools.cache
 def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     """What quantises on a GPU; asked once, as finding a package takes longer than a call."""
     from tilewise import dispatch
+    from tilewise.backends.base import Quantising
 
-    backend: Any = dispatch.load("triton")
-    found: Callable[..., tuple[Tensor, Tensor]] = backend.quantize
-    return found
+    backend = dispatch.load("triton")
+    assert isinstance(backend, Quantising)
+    return backend.quantize
 
 
 def _compute(
@@ -320,17 +307,6 @@ def _judged_scale(x: Tensor, scale: Any) -> Tensor:
     if _are_read(scale) and not bool(((scale >= least) & (scale <= most)).all()):
         raise InvalidProblem("scale", expected, f"{scale.amin().item()} to {scale.amax().item()}", fix)
     return scale
-
-
-def broadcast_scale(given: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """A given scale for every (batch entry, head, block)."""
-    fits = given.dim() <= len(shape) and all(
-        size in (1, full) for size, full in zip(reversed(given.shape), reversed(shape), strict=False)
-    )
-    if not fits:
-        expected = f"a shape that broadcasts to (batch, heads, blocks) = {shape}"
-        raise InvalidProblem("scale", expected, tuple(given.shape), "One for every (sequence, head, block), or 1.")
-    return given.expand(shape)
 
 
 def _are_read(tensor: Tensor) -> bool:

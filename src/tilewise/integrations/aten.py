@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 from tilewise import ops
 from tilewise.api import attention
 from tilewise.errors import Unsupported
-from tilewise.integrations.sdpa import top_left
+from tilewise.integrations.translation import top_left
 from tilewise.operands import Flags, Operands, Wanted
 
 __all__ = ["Activation", "activate"]

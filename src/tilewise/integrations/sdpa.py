@@ -30,11 +30,11 @@ from torch.overrides import TorchFunctionMode
 
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem, Unsupported
-from tilewise.integrations.translation import number_of, renamed
+from tilewise.integrations.translation import number_of, renamed, top_left
 from tilewise.nn.multihead import multi_head_attention_forward
 from tilewise.subclasses import check_class
 
-__all__ = ["InvalidCall", "register", "routed", "scaled_dot_product_attention", "top_left"]
+__all__ = ["InvalidCall", "register", "routed", "scaled_dot_product_attention"]
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
@@ -168,16 +168,6 @@ def _filled(
         key, value, mask = key[:, :1], value[:, :1], None
     padded = [F.pad(t, (0, not t.shape[3], 0, 0, 0, not t.shape[1])) for t in (query, key, value)]
     return padded[0], padded[1], padded[2], mask
-
-
-def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, tuple[int | None, int | None] | None, Tensor, Tensor]:
-    """(causal, window, k, v) that keep key j for query i iff j <= i. Heads-first tensors."""
-    seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
-    if seqlen_q > seqlen_k:
-        return False, (None, seqlen_q - seqlen_k), k, v
-    if seqlen_q < seqlen_k:
-        k, v = k[..., :seqlen_q, :], v[..., :seqlen_q, :]
-    return True, None, k, v
 
 
 def _four_dims(

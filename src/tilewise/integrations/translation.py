@@ -27,6 +27,7 @@ __all__ = [
     "require_tensors",
     "softcap_of",
     "stacked",
+    "top_left",
     "window_of",
     "worded",
 ]
@@ -163,3 +164,13 @@ def places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     rows = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
     return sequence, rows - cu_seqlens[sequence]
+
+
+def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, tuple[int | None, int | None] | None, Tensor, Tensor]:
+    """(causal, window, k, v) that keep key j for query i iff j <= i. Heads-first tensors."""
+    seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
+    if seqlen_q > seqlen_k:
+        return False, (None, seqlen_q - seqlen_k), k, v
+    if seqlen_q < seqlen_k:
+        k, v = k[..., :seqlen_q, :], v[..., :seqlen_q, :]
+    return True, None, k, v

@@ -18,10 +18,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise import dispatch
 from tilewise.canonical import contiguous_last
 from tilewise.fp8.container import E4M3_MAX, Fp8Tensor
-from tilewise.fp8.quantisation import AMAX_FLOOR, encode
-from tilewise.kv.writing import kernel_for
+from tilewise.fp8.rounding import encode
+from tilewise.fp8.scales import AMAX_FLOOR
 
 __all__ = ["SOURCES", "append_quantised", "as_container", "copy_quantised", "new_scales", "write_quantised"]
 
@@ -47,9 +48,10 @@ def append_quantised(new: Pair, pages: Pair, scales: Pair, slots: Tensor) -> Non
     The rows of one page come one after another, in the order of their slots.
     """
     plain = not torch.compiler.is_compiling() and all(type(t) is Tensor for t in new)
-    kernel = kernel_for(slots.device.type, "append_quantised") if plain else None
-    if kernel is not None:
-        kernel(*map(contiguous_last, new), *pages, *scales, slots)
+    backend = dispatch.serving(slots.device.type) if plain else None
+    if backend is not None:
+        k, v = map(contiguous_last, new)
+        backend.append_quantised(k, v, *pages, *scales, slots)
         return
     for rows, where, scale in zip(new, pages, scales, strict=True):
         write_quantised(rows, where, scale, slots)

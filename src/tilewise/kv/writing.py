@@ -6,10 +6,6 @@ tensor subclasses) or the device is another one, indexed assignment does the sam
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,10 +13,9 @@ from tilewise import dispatch
 from tilewise.canonical import contiguous_last
 from tilewise.errors import InvalidProblem
 
-__all__ = ["copy_pages", "kernel_for", "write_rows"]
+__all__ = ["copy_pages", "write_rows"]
 
-# The backend whose kernel writes on a device, and what the kernels take.
-WRITERS = {"cpu": "cpu", "cuda": "triton"}
+# What the kernels take.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 
 
@@ -36,9 +31,9 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     if k.dtype == torch.float8_e4m3fn:
         # Codes are moved as the bytes they are.
         k, v, k_pages, v_pages = (t.view(torch.uint8) for t in (k, v, k_pages, v_pages))
-    write = kernel_for(k.device.type, "write_rows") if _takes(k, v, k_pages, v_pages) else None
-    if write is not None:
-        write(contiguous_last(k), contiguous_last(v), k_pages, v_pages, slots.contiguous())
+    backend = dispatch.serving(k.device.type) if _takes(k, v, k_pages, v_pages) else None
+    if backend is not None:
+        backend.write_rows(contiguous_last(k), contiguous_last(v), k_pages, v_pages, slots.contiguous())
         return
     if len(slots):
         _write_indexed(k, v, k_pages, v_pages, slots)
@@ -61,15 +56,6 @@ def _takes(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
         return False
     plain = all(type(t) is Tensor for t in (k, v, k_pages, v_pages))
     return plain and k_pages.stride(-1) == v_pages.stride(-1) == 1
-
-
-@functools.cache
-def kernel_for(device_type: str, name: str) -> Callable[..., None] | None:
-    """What the backend that writes on a device calls so; asked once, as finding a package takes longer than a call."""
-    if device_type not in WRITERS:
-        return None
-    backend: Any = dispatch.load(WRITERS[device_type])
-    return getattr(backend, name, None) if backend.unavailable() is None else None
 
 
 def copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:

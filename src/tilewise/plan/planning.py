@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise import cascade, dispatch, validation
 from tilewise import device as devices
+from tilewise.backends.base import Explaining
 from tilewise.cascade import SharedPrefix
 from tilewise.device import DeviceSpec
 from tilewise.dispatch import Rejection
@@ -236,14 +237,16 @@ def _quantised(problem: AttentionProblem, backend: str | None) -> str | None:
     """What the backend says of e4m3 operands; one that says nothing dequantises them before its kernels."""
     if not problem.fp8 or backend is None:
         return None
-    say = getattr(dispatch.load(backend), "fp8_path", None)
-    return "dequantised before the kernels" if say is None else str(say(problem))
+    chosen = dispatch.load(backend)
+    return chosen.fp8_path(problem) if isinstance(chosen, Explaining) else "dequantised before the kernels"
 
 
 def _unordered(problem: AttentionProblem, backend: str | None) -> str | None:
     """What the backend sums in no fixed order; one that says nothing repeats its results bit for bit."""
-    say = None if backend is None else getattr(dispatch.load(backend), "unordered", None)
-    return None if say is None else say(problem)
+    if backend is None:
+        return None
+    chosen = dispatch.load(backend)
+    return chosen.unordered(problem) if isinstance(chosen, Explaining) else None
 
 
 def _bands(problem: AttentionProblem, operands: Operands | None) -> Counter[Band]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import TileShape
+from tilewise.backends.base import Bound, Prefixes, TileShape
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
@@ -56,8 +56,14 @@ class CpuBackend:
 
         return launch.forward(problem, operands)
 
-    def fp8_path(self, _problem: AttentionProblem) -> str:
+    def unordered(self, problem: AttentionProblem) -> str | None:
+        """Nothing: every sum has a fixed order."""
+        del problem
+        return None
+
+    def fp8_path(self, problem: AttentionProblem) -> str:
         """How e4m3 operands are read, for reports."""
+        del problem
         return "read as e4m3 and multiplied by their scales in registers; computed in fp32"
 
     def backward(
@@ -89,8 +95,9 @@ class CpuBackend:
 
         launch_quantising.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
 
-    def splits_prefixes(self, problem: AttentionProblem, _num_rows: int, device: DeviceSpec) -> bool:
+    def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
         """Whether `attend_prefixes` is for such groups."""
+        del num_rows
         return self.supports(problem, device) is None
 
     def attend_prefixes(
@@ -106,16 +113,23 @@ class CpuBackend:
         launch.forward_into(problem, operands._replace(q=q), rows, out, lse)
 
     def bind_prefixes(
-        self, problem: AttentionProblem, _operands: Operands, num_rows: int, *_: Tensor | None
-    ) -> Callable[[Sequence[Any]], bool]:
-        """`attend_prefixes` for operands, rows, out and lse that lie anyhow."""
+        self, problem: AttentionProblem, operands: Operands, num_rows: int, *results: Tensor | None
+    ) -> Prefixes:
+        """`attend_prefixes` for operands, rows, out and lse with any strides."""
+        del operands, results
 
-        def attend(tensors: Sequence[Any]) -> bool:
-            operands = Operands(*tensors[: len(Operands._fields)])
-            self.attend_prefixes(problem, operands, num_rows, *tensors[len(Operands._fields) :])
-            return True
+        def attend(tensors: Sequence[Any], places: tuple[int, ...] | None = None, /) -> Sequence[Tensor]:
+            del places
+            given, results = tensors[: len(Operands._fields)], tensors[len(Operands._fields) :]
+            self.attend_prefixes(problem, Operands(*given), num_rows, *results)
+            return ()
 
         return attend
+
+    def bind_after(
+        self, own: Bound, prefixes: Prefixes, count: int, unread: Sequence[str], problem: AttentionProblem
+    ) -> None:
+        """Two passes stay two: a call costs next to nothing here."""
 
     def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
         """Rows of a partial result over other keys worked into `out` and `lse`: see tilewise.cascade."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Bound, TileShape
+from tilewise.backends.base import Bound, Prefixes, TileShape
 from tilewise.backends.gpu import releases, trial
 from tilewise.backends.gpu.lengths import too_long
 from tilewise.dequantising import dequantised
@@ -91,6 +91,11 @@ class TritonBackend:
         return (
             f"{', '.join(problem.fp8)} read as e4m3 and widened to {dtype} in registers; scales go into scores and sums"
         )
+
+    def unordered(self, problem: AttentionProblem) -> str | None:
+        """Nothing: every sum has a fixed order."""
+        del problem
+        return None
 
     def compiler(self) -> str:
         """What compiles the kernels, for `tilewise doctor`."""
@@ -189,17 +194,17 @@ class TritonBackend:
 
     def bind_prefixes(
         self, problem: AttentionProblem, operands: Operands, num_rows: int, *results: Tensor | None
-    ) -> Bound | None:
+    ) -> Prefixes | None:
         """`attend_prefixes` for operands, rows, out and lse that lie like these; None if e4m3 is converted first."""
         if problem.fp8 and not _read_in_pairs(operands):
             return None
-        bound: Bound = importlib.import_module("tilewise.backends.triton.launch_prefix").bind_prefixes(
+        bound: Prefixes = importlib.import_module("tilewise.backends.triton.launch_prefix").bind_prefixes(
             problem, operands, num_rows, *results
         )
         return bound
 
     def bind_after(
-        self, own: Bound, prefixes: Bound, count: int, unread: Sequence[str], problem: AttentionProblem
+        self, own: Bound, prefixes: Prefixes, count: int, unread: Sequence[str], problem: AttentionProblem
     ) -> Bound | None:
         """The pass of the own keys (`problem`; any GPU backend's) and that of the prefixes as one, for the first
         `count` operands and the tensors of a hint; without what is `unread`.

@@ -13,8 +13,8 @@ from tilewise.backends.gpu.launching import Pass, RawView, raw_views
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.backends.triton.quantising import amax_kernel, quantize_kernel
 from tilewise.fp8.container import E4M3, E4M3_MAX
-from tilewise.fp8.quantisation import AMAX_FLOOR, broadcast_scale
 from tilewise.fp8.rotation import directions, norms, part_sizes, signs
+from tilewise.fp8.scales import AMAX_FLOOR, broadcast_scale
 
 __all__ = ["Job", "quantising_calls", "quantize"]
 
