@@ -65,7 +65,7 @@ ARROWS: dict[str, set[str]] = {
     "testing": SPINE | {"fp8", "api", "__init__", "backends", "dispatch", "validation"},
     "simulator": {"masks", "plan"},
     "explorer": {"device", "dispatch", "plan", "problem"},
-    "bench": SPINE | {"fp8", "api", "cascade", "__init__", "plan", "dispatch", "testing", "figures"},
+    "bench": {"api", "device", "testing"},
     "distributed": SPINE | {"backends", "canonical", "derivatives", "dispatch", "ops", "tracing", "validation"},
     "cli": SPINE
     | {"api", "__init__", "plan", "dispatch", "backends", "bench", "validation"}

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from machine_code import LocalAccesses
 from tilewise.backends.gpu import releases
-from tilewise.backends.hopper.machine_code import LocalAccesses
 
 __all__ = ["ALLOWED", "Allowed", "hold", "is_recorded"]
 

@@ -13,7 +13,7 @@ from tilewise.problem import AttentionProblem
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton", minversion="3.6")
-aot = pytest.importorskip("tilewise.backends.hopper.aot")
+aot = pytest.importorskip("hopper_aot")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 offline = pytest.importorskip("tilewise.backends.hopper.offline")
 gpu_offline = pytest.importorskip("tilewise.backends.gpu.offline")

@@ -17,7 +17,7 @@ from tilewise.problem import AttentionProblem
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton", minversion="3.6")
-aot = pytest.importorskip("tilewise.backends.hopper.aot")
+aot = pytest.importorskip("hopper_aot")
 fp8_launch = pytest.importorskip("tilewise.backends.hopper.fp8_launch")
 launching = pytest.importorskip("tilewise.backends.gpu.launching")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")

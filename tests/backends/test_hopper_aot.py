@@ -17,7 +17,7 @@ from tilewise.problem import AttentionProblem
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton", minversion="3.6")
-aot = pytest.importorskip("tilewise.backends.hopper.aot")
+aot = pytest.importorskip("hopper_aot")
 
 SMEM_LIMIT = 227 * 1024
 FORWARD, BACKWARD, PIECES, QUERIES = "forward", "backward", "pieces", "query gradient"

@@ -13,6 +13,7 @@ import torch
 
 from hopper_choices import backward_choices, decode_choices, forward_choices, fp8_choices, missing, taken, variants
 from hopper_spills import ALLOWED, hold
+from machine_code import LocalAccesses
 from test_decode_aot import RECORDS as DECODE_RECORDS
 from test_decode_aot import described as decode_problem
 from test_fp8_aot import RECORDS as FP8_RECORDS
@@ -22,7 +23,6 @@ from test_hopper_aot import BACKWARD, FORWARD, QUERIES, RECORDS, name_of
 from test_hopper_aot import problem as plain_problem
 from tilewise.backends.gpu import releases
 from tilewise.backends.hopper import configs, decode_configs, decodes, fp8_configs
-from tilewise.backends.hopper.machine_code import LocalAccesses
 from tilewise.problem import AttentionProblem
 
 Options = list[dict[str, Any]]

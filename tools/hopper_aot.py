@@ -16,6 +16,7 @@ from typing import Any
 
 import triton
 
+from machine_code import LocalAccesses, counted
 from tilewise import device
 from tilewise.backends.gpu import releases
 from tilewise.backends.gpu.compilation import compile_call
@@ -27,7 +28,6 @@ from tilewise.backends.hopper.backward_wide import backward_wide_kernel
 from tilewise.backends.hopper.configs import BackwardConfig
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.forward_quad import forward_quad_kernel
-from tilewise.backends.hopper.machine_code import LocalAccesses, counted
 from tilewise.backends.hopper.offline import calls_of
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.problem import AttentionProblem
