@@ -1,6 +1,7 @@
 """The house rules that a test can check: imports flow one way, the environment has one reader, importing is cheap."""
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -85,6 +86,7 @@ def modules() -> list[tuple[str, Path]]:
     return found
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """The tilewise modules that a file imports, as dotted names below the package."""
     names: set[str] = set()
@@ -179,7 +181,8 @@ def test_importing_loads_torch_and_nothing_heavy() -> None:
 
 
 def test_importing_takes_under_50_ms_more_than_torch(tmp_path: Path) -> None:
-    """With bytecode, as installed: the first of the runs writes it."""
+    """With bytecode, as installed: the first of the runs writes it. A busy machine has several attempts."""
     code = "import torch, time; t = time.process_time(); import tilewise; print(time.process_time() - t)"
     bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    assert min(float(run_python(code, **bytecode)) for _ in range(8)) < 0.050
+    run_python(code, **bytecode)
+    assert any(float(run_python(code, **bytecode)) < 0.050 for _ in range(7))

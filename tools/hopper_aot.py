@@ -1,4 +1,4 @@
-"""Compile the kernels for sm_90a on any machine, and read from the machine code what decides their speed.
+"""Compile the Hopper kernels for sm_90a on any machine, and read from the machine code what decides their speed.
 
 Triton hides the assembler's log, so ptxas is run once more on the PTX: it tells of spills and of wgmma that it had to
 serialise.
@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +20,11 @@ from machine_code import LocalAccesses, counted
 from tilewise import device
 from tilewise.backends.gpu import releases
 from tilewise.backends.gpu.compilation import compile_call
-from tilewise.backends.gpu.symbols import KernelCall
-from tilewise.backends.hopper.again import again_kernel
-from tilewise.backends.hopper.backward import backward_kernel
-from tilewise.backends.hopper.backward_pieces import backward_pieces_kernel
-from tilewise.backends.hopper.backward_wide import backward_wide_kernel
 from tilewise.backends.hopper.configs import BackwardConfig
-from tilewise.backends.hopper.forward import forward_kernel
-from tilewise.backends.hopper.forward_quad import forward_quad_kernel
 from tilewise.backends.hopper.offline import calls_of
-from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.problem import AttentionProblem
 
-__all__ = [
-    "Resources",
-    "compile_again",
-    "compile_backward",
-    "compile_forward",
-    "compile_pieces",
-    "compile_query_gradient",
-    "resources",
-]
+__all__ = ["HOPPER", "Resources", "compiled", "resources"]
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 HOPPER = device.named("h200")
@@ -59,45 +43,21 @@ class Resources:
     local: LocalAccesses
 
 
-def compile_forward(problem: AttentionProblem) -> Any:
-    """The forward kernel of a problem, as the launch path compiles it."""
-    return _compiled(calls_of(problem, HOPPER), forward_kernel, forward_quad_kernel)
-
-
-def compile_again(problem: AttentionProblem) -> Any:
-    """The kernel that computes lost rows again, of a problem whose forward may lose some."""
-    return _compiled(calls_of(problem, HOPPER), again_kernel)
-
-
-def compile_backward(problem: AttentionProblem, config: BackwardConfig | None = None) -> Any:
-    """The main backward kernel of a problem; `config` to try another one."""
-    calls = calls_of(replace(problem, needs_grad=True), HOPPER, config)
-    return _compiled(calls, backward_kernel, backward_wide_kernel)
-
-
-def compile_pieces(problem: AttentionProblem) -> Any:
-    """The kernel that computes the last round of a backward without a mask."""
-    return _compiled(calls_of(replace(problem, needs_grad=True), HOPPER), backward_pieces_kernel)
-
-
-def compile_query_gradient(problem: AttentionProblem) -> Any:
-    """The kernel that computes dQ alone, for wide heads."""
-    return _compiled(calls_of(replace(problem, needs_grad=True), HOPPER), query_gradient_kernel)
-
-
-def _compiled(calls: list[KernelCall], *kernels: Any) -> Any:
-    (call,) = (call for call in calls if call.kernel in kernels)
+def compiled(problem: AttentionProblem, kernel: str, config: BackwardConfig | None = None) -> Any:
+    """The kernel of that name as the launch path compiles it for a problem; `config` to try another backward."""
+    calls = calls_of(problem, HOPPER, config)
+    (call,) = (call for call in calls if call.kernel.__name__ == kernel)
     return compile_call(call, HOPPER, -1)
 
 
-def resources(compiled: Any) -> Resources:
-    """Assemble once more with the log on, and disassemble."""
-    ptx: str = compiled.asm["ptx"]
-    log, sass = _assemble(ptx), _disassemble(compiled.asm["cubin"])
+def resources(kernel: Any) -> Resources:
+    """Assemble a compiled kernel once more with the log on, and disassemble."""
+    ptx: str = kernel.asm["ptx"]
+    log, sass = _assemble(ptx), _disassemble(kernel.asm["cubin"])
     return Resources(
         registers=_number(r"Used (\d+) registers", log),
         spill_bytes=_number(r"(\d+) bytes spill stores", log),
-        smem_bytes=compiled.metadata.shared,
+        smem_bytes=kernel.metadata.shared,
         hgmma=len(re.findall(r"\b[HQ]GMMA", sass)),
         serialised="serializ" in log,
         instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/", sass, re.MULTILINE)),

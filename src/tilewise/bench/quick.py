@@ -183,14 +183,14 @@ def _sdpa(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Call:
     gqa = case.num_heads != case.num_kv_heads
     if not case.seqlens:
         return lambda: scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=gqa)
-    padded = [
+    rows_q, rows_k, rows_v = (
         torch.nn.utils.rnn.pad_sequence(list(t.split(list(case.seqlens))), batch_first=True).transpose(1, 2)
         for t in (q, k, v)
-    ]
+    )
     keys = torch.arange(max(case.seqlens), device=case.device)
     mask = keys < torch.tensor(case.seqlens, device=case.device)[:, None, None, None]
     mask = mask & (keys <= keys[:, None]) if case.causal else mask
-    return lambda: scaled_dot_product_attention(*padded, attn_mask=mask, enable_gqa=gqa)
+    return lambda: scaled_dot_product_attention(rows_q, rows_k, rows_v, attn_mask=mask, enable_gqa=gqa)
 
 
 def _naive(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Call | None:
