@@ -80,7 +80,7 @@ def test_a_forward_call(gpu: str, layout: str, gpus: FakeCuda) -> None:
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_a_training_call(gpu: str, gpus: FakeCuda) -> None:
-    """out, lse; dq, dk, dv, a workspace; four kernels, three of Triton's for short sequences."""
+    """out, lse; dq, dk, dv, a workspace; four kernels."""
     q, k, v = rows(1, 4, 256, 64, grad=True)
     dout = torch.zeros(1, 4, 256, 64, dtype=BF16)
 
@@ -88,7 +88,7 @@ def test_a_training_call(gpu: str, gpus: FakeCuda) -> None:
         return torch.autograd.grad(tilewise.attention(q, k, v, causal=True, backend=gpu), (q, k, v), dout)
 
     cost = cost_of(run, gpus)
-    assert cost == ({}, 6, 3 if gpu == "triton" else 4)
+    assert cost == ({}, 6, 4)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -242,8 +242,6 @@ def test_gradients_that_lie_otherwise(gpus: FakeCuda) -> None:
             results, given = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
             found = torch.autograd.grad(results, (q, k, v), given, retain_graph=True)
             assert [g.shape for g in found] == [q.shape] * 3
-            # Statistics, dK and dV, dQ; the first and the last in one for short sequences.
-            joined = gpu == "triton" and dlse is None
-            assert gpus.seen().launches == (2 if joined else 3)
+            assert gpus.seen().launches == 3  # statistics, dK and dV, dQ
         (dk,) = torch.autograd.grad(out, k, dout)
         assert dk.shape == k.shape
