@@ -50,15 +50,15 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	$(BIN)/python -m tilewise bench --device cpu --plots docs/images $(ARGS)
+	PYTHONPATH=bench $(BIN)/python -m suite --device cpu --plots docs/images $(ARGS)
 
 # On a machine with a GPU: the python3 that is there, with its torch and Triton; nothing is installed.
 test-gpu:
-	PYTHONPATH=src python3 -m pytest -q tests/backends/test_conformance.py tests/gpu --device cuda --backend hopper --backend triton $(ARGS)
+	PYTHONPATH=src:bench:tools python3 -m pytest -q tests/backends/test_conformance.py tests/gpu --device cuda --backend hopper --backend triton $(ARGS)
 
 # Figures and, where matplotlib is there, plots under bench/results. ARGS="--only decode --output FILE" for a part of it.
 bench-gpu:
-	PYTHONPATH=src python3 -m tilewise.bench --device cuda --plots bench/results $(ARGS)
+	PYTHONPATH=src:bench python3 -m suite --device cuda --plots bench/results $(ARGS)
 
 # The core of the suite on another stack. TORCH=2.15.0 makes an environment of its own below build/, with the Triton that
 # this torch asks for (a torch wheel with CUDA takes some 5 GB). TRITON=3.9.0 alone exchanges Triton in .venv, and compiles

@@ -23,7 +23,6 @@ SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_COUNT = 65, 64, 100
 UNTHREADED = (
     "test_accuracy",
     "test_decode_",
-    "test_fp8_aot",
     "test_fp8_protocol",
     "test_hopper_",
     "test_triton_",

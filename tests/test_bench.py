@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,23 +12,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
-from tilewise.bench import command, plots, report, results, runner, verdicts
-from tilewise.bench.__main__ import main
-from tilewise.bench.cases import Bar, Case, select
-from tilewise.bench.cpu_cases import cpu_cases
-from tilewise.bench.first_call import first_call_seconds
-from tilewise.bench.gpu_cases import gpu_cases
-from tilewise.bench.implementations import Implementation, NotApplicable, Prepared
-from tilewise.bench.inputs import Inputs
+from suite import command, plots, report, results, runner, verdicts
+from suite.__main__ import main
+from suite.cases import Bar, Case, select
+from suite.cpu_cases import cpu_cases
+from suite.first_call import first_call_seconds
+from suite.gpu_cases import gpu_cases
+from suite.implementations import Implementation, NotApplicable, Prepared
+from suite.inputs import Inputs
+from suite.peers import implementations
+from suite.results import CaseResult, Measured, Results
 from tilewise.bench.memory import extra_memory
-from tilewise.bench.peers import implementations
-from tilewise.bench.results import CaseResult, Measured, Results
-from tilewise.cli import build_app
 from tilewise.errors import InvalidProblem, TilewiseError
 from tilewise.figures import INK
 
+ROOT = Path(__file__).parent.parent
 REGISTRIES = (cpu_cases("aarch64"), cpu_cases("x86_64"), gpu_cases())
 LIMITS = runner.Limits(seconds_per_case=0.02, max_seconds=60.0, threads=1)
 
@@ -336,10 +335,13 @@ def test_text_alone_needs_neither_rich_nor_typer_nor_matplotlib() -> None:
     code = (
         "import sys\n"
         "for name in ('rich', 'typer', 'matplotlib'): sys.modules[name] = None\n"
-        "from tilewise.bench.__main__ import main\n"
+        "from suite.__main__ import main\n"
         "sys.exit(main(['--device', 'cpu', '--list', '--only', 'overhead']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    path = os.pathsep.join([str(ROOT / "bench"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["overhead-n1"]
 
 
@@ -360,41 +362,29 @@ def test_text_command_runs_and_reports_a_stored_run(tmp_path: Path, capsys: pyte
     assert "auto, cpu or cuda" in capsys.readouterr().err
 
 
-def test_the_command_line_shows_a_stored_run(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    results.write(series(), path)
-    app, runs = build_app(), CliRunner()
-    shown = runs.invoke(app, ["bench", "--results", str(path), "--plots", str(tmp_path)], env={"COLUMNS": "200"})
-    assert shown.exit_code == 0, shown.output
-    assert "2.00x sdpa" in shown.output
-    assert (tmp_path / "bench-test-chip-1-2-threads-forward.svg").exists()
-    listed = runs.invoke(app, ["bench", "--device", "cpu", "--only", "first-call", "--list"])
-    assert listed.output.split() == ["first-call-cold", "first-call-cached"]
-    printed = runs.invoke(app, ["bench", "--results", str(path), "--json"])
-    assert json.loads(printed.stdout) == json.loads(path.read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize("contents", [None, "no JSON", "[]", '{"format": 1}', '{"format": 1, "cases": [{}]}'])
-def test_a_file_without_results_is_one_line_and_status_2(contents: str | None, tmp_path: Path) -> None:
+def test_a_file_without_results_is_one_line_and_status_2(
+    contents: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "run.json"
     if contents is not None:
         path.write_text(contents)
-    result = CliRunner().invoke(build_app(), ["bench", "--results", str(path)])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: results: expected a benchmark file")
-    assert len(result.stderr.splitlines()) == 1
+    assert main(["--results", str(path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: results: expected a benchmark file")
+    assert len(said.err.splitlines()) == 1
 
 
 def test_output_that_cannot_be_written_is_refused_before_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tilewise.cli.bench.execute", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "run.json"):
-        result = CliRunner().invoke(build_app(), ["bench", "--device", "cpu", "--output", str(path)])
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert result.stderr.startswith("error: output: expected a file that can be written")
-        assert len(result.stderr.splitlines()) == 1
+        assert main(["--device", "cpu", "--output", str(path)]) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith("error: output: expected a file that can be written")
+        assert len(said.err.splitlines()) == 1
     results.ensure_writable(tmp_path / "new" / "run.json")
     assert not (tmp_path / "new" / "run.json").exists()
 

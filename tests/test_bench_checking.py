@@ -9,13 +9,13 @@ import math
 import pytest
 import torch
 
-from tilewise.bench import runner
-from tilewise.bench.cases import Case
-from tilewise.bench.checking import Checker
-from tilewise.bench.cpu_cases import cpu_cases
-from tilewise.bench.implementations import Implementation, NotApplicable, Prepared, results_of
-from tilewise.bench.inputs import Inputs, make_inputs
-from tilewise.bench.peers import implementations
+from suite import runner
+from suite.cases import Case
+from suite.checking import Checker
+from suite.cpu_cases import cpu_cases
+from suite.implementations import Implementation, NotApplicable, Prepared, results_of
+from suite.inputs import Inputs, make_inputs
+from suite.peers import implementations
 
 small = functools.partial(
     dataclasses.replace, cpu_cases("x86_64")[0], measure="forward", dtype="float32", batch=2, num_heads=4,

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.bench import command
-from tilewise.bench import compile_ahead as ahead
-from tilewise.bench.__main__ import main
-from tilewise.bench.cases import Case
-from tilewise.bench.compile_ahead import compile_ahead
-from tilewise.bench.cpu_cases import cpu_cases
-from tilewise.bench.results import CaseResult
+from suite import command
+from suite import compile_ahead as ahead
+from suite.__main__ import main
+from suite.cases import Case
+from suite.compile_ahead import compile_ahead
+from suite.cpu_cases import cpu_cases
+from suite.results import CaseResult
 
 PLAIN = dataclasses.replace(cpu_cases("x86_64")[0], batch=1, seqlen_q=70, seqlen_k=70, implementations=("sdpa",))
 COMPILED = dataclasses.replace(PLAIN, name="other", measure="backward", implementations=("sdpa", "flex"))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.bench import plots, results
-from tilewise.bench.__main__ import main
-from tilewise.bench.cases import Case
-from tilewise.bench.results import CaseResult, Measured, Results
+from suite import plots, results
+from suite.__main__ import main
+from suite.cases import Case
+from suite.results import CaseResult, Measured, Results
 
 
 def measured(seqlen: int, seconds: float, graph: bool = False) -> CaseResult:
@@ -60,7 +60,7 @@ def test_a_run_without_matplotlib_keeps_its_figures(
 ) -> None:
     made = run(measured(64, 1e-3), measured(128, 1e-3))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("tilewise.bench.__main__.execute", lambda *_: made)
+    monkeypatch.setattr("suite.__main__.execute", lambda *_: made)
     kept = tmp_path / "run.json"
     assert main(["--device", "cpu", "--output", str(kept), "--plots", str(tmp_path)]) == 0
     assert f"--results {kept} --plots {tmp_path}" in capsys.readouterr().err

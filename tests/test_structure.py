@@ -1,6 +1,7 @@
 """The house rules that a test can check: imports flow one way, the environment has one reader, importing is cheap."""
 
 import ast
+import functools
 import graphlib
 import os
 import subprocess
@@ -55,7 +56,7 @@ ARROWS: dict[str, set[str]] = {
     "testing": SPINE | {"fp8", "api", "__init__", "backends", "dispatch", "validation"},
     "simulator": {"masks", "plan"},
     "explorer": {"device", "dispatch", "plan", "problem"},
-    "bench": SPINE | {"fp8", "api", "cascade", "__init__", "plan", "dispatch", "testing", "figures"},
+    "bench": {"api", "device", "testing"},
     "distributed": SPINE | {"backends", "canonical", "derivatives", "dispatch", "ops", "tracing", "validation"},
     "cli": SPINE
     | {"api", "__init__", "plan", "dispatch", "backends", "bench", "validation"}
@@ -75,6 +76,7 @@ def modules() -> list[tuple[str, Path]]:
     return found
 
 
+@functools.cache
 def imported(path: Path, *, for_types: bool = True) -> set[str]:
     """The tilewise modules that a file imports, in functions too, as dotted names below the package."""
     names: set[str] = set()
@@ -183,7 +185,8 @@ def test_importing_loads_torch_and_nothing_heavy() -> None:
 
 
 def test_importing_takes_under_50_ms_more_than_torch(tmp_path: Path) -> None:
-    """With bytecode, as installed: the first of the runs writes it."""
+    """With bytecode, as installed: the first of the runs writes it. A busy machine has several attempts."""
     code = "import torch, time; t = time.process_time(); import tilewise; print(time.process_time() - t)"
     bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    assert min(float(run_python(code, **bytecode)) for _ in range(8)) < 0.050
+    run_python(code, **bytecode)
+    assert any(float(run_python(code, **bytecode)) < 0.050 for _ in range(7))

@@ -1,15 +1,16 @@
-"""What the tables of the Hopper backend choose between, as short words: how its records are held against them.
+"""What the tables of the Hopper backend choose between, as short words, and problems that cover all of it.
 
 A kernel is compiled for a tile, head dims, a dtype, a mask, the way rows lie, and features. All combinations are some
-thousand; records have to hold every tile together with every one of the other choices that some problem makes, and
-with sinks one of them: those are added behind the loops.
+thousand; `cover` has every tile together with every one of the other choices that some problem makes, and with sinks
+one of them: those are added behind the loops.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,32 +18,96 @@ from tilewise import device
 from tilewise.backends.hopper import BACKEND, configs, decode_configs, decodes, fp8_configs
 from tilewise.problem import AttentionProblem
 
-__all__ = ["backward_choices", "decode_choices", "forward_choices", "fp8_choices", "missing", "taken", "variants"]
+__all__ = ["FAMILIES", "cover"]
 
 Choices = dict[str, str]
+Options = list[dict[str, Any]]
 HOPPER = device.named("h200")
 
+DTYPES: Options = [{"dtype": torch.bfloat16}, {"dtype": torch.float16}]
+MASKS: Options = [{}, {"causal": True}, {"window_left": 100, "window_right": 50}]
+SCORES: Options = [{}, {"softcap": 30.0}, {"has_sinks": True}]
+# Of unequal ones, a wider V and a narrower one, in column parts and without.
+UNEQUAL = ((64, 128), (192, 128), (256, 64))
+DIMS: Options = [{"d": d} for d in (64, 96, 128, 192, 256)] + [{"d": d, "head_dim_v": dv} for d, dv in UNEQUAL]
+LENGTHS: Options = [{"seqlen_q": n, "seqlen_k": n} for n in (1024, 2048, 4096, 8192)]
+EVERY_LENGTH: Options = [*LENGTHS, {"seqlen_q": 4000, "seqlen_k": 4000}]
+DENSE, PACKED = {"kind": "dense"}, {"kind": "varlen"}
+PAGES: Options = [{"kind": "paged", "page_size": size} for size in (64, 128, 256)]
+ROWS: Options = [DENSE, PACKED, {**PACKED, "batch": 8}, *PAGES, {**PAGES[0], "batch": 32}]
+GRADIENTS: Options = [{"needs_grad": True, "num_kv_heads": heads} for heads in (2, 4)]
+ORDERS: Options = [{}, {"deterministic": True}]
 
-def variants(*options: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Every combination of one of each, as one."""
-    for combination in itertools.product(*options):
-        yield {name: value for option in combination for name, value in option.items()}
+SMALL_PAGES: Options = [{"kind": "paged", "page_size": size} for size in (8, 16, 32, 64, 128)]
+DECODE_ROWS: Options = [DENSE, PACKED, *SMALL_PAGES, *[{**pages, "fp8": ("k", "v")} for pages in SMALL_PAGES]]
+DECODE_DIMS: Options = [{"d": 64}, {"d": 128}, {"d": 256}, {"d": 192, "head_dim_v": 128}]
+TOKENS: Options = [
+    {}, {"window_left": 999}, {"seqlen_q": 4, "causal": True}, {"seqlen_q": 4, "causal": True, "window_left": 999},
+]  # fmt: skip
+GROUPS: Options = [{"num_kv_heads": heads} for heads in (8, 4, 2)]
+BATCHES: Options = [{"batch": batch} for batch in (16, 1, 2, 4)]
+FP8_DIMS: Options = [{"d": 64}, {"d": 128}, {"d": 256}]
+SCALES: Options = [{}, {"scale_blocks": (128, 128, 128)}]
 
 
-def taken(problems: Iterable[AttentionProblem]) -> list[AttentionProblem]:
-    """Those that the backend takes."""
-    return [problem for problem in problems if BACKEND.supports(problem, HOPPER) is None]
+class Family(NamedTuple):
+    """Kernels with one table: the problem of some features, what it chooses, what features there are, the tiles."""
+
+    kernels: tuple[str, ...]
+    problem: Callable[..., AttentionProblem]
+    choices: Callable[[AttentionProblem], Choices]
+    options: tuple[Options, ...]
+    tiles: Callable[[], set[str]]
 
 
-def missing(
-    described: Iterable[AttentionProblem],
-    recorded: Iterable[AttentionProblem],
-    choices: Callable[[AttentionProblem], Choices],
-) -> dict[frozenset[tuple[str, str]], Choices]:
-    """A tile and a choice that a problem which the backend takes combines and no record does, with all it chooses."""
-    known = {pair for problem in recorded for pair in _pairs(choices(problem))}
-    found = [choices(problem) for problem in taken(described)]
-    return {pair: chosen for chosen in found for pair in _pairs(chosen) if pair not in known}
+def plain_problem(d: int, **features: Any) -> AttentionProblem:
+    """A problem of 4096 tokens a sequence; `d` is the head dim."""
+    values: dict[str, Any] = {
+        "kind": "dense", "dtype": torch.bfloat16, "batch": 2, "seqlen_q": 4096, "seqlen_k": 4096, "total_q": 8192,
+        "total_k": 8192, "num_heads": 4, "num_kv_heads": 2, "head_dim": d, "head_dim_v": d, "scale": 1.0,
+    }  # fmt: skip
+    return AttentionProblem(**values | features)
+
+
+def fp8_problem(**features: Any) -> AttentionProblem:
+    """The same in e4m3."""
+    return plain_problem(**{"fp8": ("q", "k", "v"), "scale_blocks": (128, 128, None)} | features)
+
+
+def decode_problem(d: int = 128, **features: Any) -> AttentionProblem:
+    """16 sequences of 8192 keys, one query each."""
+    batch, seqlen_q = features.get("batch", 16), features.get("seqlen_q", 1)
+    values: dict[str, Any] = {
+        "kind": "dense", "dtype": torch.bfloat16, "batch": 16, "seqlen_q": 1, "seqlen_k": 8192,
+        "total_q": batch * seqlen_q, "total_k": batch * 8192, "num_heads": 32, "num_kv_heads": 8, "head_dim": d,
+        "head_dim_v": d, "scale": 1.0,
+    }  # fmt: skip
+    return AttentionProblem(**values | features)
+
+
+def _problems(family: Family) -> Iterator[AttentionProblem]:
+    """Every combination of features that the backend takes, and these kernels compute."""
+    for combination in itertools.product(*family.options):
+        problem = family.problem(**{name: value for option in combination for name, value in option.items()})
+        if BACKEND.supports(problem, HOPPER) is None and decodes(problem) == (family.choices is decode_choices):
+            yield problem
+
+
+@functools.cache
+def cover(name: str) -> list[AttentionProblem]:
+    """Few problems that between them make every pair of a tile and another choice: the next is always the one that
+    adds most.
+    """
+    family = FAMILIES[name]
+    # Of problems that choose alike, one.
+    alike = {frozenset(_pairs(family.choices(problem))): problem for problem in _problems(family)}
+    missing = frozenset[frozenset[tuple[str, str]]]().union(*alike)
+    chosen = []
+    while missing:
+        most = max(alike, key=lambda pairs: len(pairs & missing))
+        chosen.append(alike[most])
+        missing -= most
+    return chosen
 
 
 def _pairs(chosen: Choices) -> list[frozenset[tuple[str, str]]]:
@@ -80,7 +145,6 @@ def backward_choices(problem: AttentionProblem) -> Choices:
 def decode_choices(problem: AttentionProblem) -> Choices:
     """Of decoding."""
     config = decode_configs.decode_config(problem, packed_queries=problem.seqlen_q > 1)
-    assert decodes(problem)
     return {
         "tile": f"{config.LANES} x {config.BLOCK_N} keys of {'e4m3' if config.IS_FP8 else '16 bits'}",
         "queries": f"{config.ROWS}",
@@ -111,3 +175,47 @@ def _common(problem: AttentionProblem) -> Choices:
         "scores": "plain" if problem.softcap is None else "softcap",
         "sinks": "some" if problem.has_sinks else "none",
     }
+
+
+def _rows_of(module: Any, kind: type) -> set[str]:
+    return {name for name, row in vars(module).items() if isinstance(row, kind)}
+
+
+def _decode_tiles() -> set[str]:
+    rows = {(tile, "16 bits") for tile in decode_configs.TILES} | {(tile, "e4m3") for tile in decode_configs.FP8_TILES}
+    # One lane of 128 keys in e4m3 fits nowhere that two of 64 do not, which come first.
+    rows -= {(decode_configs.DecodeTile(128, 1), "e4m3")}
+    return {f"{tile.LANES} x {tile.BLOCK_N} keys of {bits}" for tile, bits in rows}
+
+
+FAMILIES = {
+    "forward": Family(
+        ("forward_kernel", "forward_quad_kernel", "again_kernel"),
+        plain_problem,
+        forward_choices,
+        (DIMS, DTYPES, MASKS, ROWS, SCORES, LENGTHS),
+        lambda: _rows_of(configs, configs.ForwardTile),
+    ),
+    # Its kernels know nothing of sinks.
+    "backward": Family(
+        ("backward_kernel", "backward_wide_kernel", "backward_pieces_kernel", "query_gradient_kernel"),
+        plain_problem,
+        backward_choices,
+        (GRADIENTS, DIMS, DTYPES, MASKS, [DENSE, PACKED], SCORES[:2], EVERY_LENGTH, ORDERS),
+        set,
+    ),
+    "decode": Family(
+        ("decode_kernel",),
+        decode_problem,
+        decode_choices,
+        (DECODE_DIMS, DTYPES, TOKENS, GROUPS, DECODE_ROWS, BATCHES, SCORES),
+        _decode_tiles,
+    ),
+    "fp8": Family(
+        ("fp8_forward_kernel",),
+        fp8_problem,
+        fp8_choices,
+        (FP8_DIMS, DTYPES, MASKS, [DENSE, PACKED], SCORES, SCALES),
+        lambda: _rows_of(fp8_configs, fp8_configs.Fp8Tile),
+    ),
+}

@@ -6,7 +6,6 @@ launcher runs, against a driver that launches nothing (fake_cuda).
 
 from __future__ import annotations
 
-import collections
 import functools
 import importlib
 from collections.abc import Callable, Iterator
@@ -179,17 +178,6 @@ def test_an_address_that_is_not_aligned_gets_a_kernel_of_its_own(h200: FakeCuda,
     assert aligned.keys() - other.keys() == {(k, 0), (k, 1), (k, 2), (k, 3)}
 
 
-def test_strides_that_are_not_aligned_get_a_kernel_of_their_own(h200: FakeCuda, compiled: Compiled) -> None:
-    wide = torch.zeros(1, 2, 200, 68, dtype=BF16)
-    for operands in (operands_of(200), operands_of(200)._replace(v=wide[..., :64])):
-        problem, ready = problem_of(operands)
-        TRITON.forward(problem, ready)
-    assert len(compiled.names) == 2
-    v = compiled.sources[0].fn.arg_names.index("v")
-    assert (v, 3) in compiled.sources[0].attrs
-    assert (v, 3) not in compiled.sources[1].attrs
-
-
 def test_hopper_copies_what_tma_cannot_address(h200: FakeCuda, compiled: Compiled) -> None:
     operands = operands_of(300)
     for q in (operands.q, shifted(operands.q, 1), operands.q[:, :1].expand(1, 2, 300, 64)):
@@ -198,16 +186,6 @@ def test_hopper_copies_what_tma_cannot_address(h200: FakeCuda, compiled: Compile
         HOPPER.forward(problem, ready)
         assert h200.seen().launches == 1
     assert compiled.names == ["forward_quad_kernel"]
-
-
-def test_nothing_is_compiled_in_but_types_and_alignment(h200: FakeCuda, compiled: Compiled) -> None:
-    """Neither sizes, nor the band, nor scalars appear among constants and attributes."""
-    problem, ready = problem_of(operands_of(256, heads=1), causal=True, window_left=16, scale=1.0)
-    TRITON.forward(problem, ready)
-    source = compiled.sources[0]
-    for name in ("sizes", "band", "scalars"):
-        index = source.fn.arg_names.index(name)
-        assert not [path for path in (*source.attrs, *source.constants) if path[0] == index]
 
 
 @pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])
@@ -291,34 +269,6 @@ def test_the_driver_gets_the_descriptors_of_hopper_kernels(h200: FakeCuda) -> No
     assert got["lse_ptr"] == lse.data_ptr()
     assert got["sizes.num_tiles"] == 3 * 8  # 128 rows a tile
     assert h200.seen().threads == 384
-
-
-def test_tensor_maps_are_encoded_once_for_all_addresses(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, ready = problem_of(operands_of(300))
-    kernels: Any = HOPPER.bind_forward(problem, ready, want_lse=True)
-    made: list[Tensor] = []
-    monkeypatch.setattr(kernels, "_allocate", lambda *_: made.pop(0))
-
-    def maps_of(q: Tensor) -> int:
-        made[:] = results
-        h200.expect()
-        kernels((q, *ready[1:3]))
-        return h200.seen().maps
-
-    results = [torch.empty_strided(*allocation[:2], dtype=allocation[2]) for allocation in kernels._made]
-    assert [maps_of(ready.q) for _ in range(3)] == [4, 0, 0]
-    elsewhere = torch.zeros_like(ready.q)
-    assert [maps_of(elsewhere) for _ in range(2)] == [4, 0]
-    assert maps_of(ready.q) == 0
-
-
-def test_what_is_laid_out_is_bounded_for_all_passes_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "MAX_FILLED", 5)
-    monkeypatch.setattr(launching, "_order", functools.cache(collections.deque))
-    passes: list[dict[tuple[int, ...], Any]] = [{} for _ in range(4)]
-    for number in range(12):
-        launching._remember(passes[number % 4], (0, number), number)
-    assert [list(known.values()) for known in passes] == [[8], [9], [10], [7, 11]]
 
 
 def test_hooks_see_direct_launches(h200: FakeCuda) -> None:

@@ -5,7 +5,6 @@ With 3 SMs and one K/V head a wave, most heads here are finished by the preparer
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -72,46 +71,3 @@ def test_too_short_a_ring_is_a_deadlock(short_ring: Callable[[str], Any], monkey
     monkeypatch.setattr(gluon_emulator, "DEADLOCK_S", 1.0)
     with pytest.raises(RuntimeError, match="deadlock"):
         check_backward(CASE, short_ring)
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(
-    ("heads", "seqlens", "batch", "num_sms"),
-    [
-        (16, (1024, 1024), 16, 132),
-        (32, (4096, 4096), 2, 132),
-        (3, (128, 128), 300, 132),
-        (1, (128, 128), 1, 132),
-        (5, (4096, 4096), 3, 132),
-        (7, (512, 512), 9, 132),
-        (16, (1024, 16384), 4, 132),
-        (16, (1024, 16384), 4, 78),
-        (16, (1024, 12800), 4, 32),
-        (16, (2048, 8192), 4, 132),
-        (16, (3072, 16384), 4, 60),
-    ],
-)
-def test_everybody_waits_for_smaller_numbers(
-    heads: int,
-    seqlens: tuple[int, int],
-    batch: int,
-    num_sms: int,
-    causal: bool,
-    emulated: Callable[[str], Any],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(emulated("configs"), "finishes_inside", lambda _: True)
-    case = Case(128, batch=batch, heads=(heads, heads), seqlens=seqlens, causal=causal)
-    chip = dataclasses.replace(device.named("h200"), num_sms=num_sms)
-    plan = emulated("backward_plan").backward_plan(case.problem, chip)
-    sizes, lag = plan.key_sizes, plan.lag
-    tiles: dict[int, list[int]] = {}
-    for tile in range(sizes.num_tiles):
-        tiles.setdefault(int(emulated("schedule").place_of(tile, sizes, False)[1]), []).append(tile)
-    numbers = sizes.num_tiles + plan.key_grid[0]
-    for item in range(plan.finished_items):
-        shares = [tile + lag for tile in tiles[item]]
-        assert max(tiles[item]) < min(shares)
-        assert max(shares) < numbers
-        assert max(shares) < min(tiles.get(item + plan.ring_items, [numbers]))
-    assert sizes.num_items - plan.ring_items <= plan.finished_items

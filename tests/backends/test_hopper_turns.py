@@ -1,75 +1,19 @@
-"""Who computes which tiles of the forward: blocks are taken late, and key tiles that nobody of 64 rows sees are not."""
+"""Which tiles of the forward are computed: key tiles that nobody of 64 rows sees are not."""
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import threading
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from gluon_emulator import MODE
-from test_hopper_protocol import Case, check_forward, emulated  # noqa: F401  (emulated: a fixture)
+from test_hopper_protocol import emulated  # noqa: F401  (a fixture)
 from tilewise import masks
 
 pytestmark = pytest.mark.slow
 
 Emulated = Callable[[str], Any]
-
-
-def test_the_next_block_is_taken_behind_all_keys_of_this_one(
-    emulated: Emulated,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Taken at its start, the next one waits for its end: D=256, causal, 16384, 1620 us instead of 1497."""
-    forward = emulated("forward")
-    plain_keys, plain_take, plain_count = forward.load_keys, forward.take_tile, forward.key_tiles
-    left: defaultdict[int, int] = defaultdict(int)  # key tiles of this block that a producer has not asked for yet
-    taken = []
-
-    def count_tiles(*args: Any) -> Any:
-        last, count = plain_count(*args)
-        left[threading.get_ident()] = int(count)
-        return last, count
-
-    def load(*args: Any) -> Any:
-        left[threading.get_ident()] -= 1
-        return plain_keys(*args)
-
-    def take(*args: Any) -> Any:
-        taken.append(left[threading.get_ident()])
-        return plain_take(*args)
-
-    MODE.late_loads = False
-    emulated("launch").forward_pass.cache_clear()
-    for name, wrapped in (("load_keys", load), ("take_tile", take), ("key_tiles", count_tiles)):
-        monkeypatch.setattr(forward, name, wrapped)
-    check_forward(Case(256, seqlens=(600, 600), heads=(1, 1), causal=True), emulated)
-    assert taken
-    assert set(taken) == {0}
-
-
-SHAPES = list(itertools.product((64, 128, 256), (1024, 4096, 16384)))
-
-
-@pytest.mark.parametrize(("head_dim", "seqlen"), SHAPES, ids=str)
-def test_light_blocks_come_last(head_dim: int, seqlen: int, emulated: Emulated) -> None:  # noqa: F811
-    """Blocks handed out in their order to 132 SMs that are free keep these busy 95 % of the time.
-
-    A block is counted as two key tiles more than it has, for its beginning and end.
-    """
-    schedule, launch = emulated("schedule"), emulated("launch")
-    case = Case(head_dim, batch=16384 // seqlen, heads=(2048 // head_dim,) * 2, seqlens=(seqlen, seqlen), causal=True)
-    config = emulated("configs").forward_config(case.problem)
-    sizes = launch.sizes_of(case.problem, config, 2)
-    busy = [0] * (132 * config.CTAS_PER_SM)
-    for tile in range(sizes.num_tiles):
-        block, _ = schedule.place_of(tile, sizes, True)
-        heapq.heapreplace(busy, busy[0] + 2 + int(schedule.key_tiles(block, seqlen, seqlen, sizes, config)[1]))
-    assert sum(busy) >= 0.95 * len(busy) * max(busy)
 
 
 @pytest.mark.parametrize("band", [(None, 0), (0, 0), (70, 0), (3, 40), (None, 33), (200, 200)], ids=str)

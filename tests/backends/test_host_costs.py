@@ -1,16 +1,13 @@
-"""What a repeated GPU call costs the host, counted without a GPU: torch operators, allocations, launches, Python calls.
+"""What a repeated GPU call makes the device and torch do, counted without a GPU: operators, allocations, launches.
 
-Counts do not depend on the machine, so a step that creeps into the path of every call is seen here first;
-bench/gpu_overhead.py says what they cost on a GPU.
+bench/gpu_overhead.py says what calls cost the host on a GPU.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,21 +24,14 @@ __all__ = ["fake_cuda", "h200"]
 pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
 GPUS = ("hopper", "triton")
-PACKAGE = str(Path(tilewise.__file__).parent)
-# Functions of this package that a call may enter, but for comprehensions and for FILLING, which runs where
-# memory is handed out at a new address.
-FRAMES = {"hopper": 10, "triton": 12}
-TRAINING_FRAMES = {"hopper": 17, "triton": 21}
-FILLING = ("_named", "filled", "at", "aligned", "_driver_version", "_remember", "_order")
 
 
 class Cost(NamedTuple):
-    """Of one call: operators that torch dispatched, blocks of memory it gave out, kernels, frames of Python code."""
+    """Of one call: operators that torch dispatched, blocks of memory it gave out, kernels."""
 
     operators: dict[str, int]
     allocations: int
     launches: int
-    frames: int
 
 
 @pytest.fixture
@@ -76,25 +66,7 @@ def cost_of(run: Callable[[], Any], gpu: FakeCuda) -> Cost:
     events = profile.profiler.kineto_results.events()
     operators = Counter(event.name() for event in events if event.name().startswith("aten::"))
     given_out = [event for event in events if event.name() == "[memory]" and event.nbytes() > 0]
-    return Cost(dict(operators), len(given_out), launches, frames_of(run))
-
-
-def frames_of(run: Callable[[], Any]) -> int:
-    """Python functions of this package that a call enters."""
-    count = 0
-
-    def seen(frame: Any, event: str, _: Any) -> None:
-        nonlocal count
-        code = frame.f_code
-        own = code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<") and code.co_name not in FILLING
-        count += event == "call" and own
-
-    sys.setprofile(seen)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return count
+    return Cost(dict(operators), len(given_out), launches)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -103,13 +75,12 @@ def test_a_forward_call(gpu: str, layout: str, gpus: FakeCuda) -> None:
     """out, and lse, which nobody asked for; one kernel, no view of anything in any layout."""
     q, k, v = rows(1, 128, 128, 64)
     cost = cost_of(lambda: tilewise.attention(q, k, v, causal=True, layout=layout, backend=gpu), gpus)
-    assert cost[:3] == ({}, 2, 1)
-    assert cost.frames <= FRAMES[gpu]
+    assert cost == ({}, 2, 1)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_a_training_call(gpu: str, gpus: FakeCuda) -> None:
-    """out, lse; dq, dk, dv, a workspace; four kernels, three of Triton's for short sequences."""
+    """out, lse; dq, dk, dv, a workspace; four kernels."""
     q, k, v = rows(1, 4, 256, 64, grad=True)
     dout = torch.zeros(1, 4, 256, 64, dtype=BF16)
 
@@ -117,8 +88,7 @@ def test_a_training_call(gpu: str, gpus: FakeCuda) -> None:
         return torch.autograd.grad(tilewise.attention(q, k, v, causal=True, backend=gpu), (q, k, v), dout)
 
     cost = cost_of(run, gpus)
-    assert cost[:3] == ({}, 6, 3 if gpu == "triton" else 4)
-    assert cost.frames <= TRAINING_FRAMES[gpu]
+    assert cost == ({}, 6, 4)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -131,8 +101,7 @@ def test_a_packed_call(gpu: str, gpus: FakeCuda) -> None:
         return tilewise.attention_varlen(q, k, v, cu, cu, max_seqlen_q=156, max_seqlen_k=156, backend=gpu)
 
     cost = cost_of(run, gpus)
-    assert cost[:3] == ({}, 2, 2)
-    assert cost.frames <= FRAMES[gpu]
+    assert cost == ({}, 2, 2)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -147,7 +116,6 @@ def test_a_packed_training_call(gpu: str, gpus: FakeCuda) -> None:
 
     cost = cost_of(run, gpus)
     assert cost.operators == {}
-    assert cost.frames <= TRAINING_FRAMES[gpu]
 
 
 @pytest.mark.parametrize(("gpu", "allocations", "kernels"), [("hopper", 2, 1), ("triton", 2, 2)])
@@ -161,8 +129,7 @@ def test_decode_calls(gpu: str, allocations: int, kernels: int, gpus: FakeCuda) 
         lambda: tilewise.attention_paged(new, k_pages, v_pages, table, lengths, backend=gpu),
     ):
         cost = cost_of(run, gpus)
-        assert cost[:3] == ({}, allocations, kernels)
-        assert cost.frames <= FRAMES[gpu]
+        assert cost == ({}, allocations, kernels)
 
 
 @pytest.mark.parametrize(("gpu", "kernels"), [("hopper", 1), ("triton", 2)])
@@ -172,7 +139,6 @@ def test_index_tensors_of_int64_cost_their_conversion(gpu: str, kernels: int, gp
     cost = cost_of(lambda: tilewise.attention_paged(q, k, v, table, lengths, backend=gpu), gpus)
     assert cost.operators == dict.fromkeys(("aten::to", "aten::_to_copy", "aten::empty_strided", "aten::copy_"), 2)
     assert (cost.allocations, cost.launches) == (4, kernels)
-    assert cost.frames <= FRAMES[gpu] + 2
 
 
 @pytest.mark.parametrize(("gpu", "made", "kernels"), [("hopper", 2, 2), ("triton", 2, 1)])
@@ -180,8 +146,7 @@ def test_fp8_calls(gpu: str, made: int, kernels: int, gpus: FakeCuda) -> None:
     """Containers are taken apart, then it is a call like any other; on Hopper V is transposed into scratch first."""
     q, k, v = (fp8.quantize(x, granularity="block") for x in rows(1, 8, 1024, 128))
     dense = cost_of(lambda: tilewise.attention(q, k, v, causal=True, backend=gpu), gpus)
-    assert dense[:3] == ({}, made, kernels)
-    assert dense.frames <= FRAMES[gpu] + 1
+    assert dense == ({}, made, kernels)
     cu = torch.tensor([0, 100, 256], dtype=torch.int32)
     q8, k8, v8 = (fp8.quantize(x, cu_seqlens=cu) for x in rows(256, 4, 64))
 
@@ -191,7 +156,6 @@ def test_fp8_calls(gpu: str, made: int, kernels: int, gpus: FakeCuda) -> None:
     varlen = cost_of(run, gpus)
     assert varlen.operators == {}
     assert varlen.launches == kernels + 1
-    assert varlen.frames <= FRAMES[gpu] + 1
 
 
 @pytest.mark.parametrize("gpu", ["auto", "triton"])
@@ -215,9 +179,7 @@ def test_a_call_with_a_shared_prefix(gpu: str, e4m3: bool, gpus: FakeCuda, monke
         return tilewise.attention_paged(q, *pages, table, whole, shared_prefix=hint, backend=gpu)
 
     cost = cost_of(run, gpus)
-    assert cost[:3] == ({}, 2, 2)
-    # Containers are taken apart, too.
-    assert cost.frames <= FRAMES["hopper" if gpu == "auto" else gpu] + 1 + e4m3
+    assert cost == ({}, 2, 2)
     # Numbers of int64 are converted before the kernels read them.
     hint = hint._replace(own_table=alone.long(), own_seqlens=lengths.long())
     assert cost_of(run, gpus).operators["aten::_to_copy"] == 2
@@ -280,8 +242,6 @@ def test_gradients_that_lie_otherwise(gpus: FakeCuda) -> None:
             results, given = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
             found = torch.autograd.grad(results, (q, k, v), given, retain_graph=True)
             assert [g.shape for g in found] == [q.shape] * 3
-            # Statistics, dK and dV, dQ; the first and the last in one for short sequences.
-            joined = gpu == "triton" and dlse is None
-            assert gpus.seen().launches == (2 if joined else 3)
+            assert gpus.seen().launches == 3  # statistics, dK and dV, dQ
         (dk,) = torch.autograd.grad(out, k, dout)
         assert dk.shape == k.shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("triton", minversion="3.6")
-machine_code = pytest.importorskip("tilewise.backends.hopper.machine_code")
+machine_code = pytest.importorskip("machine_code")
 
 SCORES = ["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT", "MUFU.EX2 R3, R4"]
 MASK = ["ISETP.GE.AND P2, PT, R5, 0x8, PT", "FSEL R3, R3, RZ, P2"] * 32

@@ -17,7 +17,7 @@ from tilewise.numerics import dropout_keep
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 from tilewise.testing import BackendImplementation, Case, Nonconformance, check, installed
-from tilewise.testing.generation import pair_cases, single_cases, size_cases
+from tilewise.testing.generation import single_cases
 from tilewise.testing.special import special_cases
 from tilewise.testing.threads import one_thread
 
@@ -305,8 +305,8 @@ def single_threaded() -> Iterator[None]:
 
 CORRECT = ToyBackend()
 FAST = (single_cases() + special_cases())[::4]
-# Python loops over tiles are slow: of the pairs and sizes every fifth.
-SLOW = [case for case in single_cases() + special_cases() if case not in FAST] + (pair_cases() + size_cases())[::5]
+# The others in which mutants are looked for.
+SLOW = [case for case in single_cases() + special_cases() if case not in FAST]
 
 
 def fault_of(backend: ToyBackend, case: Case) -> Nonconformance | None:

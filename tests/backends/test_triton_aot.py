@@ -1,7 +1,7 @@
 """The hot Triton kernels compile for their architecture without a GPU, within its resources, and as they were meant.
 
 The calls come from the passes that the launch path prepares, and are compiled by the function it compiles with, so what
-is compiled here is what runs there. What every shipped configuration takes is in test_triton_records.py.
+is compiled here is what runs there. The exhaustive run compiles every row of the tables for every architecture.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,12 +21,17 @@ from tilewise import validation
 from tilewise.backends.triton import BACKEND
 from tilewise.canonical import canonical
 from tilewise.operands import Flags, Operands, Wanted
+from triton_cases import calls_of as calls_of_case
+from triton_cases import places, problem_of
 
 triton = pytest.importorskip("triton")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 launching = pytest.importorskip("tilewise.backends.gpu.launching")
 launch = pytest.importorskip("tilewise.backends.triton.launch")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
+operand_views = pytest.importorskip("tilewise.backends.gpu.offline").operand_views
+passes = pytest.importorskip("tilewise.backends.triton.passes")
+planning = pytest.importorskip("tilewise.backends.triton.planning")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(triton.knobs.runtime.interpret), reason="kernels are interpreted, not compiled"),
@@ -37,6 +43,10 @@ if TYPE_CHECKING:
 BF16 = torch.bfloat16
 # Bytes of registers that may go through memory in a kernel of the fast table (bf16, head_dim 64 and 128).
 SPILL_LIMIT = 256
+# And in any kernel: wide heads take more registers than a thread has.
+MOST_SPILLED = 4096
+# Of the architectures that have no test of their own, in the ordinary run.
+SAMPLE = (("rtx5090", "causal", 64), ("b200", "decode", 128), ("l40s", "decode e4m3", 128))
 
 
 class Built(NamedTuple):
@@ -169,7 +179,9 @@ def assert_fits(built: Built, device: str) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("device", "length"), [("h200", 300), ("h200", 1024), ("a100", 300)])
+@pytest.mark.parametrize(
+    ("device", "length"), [("h200", 300), pytest.param("h200", 1024, marks=pytest.mark.exhaustive), ("a100", 300)]
+)
 def test_hot_kernels(device: str, length: int, head_dim: int) -> None:
     for call in calls_of(device, head_dim, BF16, length, length, causal=True):
         built = build(call, device)
@@ -200,7 +212,12 @@ def test_packed_kernels() -> None:
 
 @pytest.mark.parametrize(
     ("seqlen_k", "flags"),
-    [(300, {}), (300, {"causal": True}), (4096, {"causal": True}), (4096, {"causal": True, "window_left": 100})],
+    [
+        pytest.param(300, {}, marks=pytest.mark.exhaustive),
+        (300, {"causal": True}),
+        (4096, {"causal": True}),
+        pytest.param(4096, {"causal": True, "window_left": 100}, marks=pytest.mark.exhaustive),
+    ],
     ids=["few_keys", "few_keys_causal", "many_keys", "window"],
 )
 @pytest.mark.parametrize(("head_dim", "programs"), [(64, 4), (128, 3)])
@@ -239,7 +256,11 @@ def test_forward_of_rows_that_lie_otherwise(packed: bool, rows: str) -> None:
     assert build(call, "h200").spilled == 0
 
 
-@pytest.mark.parametrize("flags", [{}, {"causal": True, "window_left": 100}], ids=["full", "window"])
+@pytest.mark.parametrize(
+    "flags",
+    [{}, pytest.param({"causal": True, "window_left": 100}, marks=pytest.mark.exhaustive)],
+    ids=["full", "window"],
+)
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(128, 64), (64, 128)])
 def test_forward_of_values_of_another_width(head_dim: int, head_dim_v: int, flags: dict[str, Any]) -> None:
     """The tiles that were measured with equal widths would lose the queries of 128 columns beside 64."""
@@ -278,3 +299,60 @@ def test_dropout_within_a_larger_problem() -> None:
     built = build(within[0], "h200")
     assert_fits(built, "h200")
     assert built.spilled == 0
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, id=" ".join(map(str, place)), marks=() if place in SAMPLE else pytest.mark.exhaustive)
+        for place in places()
+    ],
+)
+def test_every_case_fits_its_architecture(place: tuple[str, str, int]) -> None:
+    device = place[0]
+    for call in calls_of_case(*place):
+        built = build(call, device)
+        assert_fits(built, device)
+        assert built.spilled <= MOST_SPILLED, built.name
+
+
+def rows_of(table: Any) -> Iterator[Any]:
+    """The rows of a table of tables."""
+    for inner in table.values():
+        yield from rows_of(inner) if isinstance(inner, dict) else [inner]
+
+
+def test_every_row_of_the_tables_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the cases, so that the exhaustive run compiles it."""
+    taken: set[int] = set()
+    choose = configs.choose
+
+    def noted(*arguments: Any) -> Any:
+        chosen = choose(*arguments)
+        taken.add(id(chosen))
+        return chosen
+
+    monkeypatch.setattr(configs, "choose", noted)
+    for place in places():
+        calls_of_case(*place)
+    rows = [row for table in vars(configs).values() if isinstance(table, dict) for row in rows_of(table)]
+    rows = [row for row in rows if isinstance(row, configs.Config)]
+    assert len(rows) > 60
+    assert [row for row in rows if id(row) not in taken] == []
+
+
+@pytest.mark.parametrize("device", ["a100", pytest.param("h200", marks=pytest.mark.exhaustive)])
+def test_three_products_of_tf32(device: str) -> None:
+    """fp32 is multiplied by no matrix unit; asked for, every product becomes three of TF32 parts."""
+    problem, spec = problem_of("fp32", 64), devices.named(device)
+    views = operand_views(problem, packed_queries=True)
+    views |= {name: made.view for name, made in launch.result_allocations(problem, views).items()}
+    products = {}
+    for precision in ("ieee", "tf32", "tf32x3"):
+        (call,) = passes.forward_calls(planning.plan_for(problem, spec, False, precision), views)
+        built = build(call, device)
+        products[precision] = len(re.findall(r"\bw?g?mma\S*\.f32\.tf32\.tf32", built.ptx))
+        assert built.spilled == 0
+    # Two products of 32 x 32 x 64, each in pieces of 16 x 8 x 8 by four warps.
+    pieces = 2 * (32 // 16) * (32 // 8) * (64 // 8) // 2
+    assert products == {"ieee": 0, "tf32": pieces, "tf32x3": 3 * pieces}

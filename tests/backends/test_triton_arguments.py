@@ -51,14 +51,6 @@ def test_rows_far_apart_are_reached_with_64_bits() -> None:
     assert compilation.type_name(Multiple(4096, 8, wide=True)) == "i64"
 
 
-def test_an_experiment_leaves_no_splits_behind() -> None:
-    problem, h200 = problem_with(kind="dense", batch=1, seqlen_k=1024, total_k=1024), devices.named("h200")
-    with configs.overridden({"decode": configs.Config(16, 128, 8, 3)}):
-        tried = planning.plan_for(problem, h200, packed_q=False).num_splits
-    kept = planning.plan_for(problem, h200, packed_q=False).num_splits
-    assert (tried, kept) == (8, 16)
-
-
 @pytest.mark.parametrize("strides", [(512, 128, 1), (128, 128 * 4000, 1), (3 * 512, 128, 1)])
 def test_boxes_of_packed_rows_end_with_a_sequence(strides: tuple[int, int, int]) -> None:
     """Coordinates of a sequence's rows lead to their addresses, modulo 2^64 as hardware counts, and past its end there

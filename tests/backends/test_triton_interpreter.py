@@ -175,8 +175,8 @@ def test_slots_of_many_sequences() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
 @pytest.mark.parametrize(
     ("flags", "descriptors"),
-    [({}, True), ({"causal": True}, True), ({"window": (7, 3)}, True), ({"causal": True}, False)],
-    ids=["full", "causal", "window", "causal_by_pointers"],
+    [({"causal": True}, True), ({"window": (7, 3)}, True), ({"causal": True}, False)],
+    ids=["causal", "window", "causal_by_pointers"],
 )
 def test_joined_loops(flags: dict[str, Any], descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Hopper: masked tiles in the loop of the others, for packed sequences with ragged ends and shared heads."""
@@ -190,7 +190,7 @@ def test_joined_loops(flags: dict[str, Any], descriptors: bool, monkeypatch: pyt
 
     monkeypatch.setattr(driver, "materialised", noted)
     generator = torch.Generator().manual_seed(1)
-    lengths = (37, 0, 16, 5)
+    lengths = (37, 0, 5)
     q, k, v, dout = (torch.randn(sum(lengths), heads, 16, generator=generator) for heads in (2, 1, 1, 2))
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     leaves = tuple(t.requires_grad_() for t in (q, k, v))
@@ -209,7 +209,7 @@ def test_joined_loops(flags: dict[str, Any], descriptors: bool, monkeypatch: pyt
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
 @pytest.mark.parametrize(
     ("causal", "joined", "most_programs"),
-    [(False, False, 65535), (True, False, 0), (False, True, 0), (True, True, 65535)],
+    [(True, False, 0), (False, True, 0), (True, True, 65535)],
 )
 def test_boxes(causal: bool, joined: bool, most_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles by descriptors, in two loops and in one: ragged ends, both layouts, heads that share their keys, and packed
@@ -227,7 +227,7 @@ def test_boxes(causal: bool, joined: bool, most_programs: int, monkeypatch: pyte
         return made[-1]
 
     monkeypatch.setattr(passes, "box_descriptors", noted)
-    q, k, v = torch.randn(2, 4, 37, 16), torch.randn(2, 2, 53, 16), torch.randn(2, 2, 53, 16)
+    q, k, v = torch.randn(2, 2, 37, 16), torch.randn(2, 1, 53, 16), torch.randn(2, 1, 53, 16)
     starts = torch.tensor([0, 5, 5, 38, 55], dtype=torch.int32)
     row_q, row_k, row_v = (torch.randn(58, 4, 16) for _ in range(3))
     bad_q, bad_k, bad_v = (
@@ -239,18 +239,16 @@ def test_boxes(causal: bool, joined: bool, most_programs: int, monkeypatch: pyte
         q2, k2, v2 = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         other = tilewise.attention(q2, k2, v2, causal=causal, layout="bshd", backend="triton")
         packed = tilewise.attention_varlen(bad_q, bad_k, bad_v, starts, starts, causal=causal, backend="triton")
-        shared = [x[:, :1].expand(x.shape) for x in (k, v)]
-        of_all = tilewise.attention(q, *shared, causal=causal, backend="triton")
-        copied = tilewise.attention(q, *(x.contiguous() for x in shared), causal=causal, backend="triton")
+        of_all = tilewise.attention(q, *(x.expand(2, 2, 53, 16) for x in (k, v)), causal=causal, backend="triton")
     want = tilewise.attention(q.double(), k.double(), v.double(), causal=causal, backend="reference")
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-6)
-    assert torch.equal(of_all, copied)
+    assert torch.equal(of_all, out)
     assert torch.equal(other.transpose(1, 2), out)
     row_q, row_k, row_v = (x.double() for x in (row_q, row_k, row_v))
     want = tilewise.attention_varlen(row_q, row_k, row_v, starts, starts, causal=causal, backend="reference")
     torch.testing.assert_close(packed[:38].double(), want[:38], rtol=0, atol=2e-6)
     assert not packed[55:].any()
-    assert [made_here["q_desc"] is not None for made_here in made] == [True] * 5  # and not by pointers
+    assert [made_here["q_desc"] is not None for made_here in made] == [True] * 4  # and not by pointers
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")

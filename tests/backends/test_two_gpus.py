@@ -39,9 +39,8 @@ CACHES = {
     "hopper.launch_backward": ("backward_pass",),
     "hopper.launch_decode": ("decode_pass",),
 }
-# Kernels of a call: forward, backward (statistics, dK and dV, dQ; the first and last are one of Triton's for short
-# sequences) and decoding, whose parts Triton merges in a second.
-KERNELS = {"forward": (1, 1), "backward": (2, 3), "decode": (2, 1)}
+# Kernels of a call: forward, backward (statistics, dK and dV, dQ) and decoding, whose parts Triton merges in a second.
+KERNELS = {"forward": (1, 1), "backward": (3, 3), "decode": (2, 1)}
 
 
 @pytest.fixture(params=["streams of their own", "default streams"])

@@ -1,20 +1,9 @@
-"""Problems that between them take every row of the Triton backend's tables, on every architecture, and what their
-kernels compile to: registers, bytes of them that lie in memory, shared memory.
-
-`python tests/backends/triton_cases.py` prints the table that is recorded in triton_records.csv.
-"""
+"""Problems that between them take every row of the Triton backend's tables, on every architecture."""
 
 from __future__ import annotations
 
-import csv
-import functools
-import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,9 +15,8 @@ from tilewise.problem import AttentionProblem
 if TYPE_CHECKING:
     from tilewise.backends.gpu.symbols import KernelCall
 
-__all__ = ["CASES", "Case", "Used", "calls_of", "places", "recorded", "used_by"]
+__all__ = ["CASES", "EVERYWHERE", "Case", "calls_of", "places", "problem_of"]
 
-FIELDS = ("device", "case", "head_dim", "kernel", "registers", "spilled", "shared")
 EVERYWHERE = ("h200", "a100", "l40s", "b200", "rtx5090")
 WIDTHS = (64, 128, 256, 512)
 
@@ -81,16 +69,6 @@ CASES: dict[str, Case] = {
 }
 
 
-class Used(NamedTuple):
-    """What a compiled kernel takes of a multiprocessor: registers a thread and bytes of those that lie in memory, bytes
-    of shared memory a program.
-    """
-
-    registers: int
-    spilled: int
-    shared: int
-
-
 def places() -> Iterator[tuple[str, str, int]]:
     """(device, case, head_dim) of all that is compiled."""
     for name, case in CASES.items():
@@ -117,51 +95,3 @@ def calls_of(device: str, name: str, head_dim: int) -> list[KernelCall]:
         problem = replace(problem, needs_grad=False)
     assert BACKEND.supports(problem, spec) is None
     return offline.calls_of(problem, spec)
-
-
-def used_by(call: KernelCall, device: str) -> Used:
-    """Compile one call as the launch path does, but for a device that is not here."""
-    from tilewise.backends.gpu import compilation
-
-    compiled = compilation.compile_call(call, devices.named(device), -1)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [_tool("cuobjdump"), "--dump-resource-usage", file.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
-    assert found is not None
-    return Used(int(found[1]), int(found[2]), compiled.metadata.shared)
-
-
-def _tool(name: str) -> str:
-    import triton
-
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
-
-
-@functools.cache
-def recorded() -> dict[tuple[str, str, int], dict[str, Used]]:
-    """By place and kernel, as Triton 3.6.0 compiled it."""
-    found: dict[tuple[str, str, int], dict[str, Used]] = {}
-    with Path(__file__).with_name("triton_records.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            place = (row["device"], row["case"], int(row["head_dim"]))
-            numbers = Used(*(int(row[field]) for field in FIELDS[-3:]))
-            found.setdefault(place, {})[row["kernel"]] = numbers
-    return found
-
-
-def write(file: Any) -> None:
-    """Compile all of it and print the table."""
-    table = csv.writer(file, lineterminator="\n")
-    table.writerow(FIELDS)
-    for device, name, head_dim in places():
-        calls = {call.kernel.__name__: call for call in calls_of(device, name, head_dim)}
-        for kernel, call in calls.items():
-            table.writerow((device, name, head_dim, kernel, *used_by(call, device)))
-        file.flush()
-
-
-if __name__ == "__main__":
-    write(sys.stdout)

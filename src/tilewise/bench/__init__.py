@@ -1,12 +1,7 @@
-"""Benchmarks: tilewise and its peers on the same problems in one process, checked, in turn, with the bars to clear.
+"""What `tilewise bench` runs: a few everyday calls beside torch's attention, each result checked before it is timed.
 
-    python -m tilewise bench --quick            # or python -m tilewise.bench, which needs neither typer nor rich
-
-docs/benchmarks.md says what is measured and how.
+The project's own benchmark, with its peers, goals and plots, lies in bench/ of the repository and uses this package's
+clocks, memory meter and description of the machine.
 """
 
-from tilewise.bench.cases import Bar, Case
-from tilewise.bench.command import Options, execute
-from tilewise.bench.results import Results, read, write
-
-__all__ = ["Bar", "Case", "Options", "Results", "execute", "read", "write"]
+__all__: list[str] = []

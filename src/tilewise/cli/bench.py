@@ -1,9 +1,11 @@
-"""`tilewise bench`: tilewise and its peers on the same problems, checked and timed in turn."""
+"""`tilewise bench`: a few everyday calls beside torch's own attention, checked and timed in turn."""
 
 from __future__ import annotations
 
+import dataclasses
+import json as text
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -11,86 +13,95 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tilewise.bench.command import Options, chosen_cases, execute
-from tilewise.bench.plots import write_plots
-from tilewise.bench.report import Table as TextTable
-from tilewise.bench.report import headline, notes, summary, tables
-from tilewise.bench.results import Results, default_path, document, ensure_writable, read, write
-from tilewise.bench.verdicts import judge_all
+from tilewise import outputs
+from tilewise.bench import machine
+from tilewise.bench.quick import Case, Measured, cases, device_of, run, select, threads_of
 from tilewise.cli.console import JsonOption, print_json, progress
+from tilewise.units import format_count, format_seconds
 
 __all__ = ["EXAMPLE", "command"]
 
 EXAMPLE = "tilewise bench --device cpu --only forward --quick"
 
+# Seconds of timing per case, without checks and compilation.
+SECONDS, QUICK_SECONDS = 2.0, 0.4
+
 
 def command(
     *,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    only: Annotated[list[str] | None, typer.Option(help="Part of a case's name, a pattern, or a group.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="The short list, less time for each.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Part of a case's name, or a pattern.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Less time for each case.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="torch's threads on the CPU.")] = None,
     seconds_per_case: Annotated[float | None, typer.Option(min=0.01, help="Timing, without compilation.")] = None,
-    max_seconds: Annotated[float | None, typer.Option(min=1, help="Cases not begun by then are skipped.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Recorded where git does not know it.")] = None,
-    compile_first: Annotated[int, typer.Option(min=0, help="Processes that compile FlexAttention before.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Default: bench/results/<device>-<date>.json.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Write SVG plots into this folder (needs matplotlib).")] = None,
-    results: Annotated[Path | None, typer.Option(help="Report a stored run instead of running.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the results as JSON to this file, too.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Name the cases and end.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Measure tilewise against its peers in one process, check every result, and say which bars are cleared."""
-    options = Options(device, tuple(only or ()), quick, threads, seconds_per_case, max_seconds, commit, compile_first)
+    """Time tilewise beside torch's attention on this machine. Every result is checked against fp64 first."""
+    chosen = select(cases(device_of(device)), only or ())
     if list_cases:
-        names = [case.name for case in chosen_cases(options)]
+        names = [case.name for case in chosen]
         print_json(names) if json else typer.echo("\n".join(names))
         return
-    if results is not None:
-        found = read(results)
-    else:
-        if output is not None:
-            ensure_writable(output)
-        with progress(len(chosen_cases(options))) as step:
-            found = execute(options, step)
-        path = output or default_path(found)
-        write(found, path, judge_all(found))
-        typer.echo(f"written: {path}", err=True)
+    if output is not None:
+        outputs.ensure_writable(output, "output")
+    seconds = seconds_per_case or (QUICK_SECONDS if quick else SECONDS)
+    found: list[tuple[Case, list[Measured]]] = []
+    with threads_of(threads) as used, progress(len(chosen)) as step:
+        for case in chosen:
+            step(case.name)
+            found.append((case, run(case, seconds)))
+    document = _document(found, used)
+    if output is not None:
+        outputs.write(output, text.dumps(document, indent=1, allow_nan=False) + "\n", "output")
     if json:
-        print_json(document(found, judge_all(found)))
+        print_json(document)
     else:
-        _show(found)
-    if plots is not None:
-        for drawn in write_plots(found, plots):
-            typer.echo(f"written: {drawn}", err=True)
+        _show(document, found)
 
 
-def _show(results: Results) -> None:
+def _document(found: list[tuple[Case, list[Measured]]], threads: int) -> dict[str, Any]:
+    cases_of = [
+        dataclasses.asdict(case)
+        | {"dtype": str(case.dtype).removeprefix("torch."), "unit": case.work[1]}
+        | {"measured": [dataclasses.asdict(m) for m in measured]}
+        for case, measured in found
+    ]
+    return {"machine": machine.machine(), "versions": machine.versions(), "threads": threads, "cases": cases_of}
+
+
+def _show(document: dict[str, Any], found: list[tuple[Case, list[Measured]]]) -> None:
     console = Console(highlight=False)
-    console.print(f"[bold]{escape(headline(results))}[/]\n")
-    for table in tables(results):
-        console.print(_rich(table))
-    for note in notes(results):
-        console.print(f"[dim]{escape(note)}[/]")
-    first, *missed = summary(results)
-    console.print(f"\n[bold]{first}[/]")
-    for line in missed:
-        console.print(_coloured(line))
+    on_gpu = found[0][0].device == "cuda"
+    where = document["machine"]["gpu"] if on_gpu else f"{document['machine']['cpu']}, {document['threads']} threads"
+    console.print(f"[bold]{escape(where)}, torch {document['versions']['torch']}[/]\n")
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("case", style="cyan")
+    for name in ("tilewise", "torch", "naive", "tilewise's rate", "against torch"):
+        table.add_column(name, justify="right")
+    for case, measured in found:
+        by_name = {m.implementation: m for m in measured}
+        ours, theirs = by_name["tilewise"], by_name["torch"]
+        cells = [_cell(m) for m in (ours, theirs, by_name.get("naive"))]
+        table.add_row(case.name, *cells, _rate(case, ours), _ratio(ours, theirs))
+    console.print(table)
+    for case, measured in found:
+        for m in measured:
+            if m.fault is not None:
+                console.print(f"[dim]{case.name}, {m.implementation}: {escape(m.fault)}[/]")
 
 
-def _rich(table: TextTable) -> Table:
-    shown = Table(title=table.title, title_style="bold", title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for index, column in enumerate(table.columns):
-        is_text = index in (0, len(table.columns) - 1)
-        shown.add_column(column, justify="left" if is_text else "right", style="cyan" if index == 0 else None)
-    for row in table.rows:
-        shown.add_row(*(_coloured(cell) for cell in row))
-    return shown
+def _cell(measured: Measured | None) -> str:
+    if measured is None or measured.seconds is None:
+        return "" if measured is None else "[red]wrong[/]" if measured.error is not None else "[red]failed[/]"
+    return format_seconds(measured.seconds)
 
 
-def _coloured(cell: str) -> str:
-    """Verdicts and failures stand out."""
-    text = escape(cell)
-    for word, colour in (("pass", "green"), ("MISS", "red"), ("wrong", "red"), ("failed", "red")):
-        text = text.replace(word, f"[{colour}]{word}[/]")
-    return text
+def _rate(case: Case, ours: Measured) -> str:
+    return "" if ours.rate is None else format_count(ours.rate, case.work[1])
+
+
+def _ratio(ours: Measured, theirs: Measured) -> str:
+    """How many times as fast as torch's attention tilewise is."""
+    return "" if ours.seconds is None or theirs.seconds is None else f"{theirs.seconds / ours.seconds:.2f}x"

@@ -131,7 +131,7 @@ _HOPPER_PLAIN: dict[Kind, Table] = {
 }
 
 # This table and the next three were not measured on such devices or problems, nor were the rows of 512 anywhere: they
-# are what compiles into the registers and shared memory there are (tests/backends/triton_records.csv).
+# are what compiles into the registers and shared memory there are.
 _LARGE_SMEM: dict[Pass, Table] = {
     "forward": {
         64: Config(128, 64, 4, 3),

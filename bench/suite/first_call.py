@@ -7,7 +7,7 @@ import sys
 import tempfile
 from typing import Any
 
-from tilewise.bench.cases import Case
+from suite.cases import Case
 
 __all__ = ["first_call_seconds"]
 

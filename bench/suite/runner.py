@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from suite.cases import Case
+from suite.checking import Checker
+from suite.first_call import first_call_seconds
+from suite.implementations import Implementation, NotApplicable, Prepared, chosen_backend, results_of
+from suite.inputs import Inputs, make_inputs
+from suite.results import CaseResult, Measured
 from tilewise import device
-from tilewise.bench.cases import Case
-from tilewise.bench.checking import Checker
-from tilewise.bench.first_call import first_call_seconds
-from tilewise.bench.implementations import Implementation, NotApplicable, Prepared, chosen_backend, results_of
-from tilewise.bench.inputs import Inputs, make_inputs
 from tilewise.bench.memory import extra_memory
-from tilewise.bench.results import CaseResult, Measured
 from tilewise.bench.timing import Clock, CpuClock, CudaClock, Entrant, HostClock, Summary, describe, race, summarise
 
 __all__ = ["Limits", "run"]

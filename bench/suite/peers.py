@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.bench.cases import Case
-from tilewise.bench.implementations import (
+from suite.cases import Case
+from suite.implementations import (
     Implementation,
     NotApplicable,
     Prepared,
     heads_first_leaves,
     tilewise_and_torch,
 )
-from tilewise.bench.inputs import Inputs
+from suite.inputs import Inputs
 
 __all__ = ["implementations"]
 

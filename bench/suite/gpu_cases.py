@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from tilewise.bench.cases import Bar, Case
+from suite.cases import Bar, Case
 
 __all__ = ["gpu_cases"]
 

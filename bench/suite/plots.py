@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilewise.bench.cases import Case
-from tilewise.bench.results import CaseResult, Results
+from suite.cases import Case
+from suite.results import CaseResult, Results
 from tilewise.figures import INK, OTHERS, OURS, render
 
 __all__ = ["write_plots"]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from suite.cases import Bar, Case
 from tilewise import outputs
-from tilewise.bench.cases import Bar, Case
 from tilewise.bench.timing import Summary
 from tilewise.errors import InvalidProblem
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilewise.bench.cases import Case
-from tilewise.bench.results import CaseResult, Measured, Results
-from tilewise.bench.verdicts import Verdict, judge_all
+from suite.cases import Case
+from suite.results import CaseResult, Measured, Results
+from suite.verdicts import Verdict, judge_all
 from tilewise.units import format_bytes, format_seconds
 
 __all__ = ["Table", "headline", "notes", "plain", "summary", "tables"]

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.bench.cases import Case
-from tilewise.bench.inputs import Inputs
+from suite.cases import Case
+from suite.inputs import Inputs
 from tilewise.masks import Band
 from tilewise.testing.tolerances import Slack, judge, measure, slack_of
 

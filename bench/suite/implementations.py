@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from suite.cases import Case
+from suite.inputs import Inputs
 from tilewise import api, dispatch
-from tilewise.bench.cases import Case
-from tilewise.bench.inputs import Inputs
 from tilewise.fp8.container import BLOCK, E4M3, Fp8Tensor
 from tilewise.masks import Band
 from tilewise.plan import explain

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewise.bench.cases import Case
+from suite.cases import Case
 from tilewise.cascade import Group, SharedPrefix
 
 __all__ = ["Inputs", "make_inputs"]

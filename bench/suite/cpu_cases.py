@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterator
 from typing import Any
 
-from tilewise.bench.cases import Bar, Case
+from suite.cases import Bar, Case
 
 __all__ = ["cpu_cases"]
 
@@ -115,8 +115,8 @@ def _decode() -> Iterator[Case]:
         shape = {"num_heads": heads, "num_kv_heads": kv_heads, "seqlen_q": 1, "seqlen_k": 16384, "head_dim": 128}
         dense = f"decode-{heads}-{kv_heads}-n16384"
         yield _case(dense, "decode", **shape, bars=(_sdpa(limit),), quick=heads == 32)
-        # Dense keys run beside the pages, not in a case of their own, and gathering apart: it writes 128 MiB and leaves
-        # the caches cold, which halves what comes after it (36 to 22 GB/s).
+        # Dense keys run beside the pages, not in a case of their own, and gathering apart: it writes so much that the
+        # caches are cold for whoever comes after it.
         for page_size in (16, 64, 256):
             yield _case(
                 f"{dense}-paged-{page_size}", "decode", **shape, kind="paged", page_size=page_size,

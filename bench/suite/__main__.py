@@ -1,4 +1,4 @@
-"""`python -m tilewise.bench`: the benchmark with torch alone, as text."""
+"""`python -m suite`, with bench/ on the path: the benchmark as text. It needs torch alone, and Triton on a GPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tilewise.bench.command import Options, chosen_cases, execute
-from tilewise.bench.plots import write_plots
-from tilewise.bench.report import plain
-from tilewise.bench.results import Results, default_path, ensure_writable, read, write
-from tilewise.bench.verdicts import judge_all
+from suite.command import Options, chosen_cases, execute
+from suite.plots import write_plots
+from suite.report import plain
+from suite.results import Results, default_path, ensure_writable, read, write
+from suite.verdicts import judge_all
 from tilewise.errors import TilewiseError
 
 __all__ = ["main"]
@@ -64,7 +64,7 @@ def _draw(results: Results, folder: Path, kept: Path | None) -> None:
     except TilewiseError as error:
         if kept is None:
             raise
-        sys.stderr.write(f"no plots here: {error}\nlater: python -m tilewise.bench --results {kept} --plots {folder}\n")
+        sys.stderr.write(f"no plots here: {error}\nlater: python -m suite --results {kept} --plots {folder}\n")
 
 
 def _announcer(total: int) -> Callable[[str], None]:
@@ -81,7 +81,7 @@ def _announcer(total: int) -> Callable[[str], None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tilewise.bench", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m suite", description=main.__doc__)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="part of a name, or a group")
     parser.add_argument("--quick", action="store_true", help="the short list, less time for each")

@@ -16,10 +16,10 @@ from typing import NamedTuple, TypeAlias, cast
 
 import torch
 
-from tilewise.bench.cases import Case
-from tilewise.bench.implementations import Implementation, results_of
-from tilewise.bench.inputs import make_inputs
-from tilewise.bench.peers import implementations
+from suite.cases import Case
+from suite.implementations import Implementation, results_of
+from suite.inputs import make_inputs
+from suite.peers import implementations
 from tilewise.bench.timing import describe
 
 __all__ = ["Compiled", "compile_ahead"]

@@ -1,4 +1,4 @@
-"""A whole benchmark run from its options: what `tilewise bench` and `python -m tilewise.bench` share."""
+"""A whole benchmark run from its options."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
+from suite.cases import Case, select
+from suite.compile_ahead import compile_ahead
+from suite.cpu_cases import cpu_cases
+from suite.gpu_cases import gpu_cases
+from suite.peers import implementations
+from suite.results import CaseResult, Results
+from suite.runner import Limits, run
 from tilewise.bench import machine
-from tilewise.bench.cases import Case, select
-from tilewise.bench.compile_ahead import compile_ahead
-from tilewise.bench.cpu_cases import cpu_cases
-from tilewise.bench.gpu_cases import gpu_cases
-from tilewise.bench.peers import implementations
-from tilewise.bench.results import CaseResult, Results
-from tilewise.bench.runner import Limits, run
 from tilewise.errors import InvalidProblem
 
 __all__ = ["Options", "chosen_cases", "execute"]

@@ -6,8 +6,8 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilewise.bench.cases import Bar
-from tilewise.bench.results import CaseResult, Results
+from suite.cases import Bar
+from suite.results import CaseResult, Results
 from tilewise.units import format_bytes, format_count, format_seconds
 
 __all__ = ["Verdict", "judge_all", "judge_case"]

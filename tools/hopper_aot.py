@@ -1,0 +1,87 @@
+"""Compile the Hopper kernels for sm_90a on any machine, and read from the machine code what decides their speed.
+
+Triton hides the assembler's log, so ptxas is run once more on the PTX: it tells of spills and of wgmma that it had to
+serialise.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from machine_code import LocalAccesses, counted
+from tilewise import device
+from tilewise.backends.gpu import releases
+from tilewise.backends.gpu.compilation import compile_call
+from tilewise.backends.hopper.configs import BackwardConfig
+from tilewise.backends.hopper.offline import calls_of
+from tilewise.problem import AttentionProblem
+
+__all__ = ["HOPPER", "Resources", "compiled", "resources"]
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+HOPPER = device.named("h200")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the machine code of one kernel needs and contains."""
+
+    registers: int
+    spill_bytes: int
+    smem_bytes: int
+    hgmma: int
+    serialised: bool
+    instructions: int
+    local: LocalAccesses
+
+
+def compiled(problem: AttentionProblem, kernel: str, config: BackwardConfig | None = None) -> Any:
+    """The kernel of that name as the launch path compiles it for a problem; `config` to try another backward."""
+    calls = calls_of(problem, HOPPER, config)
+    (call,) = (call for call in calls if call.kernel.__name__ == kernel)
+    return compile_call(call, HOPPER, -1)
+
+
+def resources(kernel: Any) -> Resources:
+    """Assemble a compiled kernel once more with the log on, and disassemble."""
+    ptx: str = kernel.asm["ptx"]
+    log, sass = _assemble(ptx), _disassemble(kernel.asm["cubin"])
+    return Resources(
+        registers=_number(r"Used (\d+) registers", log),
+        spill_bytes=_number(r"(\d+) bytes spill stores", log),
+        smem_bytes=kernel.metadata.shared,
+        hgmma=len(re.findall(r"\b[HQ]GMMA", sass)),
+        serialised="serializ" in log,
+        instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/", sass, re.MULTILINE)),
+        local=counted(sass),
+    )
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else 0
+
+
+def _assemble(ptx: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [releases.ptxas(90), "-v", "--gpu-name=sm_90a", str(source), "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _disassemble(cubin: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(cubin)
+        command = [str(TOOLS / "nvdisasm"), "-c", str(binary)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
