@@ -59,7 +59,7 @@ def quantised(case: Case, qk: Any, v: Any) -> tuple[AttentionProblem, Operands]:
 def test_forward(name: str, late: bool, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     MODE.late_loads = late
     problem, operands = quantised(*CASES[name])
-    launch = importlib.import_module(f"{PACKAGE}.fp8_launch")
+    launch = importlib.import_module(f"{PACKAGE}.launch_fp8")
     counter = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: counter)
     out, lse = launch.run_fp8_forward(problem, operands)

@@ -12,7 +12,7 @@ import torch
 from gluon_emulator import MODE
 from test_hopper_protocol import PACKED, Case, emulated, expected  # noqa: F401  (emulated: a fixture)
 from tilewise.backends.gpu.launching import View
-from tilewise.backends.hopper.launching import addressable
+from tilewise.backends.hopper.launch import addressable
 
 pytestmark = pytest.mark.slow
 

@@ -84,7 +84,7 @@ def fill_for_gpu(name: str, gpu: DeviceSpec, step: Step) -> dict[str, Any]:
     """Compile the kernels of the common problems that a backend gets on a GPU, which need not be here."""
     if (missing := releases.missing()) is not None:
         return _skipped(name, missing)
-    common = importlib.import_module("tilewise.backends.gpu.common").common_problems()
+    common = importlib.import_module("tilewise.backends.gpu.warmup").common_problems()
     mine = [(label, problem) for label, problem in common if _runs(name, problem, gpu)]
     if not mine:
         return _skipped(name, f"serves none of the common problems on {gpu.name}")

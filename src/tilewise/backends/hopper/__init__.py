@@ -104,7 +104,7 @@ class HopperBackend:
         if decodes(problem):
             out, lse = _module("launch_decode").run_decode(problem, operands)
         elif problem.fp8:
-            out, lse = _module("fp8_launch").run_fp8_forward(problem, operands)
+            out, lse = _module("launch_fp8").run_fp8_forward(problem, operands)
         else:
             out, lse = _module("launch").run_forward(problem, operands)
         return out, lse
@@ -130,7 +130,7 @@ class HopperBackend:
         if decodes(problem):
             bound = _module("launch_decode").bind_decode(problem, operands, want_lse=want_lse)
         elif problem.fp8:
-            bound = _module("fp8_launch").bind_fp8_forward(problem, operands, want_lse=want_lse)
+            bound = _module("launch_fp8").bind_fp8_forward(problem, operands, want_lse=want_lse)
         else:
             bound = _module("launch").bind_forward(problem, operands, want_lse=want_lse)
         return bound

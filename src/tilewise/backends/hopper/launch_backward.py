@@ -41,13 +41,14 @@ from tilewise.backends.hopper.backward_rows import (
 )
 from tilewise.backends.hopper.backward_wide import backward_wide_kernel
 from tilewise.backends.hopper.configs import dq_blocks
-from tilewise.backends.hopper.launch import index_address, shapes_of
-from tilewise.backends.hopper.launching import (
+from tilewise.backends.hopper.launch import (
     addressable,
     contiguous,
     describe,
     describe_flat,
+    index_address,
     rows_allocation,
+    shapes_of,
 )
 from tilewise.backends.hopper.preparing import Ahead
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel

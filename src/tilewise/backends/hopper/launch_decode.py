@@ -16,20 +16,18 @@ from tilewise.backends.hopper.decode import decode_kernel
 from tilewise.backends.hopper.decode_configs import DecodeConfig, decode_config, num_programs, tokens_of
 from tilewise.backends.hopper.decode_schedule import DecodeSizes
 from tilewise.backends.hopper.launch import (
-    clear_tail_call,
-    index_address,
-    result_allocations,
-    shapes_of,
-    unaddressable,
-)
-from tilewise.backends.hopper.launching import (
     ForwardPass,
     bind_pass,
+    clear_tail_call,
     describe,
+    index_address,
     packed_rows,
     page_rows,
     prepared,
+    result_allocations,
     run_pass,
+    shapes_of,
+    unaddressable,
 )
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LOG2E

@@ -6,10 +6,10 @@ from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.hopper import decodes
 from tilewise.backends.hopper.configs import BackwardConfig
-from tilewise.backends.hopper.fp8_launch import fp8_allocations, fp8_calls
 from tilewise.backends.hopper.launch import forward_calls, result_allocations
 from tilewise.backends.hopper.launch_backward import backward_calls, backward_plan, gradient_allocations
 from tilewise.backends.hopper.launch_decode import decode_calls
+from tilewise.backends.hopper.launch_fp8 import fp8_allocations, fp8_calls
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 

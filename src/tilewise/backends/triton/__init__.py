@@ -76,7 +76,7 @@ class TritonBackend:
 
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
         """The forward tile."""
-        from tilewise.backends.triton.choosing import config_of
+        from tilewise.backends.triton.configs import config_of
 
         config = config_of(problem, device, "forward")
         return TileShape(config.block_m, config.block_n)

@@ -1,5 +1,6 @@
-"""Tile shapes as a pure function of (architecture class, dtype width, head_dim class, pass). `overridden` replaces
-rows for experiments.
+"""Which tile a problem gets on a device: tables by architecture, dtype width, head_dim and pass.
+
+Nothing here needs Triton, so that `explain()` can ask. `overridden` replaces rows for experiments.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tilewise.backends.triton.traits import element_size, is_plain, is_rich, tile_widths
 from tilewise.device import DeviceSpec
+from tilewise.problem import AttentionProblem
 
-__all__ = ["MAX_SPLITS", "Config", "Kind", "Pass", "choose", "overridden", "overrides", "within_pages"]
+__all__ = ["MAX_SPLITS", "Config", "Kind", "Pass", "choose", "config_of", "overridden", "overrides", "within_pages"]
 
 Pass = Literal["forward", "dkdv", "dq", "decode", "dbias"]
 
@@ -274,7 +277,7 @@ def choose(
 ) -> Config:
     """The tile of one pass for a device, element width and padded head_dim (the larger of q's and v's).
 
-    `rich` problems hold more than K, V and scores in a tile, see traits.is_rich; of `kinds`, see choosing.py, the first
+    `rich` problems hold more than K, V and scores in a tile, see traits.is_rich; of `kinds`, see `_kinds`, the first
     that has a tile is taken.
     """
     override = (overrides() or {}).get(direction)
@@ -363,3 +366,31 @@ def _duration(num_sms: int, programs: int, busy: float, rows: int, tiles: int, s
     if count > slots:
         return (count / slots + 0.5) * (share + PROGRAM_COST)
     return max(busy, -(-count // num_sms)) / programs * (share + PROGRAM_COST)
+
+
+def config_of(problem: AttentionProblem, device: DeviceSpec, direction: Pass) -> Config:
+    """The tile of one pass; few keys have their own where they were measured, with plain scores and no padding."""
+    width = max(tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8)))
+    rich, kinds = is_rich(problem, direction), _kinds(problem)
+    config = choose(direction, device, element_size(problem), width, rich, kinds)
+    # Heads one after the other were measured with dense rows and heads that share nothing.
+    measured = problem.kind == "dense" and problem.group_size == 1
+    replaced = direction in (overrides() or {})
+    return config if measured or replaced else replace(config, heads_per_wave=None)
+
+
+def _kinds(problem: AttentionProblem) -> tuple[Kind, ...]:
+    """Which tables of plain problems to ask, in this order; they were measured, and their code was read, with V as wide
+    as K. With 128 columns beside 64 ptxas gives the registers of held queries away (test_triton_aot.lost_queries).
+    """
+    if not is_plain(problem) or problem.head_dim != problem.head_dim_v:
+        return ()
+    left, right = problem.band
+    few = problem.seqlen_k <= SHORT_KEYS
+    asked: tuple[tuple[Kind, bool], ...] = (
+        ("few banded", few and right is not None),
+        ("few", few),
+        ("window", not few and left is not None),
+        ("many", not few),
+    )
+    return tuple(kind for kind, on in asked if on)

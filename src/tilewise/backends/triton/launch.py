@@ -30,8 +30,7 @@ from tilewise.backends.gpu.launching import (
 )
 from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.triton import configs, passes
-from tilewise.backends.triton.arguments import rows_allocation, stored_rows, workspace_rows
-from tilewise.backends.triton.lists import list_words
+from tilewise.backends.triton.arguments import list_words, rows_allocation, stored_rows, workspace_rows
 from tilewise.backends.triton.pages import entries_by_page
 from tilewise.backends.triton.planning import Plan, plan_for
 from tilewise.device import DeviceSpec

@@ -19,8 +19,12 @@ from tilewise.backends.triton.arguments import (
     Views,
     box_descriptors,
     dense_rows,
+    is_listed,
     key_descriptors,
     key_rows,
+    listed_heads,
+    listed_tiles,
+    listing_arguments,
     packed_rows,
     page_rows,
     query_descriptors,
@@ -31,10 +35,10 @@ from tilewise.backends.triton.arguments import (
     stat_descriptors,
     stat_rows,
     stored_rows,
+    work_address,
     workspace_rows,
 )
 from tilewise.backends.triton.configs import MAX_SPLITS, Config
-from tilewise.backends.triton.lists import is_listed, listed_heads, listed_tiles, listing_arguments, work_address
 from tilewise.backends.triton.planning import Plan
 from tilewise.backends.triton.traits import of_rows, padded
 

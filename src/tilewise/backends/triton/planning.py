@@ -9,8 +9,7 @@ import triton
 
 from tilewise.backends.gpu.launching import interpreted
 from tilewise.backends.triton import configs
-from tilewise.backends.triton.choosing import config_of
-from tilewise.backends.triton.configs import Config, Pass
+from tilewise.backends.triton.configs import Config, Pass, config_of
 from tilewise.backends.triton.traits import Band, ScoreScalars, Sizes, Traits, element_size, traits_of
 from tilewise.device import DeviceSpec
 from tilewise.numerics import dropout_threshold

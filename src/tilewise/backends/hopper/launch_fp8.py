@@ -14,22 +14,20 @@ from tilewise.backends.hopper.fp8_configs import Fp8Config, Fp8Tile, fp8_config
 from tilewise.backends.hopper.fp8_forward import fp8_forward_kernel
 from tilewise.backends.hopper.fp8_values import transpose_values_kernel
 from tilewise.backends.hopper.launch import (
-    index_address,
-    listing_call,
-    result_allocations,
-    shapes_of,
-    sizes_of,
-    unaddressable,
-    work_allocation,
-)
-from tilewise.backends.hopper.launching import (
     TMA_BYTES,
     ForwardPass,
     bind_pass,
     describe,
     describe_flat,
+    index_address,
+    listing_call,
     prepared,
+    result_allocations,
     run_pass,
+    shapes_of,
+    sizes_of,
+    unaddressable,
+    work_allocation,
 )
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LOG2E
