@@ -1,4 +1,4 @@
-"""What a backend is: five questions and two computations.
+"""What a backend is: three questions and two computations.
 
 A backend package exposes one instance as `BACKEND`. Importing the package must be cheap: compilers (llvmlite, triton)
 are imported on the first launch, not to answer `supports`.
