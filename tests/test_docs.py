@@ -212,7 +212,7 @@ def test_the_diagrams_are_what_their_script_draws(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("diagrams", folder / "diagrams.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.HERE = tmp_path
     module.main()
