@@ -10,6 +10,7 @@ that is what makes its peak memory measurable.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import multiprocessing
 import resource
 import sys
@@ -129,15 +130,14 @@ def batches(corpus: Tensor, setup: Setup, device: str) -> list[Tensor]:
 
 
 def train(kind: str, setup: Setup, corpus: Tensor, device: str) -> Run:
-    """Train one model; the first, untimed pass compiles kernels and is not a step."""
+    """Train one model. A first pass is no step: it compiles kernels, and is counted neither as time nor as memory."""
     torch.manual_seed(setup.seed)
-    reset_peak(device)
-    before = peak(device)
     model = GPT(setup, kind).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), setup.learning_rate)
     data = batches(corpus, setup, device)
     loss_of(model, data[0]).backward()
     optimizer.zero_grad()
+    before = held(device)
     reset_peak(device)
     losses = []
     start = time.perf_counter()
@@ -164,14 +164,28 @@ def reset_peak(device: str) -> None:
         CLEAR.write_text("5")
 
 
+def held(device: str) -> int:
+    """Bytes in use now, without what the C library keeps of freed memory, where it can give that back."""
+    if device == "cuda":
+        return torch.cuda.memory_allocated()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+    return peak(device) if not CLEAR.exists() else 1024 * process_status("VmRSS")
+
+
 def peak(device: str) -> int:
     """Most bytes in use since the last reset: of the GPU's allocator, or of this process."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     if not CLEAR.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return 1024 * process_status("VmHWM")
+
+
+def process_status(field: str) -> int:
+    """KiB that Linux states of this process."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) * 1024
+    return int(status[field].split()[0])
 
 
 def report(runs: list[Run], setup: Setup) -> str:
@@ -226,7 +240,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         runs = [pool.apply(train, (kind, setup, corpus, device)) for kind in kinds]
     sizes = f"{setup.layers} layers, {setup.heads} heads of {setup.head_dim}, {setup.seqlen} tokens"
-    print(f"{sizes}, batch {setup.batch}, {device}; memory above what the process had before training")
+    print(f"{sizes}, batch {setup.batch}, {device}; memory above what the process had after a first pass")
     print(report(runs, setup))
     if plot is not None:
         draw(runs, plot)

@@ -2,6 +2,8 @@
 
 import doctest
 import importlib
+import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -13,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise
+from tilewise import settings
 from tilewise.cli import build_app
 
 ROOT = Path(__file__).parent.parent
@@ -154,6 +157,69 @@ def test_every_committed_result_is_linked_by_a_page() -> None:
         pytest.skip("no git checkout")
     links = {Path(link).name for page in PAGES for link in re.findall(r"\]\(([^)#:]*)", page.read_text())}
     assert {Path(name).name for name in listed.stdout.splitlines()} <= links
+
+
+def test_the_notebook_runs_and_is_committed_without_outputs(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = json.loads((ROOT / "examples" / "flash_attention_in_numpy.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    names: dict[str, Any] = {}
+    for number, cell in enumerate(code):
+        exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+    assert "merged halves agree" in capsys.readouterr().out
+
+
+def test_the_page_of_settings_has_all_of_them() -> None:
+    """A setting that is read, its default and its name in the docstring, in the page: nothing more, nothing less."""
+    source = (ROOT / "src" / "tilewise" / "settings.py").read_text()
+    row = re.compile(r"^\| `(TILEWISE_\w+)` +\| (\S+) +\| ", re.MULTILINE)
+    read = set(re.findall(r'"(TILEWISE_\w+)"', source))
+    shown = dict(row.findall((ROOT / "docs" / "settings.md").read_text()))
+    assert set(shown) == read == set(dict(row.findall(source)))
+    assert {f"TILEWISE_{name.upper()}" for name in settings.Settings.__dataclass_fields__} == read
+    given = {name: default.strip("`") for name, default in shown.items() if name != "TILEWISE_CACHE_DIR"}
+    assert settings.read(given) == settings.read({})
+    assert settings.read({}).cache_dir is None
+    for page in PAGES:
+        assert set(re.findall(r"TILEWISE_[A-Z_]+", page.read_text())) <= read, page.name
+
+
+def test_the_figures_of_the_h200_are_those_of_the_official_run() -> None:
+    """Every figure of the table of speeds, and its ratio, from the JSON that the page links to."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    run = json.loads((ROOT / "bench" / "results" / "nvidia-h200-2026-11-16-final-3.json").read_text())
+    rates = {
+        (result["case"]["name"], each["implementation"]): each["rate"] / 1e12
+        for result in run["cases"]
+        for each in result["measured"]
+        if each["status"] == "ok" and each["rate"]
+    }
+    rows = re.findall(r"^\| (forward|backward) D=(\d+) (full|causal) \| (.* / .* / .*) \|$", page, re.MULTILINE)
+    rows = [row for row in rows if row[3].count("|") == 4]
+    assert len(rows) == 12
+    for direction, dim, mask, text in rows:
+        *columns, ratios = (cell.split(" / ") for cell in text.split(" | "))
+        cases = [f"{direction}-d{dim}-{mask}-n{n}" for n in (1024, 4096, 16384)]
+        for who, shown in zip(("tilewise-hopper", "sdpa-cudnn", "tilewise-triton", "sdpa-flash"), columns, strict=True):
+            expected = [f"{rates[case, who]:.0f}" for case in cases]
+            assert all(a in (b, "†") for a, b in zip(shown, expected, strict=shown != ["†"])), (direction, dim, mask)
+        over = [f"{rates[case, 'tilewise-hopper'] / rates[case, 'sdpa-cudnn']:.2f}" for case in cases]
+        assert ratios == over
+
+
+def test_the_diagrams_are_what_their_script_draws(tmp_path: Path) -> None:
+    folder = ROOT / "docs" / "images"
+    spec = importlib.util.spec_from_file_location("diagrams", folder / "diagrams.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.HERE = tmp_path
+    module.main()
+    drawn = sorted(tmp_path.glob("*.svg"))
+    assert drawn
+    for path in drawn:
+        assert path.read_text() == (folder / path.name).read_text(), f"run docs/images/diagrams.py: {path.name}"
 
 
 def test_the_hopper_page_names_every_file() -> None:

@@ -65,7 +65,7 @@ class AttentionProblem:
     scale_blocks: tuple[int | None, int | None, int | None] = (None, None, None)
 
     def __hash__(self) -> int:
-        # Of what differs between the calls of a program: every cache asks for it, and all 26 fields take 2 us.
+        # Of what differs between the calls of a program: every cache asks for it, and hashing all fields takes 2 us.
         return hash((self.kind, self.batch, self.seqlen_q, self.seqlen_k, self.total_q, self.num_heads, self.causal))
 
     @property

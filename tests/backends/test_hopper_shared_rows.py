@@ -31,7 +31,7 @@ def test_forward(case: Case, dim: int, emulated: Callable[[str], Any], monkeypat
     given = case.inputs()
     k, v = (t.narrow(dim, 0, 1).expand(t.shape) for t in (given.k, given.v))
     assert 0 in k.stride()
-    monkeypatch.delattr(emulated("launching"), "contiguous")
+    monkeypatch.delattr(emulated("launch"), "contiguous")
     shared = given._replace(k=k, v=v)
     out, lse = emulated("launch").run_forward(case.problem, shared)
     ref, ref_lse = expected(case, shared)

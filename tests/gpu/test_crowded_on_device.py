@@ -1,7 +1,7 @@
 """A GPU that other processes use as well: kernels are interrupted there, and wait where they never do alone.
 
-A backward that was not shipped lost a word of its row statistics only then (docs/kernels/hopper.md). The shipped ones
-prepare theirs by the same function.
+A backward that was not shipped lost a word of its row statistics only then (docs/log/hopper-backward.md). The shipped
+ones prepare theirs by the same function.
 """
 
 from __future__ import annotations

@@ -1,11 +1,16 @@
 """The training example, small: three kinds of attention, one loss curve."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+import tilewise
 
 pytestmark = pytest.mark.slow
 
@@ -48,3 +53,19 @@ def test_numbers_below_one_are_refused(
     with pytest.raises(SystemExit):
         train_gpt.main()
     assert "argument --steps: invalid count value: '0'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is reset by Linux")
+def test_memory_is_counted_beyond_the_first_pass(tmp_path: Path) -> None:
+    """In a process that compiles its kernels, which takes far more memory than this model does."""
+    code = (
+        "import train_gpt as t; setup = t.Setup(steps=3, seqlen=128, layers=2); "
+        "print(t.train('tilewise', setup, t.text(), 'cpu').peak_bytes)"
+    )
+    examples = Path(__file__).resolve().parents[2] / "examples"
+    source = str(Path(tilewise.__file__).parents[1])
+    given = {**os.environ, "PYTHONPATH": source, "TILEWISE_CACHE_DIR": str(tmp_path / "kernels")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=examples, env=given, capture_output=True, text=True, check=True
+    )
+    assert 0 < int(done.stdout) < 40 << 20

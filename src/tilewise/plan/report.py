@@ -25,7 +25,7 @@ ROWS: tuple[tuple[str, Callable[[Work], str]], ...] = (
     ("... from memory", lambda work: format_bytes(work.bytes_from_memory)),
     ("extra memory", lambda work: format_bytes(work.extra_memory)),
     ("FLOP per byte", lambda work: f"{work.intensity:.1f}"),
-    ("at least", lambda work: "unknown" if work.seconds is None else format_seconds(work.seconds)),
+    ("roofline time", lambda work: "unknown" if work.seconds is None else format_seconds(work.seconds)),
     ("bound by", lambda work: work.bound or "unknown"),
 )
 
@@ -128,6 +128,6 @@ def _remark(plan: Plan, row: str) -> str:
     naive, tiled = plan.naive, plan.tiled
     if row == "extra memory" and 0 < plan.device.memory_bytes < plan.memory.inputs + naive.extra_memory:
         return f"naive does not fit in {format_bytes(plan.device.memory_bytes)}"
-    if row == "at least" and naive.seconds and tiled.seconds and naive.seconds >= 1.05 * tiled.seconds:
+    if row == "roofline time" and naive.seconds and tiled.seconds and naive.seconds >= 1.05 * tiled.seconds:
         return f"{naive.seconds / tiled.seconds:.1f}x less"
     return ""

@@ -1,8 +1,9 @@
-"""What a whole problem costs on a device: FLOPs, bytes and memory of naive and of tiled attention, and the least time.
+"""What a whole problem costs on a device: FLOPs, bytes and memory of naive and of tiled attention, and a time.
 
-The roofline time is a lower bound: the larger of FLOPs / peak rate and bytes / bandwidth. Bytes are counted behind the
-last-level cache: tiles of queries that run at the same time stream the same keys together, so those come from memory
-once for all of them.
+The roofline time is an estimate: the larger of FLOPs / peak rate and bytes / bandwidth. Kernels usually take longer. A
+call can also be faster, where its inputs are still in a cache, or where a measured rate was taken on a busier machine.
+Bytes are counted behind the last-level cache: tiles of queries that run at the same time stream the same keys together,
+so those come from memory once for all of them.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ PIECE_TILES, PIECES_GAIN = 8, 30
 
 # log2 of the units in a row's bound, half of what 32 bits hold. Up to FEW_KEYS fewer, because parts of a sum that are
 # under 2^22 of them are counted faster (primitives.count_units): of rows of N(0, 1) with over 150 keys all are then,
-# with 2^30 units those of over 600 keys. And less is lost there than with more keys and units (docs/kernels/hopper.md).
+# with 2^30 units those of over 600 keys. And less is lost there than with more keys and units (docs/log).
 BOUND_BITS, MOST_BOUND_BITS, FEW_KEYS = 28.0, 30.0, 2048
 
 

@@ -252,7 +252,7 @@ _EVERYWHERE: dict[Pass, dict[int, Table]] = {
             256: Config(16, 64, 4, 3),
             512: Config(16, 32, 4, 2),
         },
-        # GB/s at batch 16 of 8192 / 65536 and 64 of 8192 keys: 4232 / 4585 / 4418; others in docs/kernels/triton.md.
+        # GB/s at batch 16 of 8192 / 65536 and 64 of 8192 keys: 4232 / 4585 / 4418; others in docs/log/triton.md.
         2: {
             64: Config(16, 64, 4, 3),
             128: Config(16, 64, 4, 3, max_registers=168),

@@ -130,7 +130,7 @@ class ProblemView {
       {},
       heading(
         "What will my problem cost?",
-        "Attention of one layer, from its sizes and the datasheet of a device: a lower bound that no kernel can beat, and what naive attention would take. Every number with a dotted line explains itself on hover and on focus.",
+        "Attention of one layer, from its sizes and the datasheet of a device: a roofline estimate, and what naive attention would take. Every number with a dotted line explains itself on hover and on focus.",
       ),
       this.form.element,
       this.problem,

@@ -60,7 +60,7 @@ export function timePart({ plan, values }) {
         : "forward";
   const speed = plan.naive.seconds / plan.tiled.seconds;
   return card(
-    "Time at least",
+    "Roofline time",
     `one layer, ${passes}`,
     h(
       "dl",
@@ -70,7 +70,7 @@ export function timePart({ plan, values }) {
       fact(
         "naive / tiled",
         Number.isFinite(speed) ? `${speed.toFixed(1)}×` : "–",
-        "The ratio of the two lower bounds.",
+        "The ratio of the two estimates.",
         "speed",
       ),
       fact(
