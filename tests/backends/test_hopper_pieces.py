@@ -100,7 +100,7 @@ def test_every_query_tile_belongs_to_one_piece(
             assert first // line.length <= program <= last // line.length
             step += hi - lo
     assert len(seen) == (sizes.num_tiles - line.first_tile) * sizes.row_tiles == sum(seen.values())
-    assert max(room) < plan.part_words // (2 * 128 * plan.config.D)
+    assert max(room) < plan.piece_words // (2 * 128 * plan.config.D)
     # What is joined was all written.
     assert len(room) == sum(
         ((n + 1) * line.query_tiles - 1) // line.length - n * line.query_tiles // line.length + 1

@@ -52,7 +52,7 @@ def emulated() -> Iterator[Callable[[str], Any]]:
     try:
         with device.overridden(replace(device.named("h200"), num_sms=3)):
             counter = torch.zeros(1, dtype=torch.int32)
-            for name in ("launching", "launch_backward"):
+            for name in ("launch", "launch_backward"):
                 importlib.import_module(f"{PACKAGE}.{name}")
             vars(sys.modules[f"{SHARED}.counters"])["HostCounters"].current = lambda *_: counter
             yield lambda name: sys.modules.get(f"{PACKAGE}.{name}") or sys.modules[f"{SHARED}.{name}"]

@@ -38,36 +38,26 @@ def problems() -> Iterator[AttentionProblem]:
         yield replace(made, total_q=made.batch * q, total_k=made.batch * k)
 
 
-def parts_of(plan: Any) -> dict[str, tuple[Any, int]]:
+def sections_of(plan: Any) -> dict[str, tuple[Any, int]]:
     """Where each begins, and its words."""
-    rows = plan.num_rows
-    found = {
-        "stats": (plan.stats, 2 * rows),
-        "sums": (plan.accumulator, plan.sums_width * plan.sums_rows),
-        "units": (plan.units, rows),
-        "main units": (plan.main_units, plan.num_main_units),
-        "bounds": (plan.bounds, plan.num_bounds),
-        "lists": (plan.key_work, plan.list_words),
-        "counts": (plan.progress, plan.num_counts),
-        "parts": (plan.parts, plan.part_words),
-    }
-    return {name: (address, words) for name, (address, words) in found.items() if address is not None and words}
+    found = {name: (plan.at(name), words) for name, (words, _) in plan.sections.items()}
+    return {name: (address, words) for name, (address, words) in found.items() if address is not None}
 
 
 @pytest.mark.parametrize("num_sms", [132, 78])
-def test_parts_lie_side_by_side(num_sms: int) -> None:
+def test_sections_do_not_overlap(num_sms: int) -> None:
     seen: set[str] = set()
     for problem in problems():
         plan = launch_backward.backward_plan(problem, replace(H200, num_sms=num_sms))
-        parts = parts_of(plan)
-        seen |= set(parts)
+        sections = sections_of(plan)
+        seen |= set(sections)
         end = 0
-        for name, (address, words) in sorted(parts.items(), key=lambda part: part[1][0].offset):
+        for name, (address, words) in sorted(sections.items(), key=lambda section: section[1][0].offset):
             assert address.offset >= end, (name, problem)
             end = address.offset + 4 * words
         (words_held,) = plan.workspace.shape
         assert end <= words_held * plan.workspace.dtype.itemsize, problem
-    assert len(seen) == 8
+    assert seen == set(plan.sections)
 
 
 def test_addresses_are_aligned_as_they_say() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -74,25 +73,13 @@ class BackwardPlan(NamedTuple):
 
     @property
     def stats(self) -> Address:
-        """[lse * log2(e) | delta] of every query tile: the workspace begins with them."""
+        """The row statistics, with which the workspace begins."""
         return Address("workspace", torch.float32)
-
-    @property
-    def accumulator(self) -> Address | None:
-        """The sums of dQ, behind the statistics."""
-        dtype = torch.int32 if self.config.FIXED_POINT else torch.float32
-        return None if self.config.WIDE else Address("workspace", dtype, offset=8 * self.num_rows)
 
     @property
     def sums_width(self) -> int:
         """Columns of dQ that are summed."""
         return 0 if self.config.WIDE else self.config.D
-
-    @property
-    def units(self) -> Address | None:
-        """The units of a sum in fixed point, behind the sums."""
-        offset = 4 * (2 * self.num_rows + self.sums_width * self.sums_rows)
-        return Address("workspace", torch.float32, offset=offset) if self.config.FIXED_POINT else None
 
     @property
     def bound_bits(self) -> float:
@@ -107,18 +94,6 @@ class BackwardPlan(NamedTuple):
         lse. In bf16 bounds tell.
         """
         return self.problem.dtype == torch.float16 or self.problem.softcap is not None
-
-    @property
-    def bounds(self) -> Address | None:
-        """What the units are derived from, behind them."""
-        offset = 4 * (3 * self.num_rows + self.num_main_units + self.sums_width * self.sums_rows)
-        return Address("workspace", torch.int32, offset=offset) if self.config.FIXED_POINT else None
-
-    @property
-    def main_units(self) -> Address | None:
-        """The same units as the main kernel reads them (dq_tiles.py), between them and the bounds."""
-        offset = 4 * (3 * self.num_rows + self.sums_width * self.sums_rows)
-        return Address("workspace", torch.float32, offset=offset) if self.num_main_units else None
 
     @property
     def num_main_units(self) -> int:
@@ -150,39 +125,6 @@ class BackwardPlan(NamedTuple):
         if self.config.IS_VARLEN:
             return most_blocks(problem.total_k, keys, problem.batch)
         return problem.batch * -(-problem.seqlen_k // keys)
-
-    @property
-    def fixed_words(self) -> int:
-        """What of the workspace does not depend on lists, in words; what follows begins at a multiple of 16 bytes."""
-        width = 2 + (1 if self.config.FIXED_POINT else 0)
-        words = width * self.num_rows + self.num_main_units + self.sums_width * self.sums_rows + self.num_bounds
-        return whole_vectors(words)
-
-    @property
-    def key_work(self) -> Address | None:
-        """The list of packed blocks of keys."""
-        return Address("workspace", torch.int32, offset=4 * self.fixed_words) if self.config.IS_VARLEN else None
-
-    @property
-    def query_work(self) -> Address | None:
-        """The list of packed blocks of queries, where dQ has a kernel of its own."""
-        if self.key_work is None or not self.config.WIDE:
-            return None
-        return replace(self.key_work, offset=self.key_work.offset + 4 * list_size(self.key_sizes.num_blocks))
-
-    @property
-    def list_words(self) -> int:
-        """Of all lists."""
-        lists = [sizes.num_blocks for sizes in (self.key_sizes, self.query_sizes) if self.config.IS_VARLEN]
-        return sum(map(list_size, lists))
-
-    @property
-    def progress(self) -> Address | None:
-        """How many shares of every K/V head are prepared (preparing.py), then, where dQ is finished beside, how many
-        warpgroups are done with it (finishing.py); behind the lists.
-        """
-        offset = 4 * (self.fixed_words + self.list_words)
-        return Address("workspace", torch.int32, offset=offset) if self.config.AHEAD else None
 
     @property
     def num_counts(self) -> int:
@@ -281,22 +223,50 @@ class BackwardPlan(NamedTuple):
         return line_of(self.key_sizes, self.key_grid[0]) if cuts_last_round(self.problem) else None
 
     @property
-    def parts(self) -> Address:
-        """Parts of dK and dV, behind everything else."""
-        words = self.fixed_words + self.list_words + whole_vectors(self.num_counts)
-        return Address("workspace", torch.float32, offset=4 * words)
-
-    @property
-    def part_words(self) -> int:
+    def piece_words(self) -> int:
         """Of as many pieces as there are ends of tiles and of programs."""
         line = self.line
         pieces = 0 if line is None else self.key_sizes.num_tiles - line.first_tile + line.programs
         return pieces * 2 * self.config.BLOCK_N * self.config.D
 
     @property
+    def sections(self) -> dict[str, tuple[int, torch.dtype]]:
+        """What the workspace holds, in order: words of 4 bytes and what they are; 0 words where a call needs none."""
+        config, f32, i32 = self.config, torch.float32, torch.int32
+        fixed, packed = config.FIXED_POINT, config.IS_VARLEN
+        return {
+            # [lse * log2(e) | delta] of every query tile.
+            "stats": (2 * self.num_rows, f32),
+            # Sums of dQ.
+            "sums": (self.sums_width * self.sums_rows, i32 if fixed else f32),
+            # Units of sums in fixed point, the same as the main kernel reads them (dq_tiles.py), and the bounds that
+            # they are derived from.
+            "units": (self.num_rows if fixed else 0, f32),
+            "main units": (self.num_main_units, f32),
+            "bounds": (self.num_bounds, i32),
+            # Lists of packed blocks: of keys, and of queries where dQ has a kernel of its own.
+            "key list": (list_size(self.key_sizes.num_blocks) if packed else 0, i32),
+            "query list": (list_size(self.query_sizes.num_blocks) if packed and config.WIDE else 0, i32),
+            # How many shares of every K/V head are prepared (preparing.py), then how many warpgroups are done with it
+            # where the main kernel finishes dQ (finishing.py).
+            "counts": (self.num_counts, i32),
+            # Pieces of dK and dV.
+            "pieces": (self.piece_words, f32),
+        }
+
+    def at(self, name: str) -> Address | None:
+        """Where a section of the workspace begins, None if it is not there."""
+        begin = 0
+        for section, (words, dtype) in self.sections.items():
+            if section == name:
+                return Address("workspace", dtype, offset=4 * begin) if words else None
+            begin += whole_vectors(words)
+        raise KeyError(name)
+
+    @property
     def workspace(self) -> Allocation:
-        """Room for all of them."""
-        words = self.fixed_words + self.list_words + whole_vectors(self.num_counts) + self.part_words
+        """Room for all sections, each of which begins at a multiple of 16 bytes."""
+        words = sum(whole_vectors(words) for words, _ in self.sections.values())
         return Allocation.contiguous((words,), torch.float32)
 
 

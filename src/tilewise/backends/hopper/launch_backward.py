@@ -156,8 +156,8 @@ def backward_calls(plan: BackwardPlan, views: dict[str, View]) -> Iterator[Kerne
     """All kernels in order; without a view of dq, none that only dQ needs."""
     if plan.config.FIXED_POINT:
         yield _bound_call(plan, views)
-    if plan.key_work is not None:
-        yield _list_call(plan, plan.key_work, views, of_keys=True)
+    if (keys := plan.at("key list")) is not None:
+        yield _list_call(plan, keys, views, of_keys=True)
     yield _prepare_call(plan, views)
     yield _key_gradient_call(plan, views)
     if plan.line is not None:
@@ -165,15 +165,15 @@ def backward_calls(plan: BackwardPlan, views: dict[str, View]) -> Iterator[Kerne
         yield _join_call(plan, plan.line, views)
     if "dq" not in views or plan.finished_items == plan.key_sizes.num_items:
         return
-    if plan.query_work is not None:
-        yield _list_call(plan, plan.query_work, views, of_keys=False)
+    if (queries := plan.at("query list")) is not None:
+        yield _list_call(plan, queries, views, of_keys=False)
     yield _query_gradient_call(plan, views) if plan.config.WIDE else _finish_call(plan, views)
 
 
 def _list_call(plan: BackwardPlan, work: Address, views: dict[str, View], *, of_keys: bool) -> KernelCall:
     """List packed blocks; with those of keys, clear the gradients of rows past the last sequence."""
     problem, config = plan.problem, plan.config
-    counts = plan.progress
+    counts = plan.at("counts")
     return list_call(
         problem,
         work,
@@ -192,7 +192,7 @@ def _bound_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
     arguments = {
         "k_ptr": Address("k", problem.dtype),
         "v_ptr": Address("v", problem.dtype),
-        "bounds_ptr": plan.bounds,
+        "bounds_ptr": plan.at("bounds"),
         "cu_seqlens": index_address(views, "cu_seqlens_k"),
         "k_strides": _stride_units(views["k"]),
         "v_strides": _stride_units(views["v"]),
@@ -230,11 +230,11 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "lse_ptr": Address("lse", torch.float32, aligned=False),
         "dlse_ptr": Address("dlse", torch.float32, aligned=False) if "dlse" in views else None,
         "stats_ptr": plan.stats,
-        "units_ptr": plan.units,
-        "main_units_ptr": plan.main_units,
-        "dq_acc_ptr": plan.accumulator,
-        "counts_ptr": plan.progress,
-        "bounds_ptr": plan.bounds,
+        "units_ptr": plan.at("units"),
+        "main_units_ptr": plan.at("main units"),
+        "dq_acc_ptr": plan.at("sums"),
+        "counts_ptr": plan.at("counts"),
+        "bounds_ptr": plan.at("bounds"),
         "cu_seqlens": index_address(views, "cu_seqlens_q"),
         "cu_seqlens_k": index_address(views, "cu_seqlens_k") if config.FIXED_POINT else None,
         "out_strides": _stride_units(views["out"]),
@@ -291,7 +291,7 @@ def _key_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall
     arguments |= {
         "stats_desc": describe_flat(plan.stats, (2 * plan.num_rows,), [2 * config.BLOCK_M]),
         "counter_ptr": Address("counter", torch.int32, aligned=False),
-        "work_ptr": plan.key_work,
+        "work_ptr": plan.at("key list"),
         "sizes": plan.main_sizes,
     }
     if config.WIDE:
@@ -306,7 +306,7 @@ def _pieces_call(plan: BackwardPlan, line: Line, views: dict[str, View]) -> Kern
     arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=False) | _shared(plan) | _sums(plan)
     arguments |= {
         "stats_desc": describe_flat(plan.stats, (2 * plan.num_rows,), [2 * queries]),
-        "parts_ptr": plan.parts,
+        "parts_ptr": plan.at("pieces"),
         "line": line,
         "sizes": plan.key_sizes,
     }
@@ -318,7 +318,7 @@ def _join_call(plan: BackwardPlan, line: Line, views: dict[str, View]) -> Kernel
     """DK and dV of the last round."""
     problem = plan.problem
     arguments = {
-        "parts_ptr": plan.parts,
+        "parts_ptr": plan.at("pieces"),
         "dk_ptr": Address("dk", problem.dtype),
         "dv_ptr": Address("dv", problem.dtype),
         "line": line,
@@ -337,7 +337,7 @@ def _join_call(plan: BackwardPlan, line: Line, views: dict[str, View]) -> Kernel
 
 def _sums(plan: BackwardPlan) -> dict[str, Any]:
     """Where dQ is added up."""
-    accumulator, units = plan.accumulator, plan.main_units
+    accumulator, units = plan.at("sums"), plan.at("main units")
     assert accumulator is not None
     units_desc = None
     if units is not None and plan.config.D == 64:
@@ -347,7 +347,7 @@ def _sums(plan: BackwardPlan) -> dict[str, Any]:
     return {
         "dq_desc": describe_flat(accumulator, (plan.sums_rows * plan.sums_width // 32, 32), [128, 32]),
         "units_desc": units_desc,
-        "units_ptr": plan.units if plan.watches_rows else None,
+        "units_ptr": plan.at("units") if plan.watches_rows else None,
     }
 
 
@@ -363,8 +363,8 @@ def _ahead(plan: BackwardPlan, views: dict[str, View]) -> dict[str, Any]:
         "dlse_ptr": dlse if config.STATS_AHEAD else None,
         "stats_ptr": plan.stats if config.STATS_AHEAD else None,
         "dq_ptr": Address("dq", plan.problem.dtype) if config.FINISHES and "dq" in views else None,
-        "sums_ptr": plan.accumulator if config.AHEAD else None,
-        "counts_ptr": plan.progress,
+        "sums_ptr": plan.at("sums") if config.AHEAD else None,
+        "counts_ptr": plan.at("counts"),
         "ahead": _lead(plan, views) if config.AHEAD else None,
     }
 
@@ -399,8 +399,8 @@ def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
     finished = plan.finished_items * problem.group_size
     items = plan.query_items - finished
     arguments = {
-        "dq_acc_ptr": plan.accumulator,
-        "units_ptr": plan.units,
+        "dq_acc_ptr": plan.at("sums"),
+        "units_ptr": plan.at("units"),
         "dq_ptr": Address("dq", problem.dtype),
         "cu_seqlens": index_address(views, "cu_seqlens_q"),
         "cu_seqlens_k": index_address(views, "cu_seqlens_k") if config.FIXED_POINT else None,
@@ -429,7 +429,7 @@ def _query_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCa
     arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=True) | _shared(plan)
     arguments |= {
         "stats_ptr": Address("workspace", torch.float32, aligned=False),
-        "work_ptr": plan.query_work,
+        "work_ptr": plan.at("query list"),
         "sizes": plan.query_sizes,
     }
     return KernelCall(query_gradient_kernel, (plan.query_sizes.num_tiles, 1, 1), arguments)
