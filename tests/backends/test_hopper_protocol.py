@@ -332,7 +332,7 @@ def test_a_slot_released_too_early_is_found(emulated: Callable[[str], Any], monk
         wait.function(self, at)
         self.empty.index(at.slot).one.arrive(1)
         # Time for the producer, which other work on the machine would hold up, to write where is still to be read.
-        time.sleep(2e-3)
+        time.sleep(1e-2)
 
     monkeypatch.setattr(ring, "wait", wait_and_release)
     monkeypatch.setattr(ring, "release", lambda *_: None)
