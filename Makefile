@@ -17,6 +17,9 @@ test: $(READY)
 test-fast: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 300 -m "not slow and not exhaustive"
 
+# Two processes on two cores: threads of OpenMP that wait for work must not take the other's time.
+test test-fast test-exhaustive: export OMP_WAIT_POLICY := passive
+
 # Compiles every shipped configuration of the GPU backends for every architecture, without a GPU.
 test-exhaustive: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 900 -m exhaustive

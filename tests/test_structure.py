@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import tilewise
 
 PACKAGE = Path(tilewise.__file__).parent
@@ -99,22 +97,29 @@ def part_of(module: str) -> str:
     return module.split(".")[0]
 
 
-@pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])
-def test_imports_follow_the_arrows(module: str, path: Path) -> None:
+def is_allowed(module: str, target: str) -> bool:
+    """Whether an arrow leads from a module to one that it imports."""
     part = part_of(module)
     allowed = ARROWS[part] | LEAVES
-    for target in imported(path):
-        if part == "backends":
-            mine = ".".join(module.split(".")[:2])
-            inside = target.startswith(mine) or target in ("backends", "backends.base")
-            inside |= mine in ("backends.hopper", "backends.triton") and target.startswith("backends.gpu")
-            assert inside or part_of(target) in allowed, f"{module} imports {target}"
-        else:
-            fits = part_of(target) == part or part_of(target) in allowed
-            fits |= target == "backends" and "backends.__init__" in allowed
-            # Who may ask for a backend may know what it is.
-            fits |= target == "backends.base" and "dispatch" in allowed
-            assert fits, f"{module} imports {target}"
+    if part == "backends":
+        mine = ".".join(module.split(".")[:2])
+        inside = target.startswith(mine) or target in ("backends", "backends.base")
+        inside |= mine in ("backends.hopper", "backends.triton") and target.startswith("backends.gpu")
+        return inside or part_of(target) in allowed
+    fits = part_of(target) == part or part_of(target) in allowed
+    # Who may ask for a backend may know what it is.
+    fits |= target == "backends.base" and "dispatch" in allowed
+    return fits or (target == "backends" and "backends.__init__" in allowed)
+
+
+def test_imports_follow_the_arrows() -> None:
+    wrong = [
+        f"{module} imports {target}"
+        for module, path in modules()
+        for target in sorted(imported(path))
+        if not is_allowed(module, target)
+    ]
+    assert wrong == []
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -184,9 +189,12 @@ def test_importing_loads_torch_and_nothing_heavy() -> None:
     assert run_python(code) == "[]"
 
 
-def test_importing_takes_under_50_ms_more_than_torch(tmp_path: Path) -> None:
-    """With bytecode, as installed: the first of the runs writes it. A busy machine has several attempts."""
-    code = "import torch, time; t = time.process_time(); import tilewise; print(time.process_time() - t)"
+def test_importing_takes_a_25th_of_torch_s_time(tmp_path: Path) -> None:
+    """Some 40 ms. With bytecode, as installed: the first run writes it. Both times grow alike on a busy machine."""
+    code = (
+        "import time; start = time.process_time(); import torch; between = time.process_time(); import tilewise;"
+        "print((time.process_time() - between) / (between - start))"
+    )
     bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     run_python(code, **bytecode)
-    assert any(float(run_python(code, **bytecode)) < 0.050 for _ in range(7))
+    assert any(float(run_python(code, **bytecode)) < 0.04 for _ in range(4))

@@ -40,7 +40,7 @@ def test_sdpa_conforms(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", supported(pair_cases() + size_cases()), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", supported(pair_cases() + size_cases())[::4], ids=lambda case: case.id)
 def test_sdpa_conforms_in_pairs_and_sizes(case: Case) -> None:
     check(case, TorchSDPA())
 

@@ -15,7 +15,7 @@ import torch
 import gluon_emulator
 from gluon_emulator import MODE
 from test_hopper_preparing import CASES, waves_of_one  # noqa: F401  (a fixture)
-from test_hopper_protocol import Case, check_backward, emulated  # noqa: F401  (a fixture)
+from test_hopper_protocol import LATE_FIRST, Case, check_backward, emulated  # noqa: F401  (a fixture)
 from tilewise import device
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ def short_ring(waves_of_one: Callable[[str], Any], monkeypatch: pytest.MonkeyPat
     return waves_of_one
 
 
-@pytest.mark.parametrize("late_loads", [False, True], ids=["loads at once", "loads late"])
+@pytest.mark.parametrize("late_loads", LATE_FIRST)
 @pytest.mark.parametrize("name", ["d64 causal", "d128, few queries", "d96 window, sinks"])
 def test_places_are_used_again(name: str, late_loads: bool, short_ring: Callable[[str], Any]) -> None:
     MODE.late_loads = late_loads

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gluon_emulator import MODE
-from test_hopper_protocol import Case, backward_inputs, check_backward, emulated, run_backward  # noqa: F401
+from test_hopper_protocol import LATE_FIRST, Case, backward_inputs, check_backward, emulated, run_backward  # noqa: F401
 from tilewise import device
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ def plan_of(case: Case, backend: Callable[[str], Any], sms: int | None = None) -
     return backend("backward_plan").backward_plan(case.problem, spec if sms is None else replace(spec, num_sms=sms))
 
 
-@pytest.mark.parametrize("late_loads", [False, True], ids=["loads at once", "loads late"])
+@pytest.mark.parametrize("late_loads", LATE_FIRST)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_pieces(case: Case, late_loads: bool, cut: Callable[[str], Any]) -> None:
     MODE.late_loads = late_loads

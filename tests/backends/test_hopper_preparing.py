@@ -16,7 +16,7 @@ import torch
 
 import gluon_emulator
 from gluon_emulator import MODE
-from test_hopper_protocol import Case, check_backward, emulated  # noqa: F401  (a fixture)
+from test_hopper_protocol import LATE_FIRST, Case, check_backward, emulated  # noqa: F401  (a fixture)
 from tilewise import device
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def waves_of_one(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
     prepared.cache_clear()
 
 
-@pytest.mark.parametrize("late_loads", [False, True], ids=["loads at once", "loads late"])
+@pytest.mark.parametrize("late_loads", LATE_FIRST)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_heads_behind_the_front(case: Case, late_loads: bool, waves_of_one: Callable[[str], Any]) -> None:
     MODE.late_loads = late_loads

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tilewise
-from interpreting import interpret
+from interpreting import IN_PARTS, interpret
 from tilewise.masks import Band, TileGrid, TileKind
 
 triton = pytest.importorskip("triton")
@@ -40,14 +40,15 @@ LARGE = ("special_cases", "single_features", "fp8", "left_alone", "outside_the_l
 PARTS = (*LARGE, f"not ({' or '.join(LARGE)})")
 # A few tests of the small suite for the fast run, one for each kernel and loader; all of it with `-m exhaustive`.
 SAMPLE = (
-    "gqa or seqlen_k_0 or varlen_padding or varlen_strided or paged_prefill_page_3 or paged_decode_page_16 or "
-    "paged_decode_strided or fp32_bias_and_sinks or from_its_origin or (plus_infinity and decode)"
+    "gqa or seqlen_k_0 or varlen_padding or paged_prefill_page_3 or paged_decode_strided or fp32_bias_and_sinks or "
+    "from_its_origin"
 )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
-def test_tile_ranges_in_the_interpreter() -> None:
-    interpret(str(HERE), "-k", "mirror or slots or joined or boxes")
+@IN_PARTS
+def test_tile_ranges_in_the_interpreter(part: str) -> None:
+    interpret(str(HERE), "-k", "mirror or slots or joined or boxes", "-m", part)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
@@ -175,7 +176,11 @@ def test_slots_of_many_sequences() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
 @pytest.mark.parametrize(
     ("flags", "descriptors"),
-    [({"causal": True}, True), ({"window": (7, 3)}, True), ({"causal": True}, False)],
+    [
+        ({"causal": True}, True),
+        pytest.param({"window": (7, 3)}, True, marks=pytest.mark.exhaustive),
+        pytest.param({"causal": True}, False, marks=pytest.mark.exhaustive),
+    ],
     ids=["causal", "window", "causal_by_pointers"],
 )
 def test_joined_loops(flags: dict[str, Any], descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +214,11 @@ def test_joined_loops(flags: dict[str, Any], descriptors: bool, monkeypatch: pyt
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
 @pytest.mark.parametrize(
     ("causal", "joined", "most_programs"),
-    [(True, False, 0), (False, True, 0), (True, True, 65535)],
+    [
+        (True, False, 0),
+        pytest.param(False, True, 0, marks=pytest.mark.exhaustive),
+        pytest.param(True, True, 65535, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_boxes(causal: bool, joined: bool, most_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles by descriptors, in two loops and in one: ragged ends, both layouts, heads that share their keys, and packed

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from interpreting import interpret
+from interpreting import IN_PARTS, interpret
 from tilewise import calls, cascade, dispatch, fp8, validation
 from tilewise import device as devices
 from tilewise.operands import Flags, Operands
@@ -150,11 +150,16 @@ def followed_hints(splits: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @only_interpreted
-@pytest.mark.parametrize("read", [True, False], ids=["contents are read", "all kernels in one pass"])
 @pytest.mark.parametrize(
-    ("splits", "stride", "e4m3", "judged"),
-    # With lse and without are two kinds of calls, the latter not the first time.
-    [(1, 1, False, 0), (3, 1, False, 2), (3, 1, True, 2), (3, 2, False, 5)],
+    ("splits", "stride", "e4m3", "judged", "read"),
+    # With lse and without are two kinds of calls, the latter not the first time. Where contents are not read, as on a
+    # GPU, all kernels are one pass.
+    [
+        pytest.param(1, 1, False, 0, True, marks=pytest.mark.exhaustive),
+        (3, 1, False, 2, False),
+        (3, 1, True, 2, True),
+        pytest.param(3, 2, False, 5, False, marks=pytest.mark.exhaustive),
+    ],
     ids=["one split", "three", "e4m3", "strided queries"],
 )
 def test_interpreted_calls_are_bound_after_the_first(
@@ -281,8 +286,9 @@ def test_interpreted_passes_of_own_keys_and_prefixes_as_one(
 
 @pytest.mark.slow
 @only_compiled
-def test_prefixes_are_attended_in_the_interpreter() -> None:
-    interpret(str(Path(__file__)))
+@IN_PARTS
+def test_prefixes_are_attended_in_the_interpreter(part: str) -> None:
+    interpret(str(Path(__file__)), "-m", part)
 
 
 @pytest.mark.slow

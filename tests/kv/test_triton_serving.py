@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from interpreting import interpret
+from interpreting import IN_PARTS, interpret
 from tilewise import device as devices
 from tilewise.numerics import merge_partials
 
@@ -27,8 +27,9 @@ inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's p
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
-def test_in_the_interpreter() -> None:
-    interpret(str(Path(__file__)))
+@IN_PARTS
+def test_in_the_interpreter(part: str) -> None:
+    interpret(str(Path(__file__)), "-m", part)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
@@ -66,7 +67,9 @@ def test_the_kernel_that_quantises_compiles_without_a_gpu(device: str, rows: int
 
 
 @inside
-@pytest.mark.parametrize(("page_size", "prompts"), [(1, False), (3, True), (16, False)])
+@pytest.mark.parametrize(
+    ("page_size", "prompts"), [(1, False), (3, True), pytest.param(16, False, marks=pytest.mark.exhaustive)]
+)
 def test_the_kernel_that_quantises_writes_the_bits_of_torch(
     page_size: int, prompts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +198,7 @@ def test_prefill_chunks_and_decoding_of_the_paged_cache(page_size: int) -> None:
 
 
 @inside
-@pytest.mark.parametrize("page_size", [1, 16, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.exhaustive), 128])
 def test_pages_have_the_bits_of_packed_rows(page_size: int) -> None:
     """In fp16; in fp32 the last bits differ from pages of 64 on, in steps with decoding rows."""
     for q, out, k, v, cu_q, cu_k in life(page_size, torch.float16):
