@@ -342,7 +342,8 @@ def consumer(
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
-    # Packed: the words must be read before the mailbox is released. Wide dense heads divide late to avoid spills.
+    # When to compute the span of the output. Packed: before the mailbox slot with its words is released. Dense wide
+    # heads: as late as possible, because the values that its division needs would spill.
     DIVIDES_LATE: gl.constexpr = C.OUT_IN_Q and not C.IS_VARLEN
     at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
