@@ -1,6 +1,6 @@
 """Tile tables of the forward and the backward, and everything that these kernels are compiled for.
 
-Every row and limit was the fastest on an H200. The figures are in bench/results/hopper-forward-choices.csv and
+Rows and limits were chosen by measurements on an H200. Figures: bench/results/hopper-forward-choices.csv and
 hopper-backward-choices.csv, by the name of the constant or function.
 """
 

@@ -1,6 +1,6 @@
 """Tile table of the FP8 forward, and everything that its kernel is compiled for.
 
-Rows were the fastest on an H200; the figures are in bench/results/hopper-fp8-choices.csv, by name.
+Rows were chosen by measurements on an H200. Figures: bench/results/hopper-fp8-choices.csv, by name.
 """
 
 from __future__ import annotations
