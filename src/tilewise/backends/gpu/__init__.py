@@ -1,1 +1,1 @@
-"""What the GPU backends share: kernel calls described without tensors, compiled from types alone, launched directly."""
+"""What the GPU backends share: kernel calls described without tensors, compiled by types, launched by the driver."""

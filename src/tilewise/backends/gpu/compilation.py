@@ -1,8 +1,8 @@
-"""Compiling a kernel for exactly what its description says, on the machine that has the GPU or on any other.
+"""Compile a kernel for exactly what its description says, with or without a GPU on this machine.
 
-Triton's own launch path specialises on integers that are 1 or multiples of 16, and for the elements of a tuple it does
-so whatever the decorator says: every new pattern of lengths would compile again. Here nothing is specialised on but
-constants, dtypes, absent arguments and the alignment that the description states (see `symbols`), so one compiled
+Triton's own launch path specialises on integers that are 1 or multiples of 16. For elements of a tuple it does so
+whatever the decorator says, so every new pattern of lengths would compile again. Here kernels are specialised only on
+constants, dtypes, absent arguments and the alignment that the description states (see `symbols`). So one compiled
 kernel serves every length, and what runs is what the offline tests compiled.
 """
 
@@ -34,12 +34,12 @@ TYPE_NAMES = {
 }
 CONSTANT = "constexpr"
 
-# Where an argument or an element of a tuple argument stands: (parameter,) or (parameter, element).
+# The position of an argument or of a tuple's element: (parameter,) or (parameter, element).
 Path = tuple[int, ...]
 
 
 class Types(NamedTuple):
-    """All a kernel is compiled for; hashable."""
+    """Everything a kernel is compiled for; hashable."""
 
     signature: tuple[Any, ...]
     constants: tuple[tuple[Path, Any], ...]
@@ -47,7 +47,7 @@ class Types(NamedTuple):
 
 
 def types_of(call: KernelCall) -> Types:
-    """The types of a call's arguments, the constants among them, and what numbers and addresses are divisible by."""
+    """The types of a call's arguments, the constants among them, and known divisors of numbers and addresses."""
     constants: list[tuple[Path, Any]] = []
     divisors: list[tuple[Path, int]] = []
 
@@ -74,7 +74,7 @@ def types_of(call: KernelCall) -> Types:
 
 
 def divisor_of(argument: Any) -> int | None:
-    """What an address or number is known to be a multiple of."""
+    """The known divisor of an address or number, if any."""
     if isinstance(argument, Multiple):
         return argument.of
     return ALIGNMENT if isinstance(argument, Address) and argument.aligned else None
@@ -95,23 +95,23 @@ def type_name(argument: Any) -> str:
 
 
 def target_of(device: DeviceSpec) -> GPUTarget:
-    """What to compile for, of a device that need not be here."""
+    """The compilation target of a device, which need not be present."""
     assert device.capability is not None
     major, minor = device.capability
     return GPUTarget("cuda", 10 * major + minor, 32)
 
 
 def compile_call(call: KernelCall, device: DeviceSpec, index: int) -> Any:
-    """The compiled kernel of a call for one of the devices here (a binary is loaded once for each), or for one that is
-    not (index -1).
+    """The compiled kernel of a call, cached: for device `index` of this machine (a binary is loaded once for each), or
+    for a device that is not present (index -1).
     """
     return _compiled(call.kernel, types_of(call), tuple(call.options.items()), target_of(device), index)
 
 
-# A kernel of this library takes some 100 KiB of host memory once compiled; a program uses a few dozen.
+# A compiled kernel takes about 100 KiB of host memory; a program uses a few dozen.
 @functools.lru_cache(maxsize=1024)
 def _compiled(kernel: Any, types: Types, options: tuple[tuple[str, int], ...], target: GPUTarget, index: int) -> Any:
-    del index  # only a key: a compiled kernel knows the device it was loaded on
+    del index  # only part of the cache key: a compiled kernel is tied to the device on which it is loaded
     return triton.compile(
         _source_class(kernel)(
             fn=kernel,
@@ -125,7 +125,7 @@ def _compiled(kernel: Any, types: Types, options: tuple[tuple[str, int], ...], t
 
 
 def forget_compiled() -> None:
-    """Let go of what was compiled."""
+    """Drop all compiled kernels."""
     _compiled.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""Counters of kernels: of tiles that programs take one after another, and of parts that the last one to come merges."""
+"""Counters in global memory: tile counters of persistent kernels, and arrival counters of split items."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tilewise.lasting import outside_pools
 
 __all__ = ["Counters", "HostCounters", "counters_of"]
 
-# Streams of a device that have counters: torch hands out 32 of each of two priorities beside the default one, other
-# libraries make and destroy theirs.
+# Streams of a device that keep counters. torch has 32 streams of each of two priorities and the default one; other
+# libraries create and destroy their own.
 MAX_STREAMS = 72
-# 4 MiB: calls of a batch of 64 with 8 K/V heads in graphs of 32 layers, captured for 64 batch sizes.
+# 4 MiB. Enough for graphs of 32 layers with a batch of 64 and 8 K/V heads, captured for 64 batch sizes.
 COUNTERS_PER_DEVICE = 1 << 20
 
 
 class Counters:
-    """The counters of one device: zero before and after every launch, so that they are cleared only once.
+    """The counters of one device. They are zero before and after every launch, so they are cleared only once.
 
-    Kernels on one stream follow each other and share a counter. A call that is being captured gets one for good:
-    graphs may be replayed side by side.
+    Kernels on one stream run one after another and share counters. A captured call keeps its own counters forever,
+    because graphs may be replayed concurrently.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class Counters:
             self._fill()
             size = 1 << (number - 1).bit_length()
             counters = self.by_stream[stream] = outside_pools(lambda: self._take(size), self.device)
-            # Those of a stream that is gone are not handed out again: its last kernels may still count.
+            # Counters of a dropped stream are never reused: its last kernels may still be running.
             for oldest in list(self.by_stream)[:-MAX_STREAMS]:
                 self.by_stream.pop(oldest, None)
         return counters
@@ -52,7 +52,7 @@ class Counters:
         with self.lock:
             if self.pool is None:
                 pool = outside_pools(lambda: self._zeros(COUNTERS_PER_DEVICE), self.device)
-                # Other streams, of other threads too, must not count before the zeros are there.
+                # No other stream, of any thread, may count before the zeros are written.
                 torch.cuda.current_stream(self.device).synchronize()
                 self.pool = pool
 
@@ -69,14 +69,14 @@ class Counters:
 
 
 class HostCounters:
-    """Those of kernels in the interpreter, which run one after another, on a CPU."""
+    """Counters for Triton's interpreter, which runs kernels one after another on the CPU."""
 
     def current(self, number: int = 1) -> Tensor:
-        """As `Counters.current`."""
+        """Like `Counters.current`."""
         return torch.zeros(number, dtype=torch.int32, device="cpu")
 
 
 @functools.cache
 def counters_of(index: int) -> Counters | HostCounters:
-    """The counters of a CUDA device, or, if the index is negative, of the CPU."""
+    """The counters of a CUDA device or, if the index is negative, of the CPU."""
     return HostCounters() if index < 0 else Counters(torch.device("cuda", index))

@@ -1,12 +1,12 @@
-"""How a compiled kernel is started: the CUDA driver's own function, on parameters that are laid out here.
+"""Launch a compiled kernel by calling the CUDA driver directly, with parameters that are laid out here.
 
-`CompiledKernel.__getitem__` is Triton's way. It looks up the device, wraps metadata for hooks, asks the driver about
-every pointer, encodes every tensor descriptor again, and unpacks some 60 Python objects into the parameters of
-cuLaunchKernelEx: 20 to 60 us a kernel. All of that is fixed for a compiled kernel but for the stream and the addresses.
-So the parameters are laid out once for each set of those: 0.4 us a launch beside what the driver takes.
+Triton's own launch path, `CompiledKernel.__getitem__`, takes tens of microseconds of host time a kernel. It looks up
+the device, wraps metadata for hooks, asks the driver about every pointer, encodes every tensor map again, and unpacks
+Python objects into the parameters of cuLaunchKernelEx. For a compiled kernel all of this is fixed except the stream and
+the addresses. So the parameters are laid out once for each set of those, and a launch is one call of the driver.
 
-Which parameters a kernel has is read from its PTX. One that has others than those that are laid out here, whatever
-release of Triton made it, starts Triton's way.
+The parameters of a kernel are read from its PTX. If they differ from what is laid out here, whatever release of Triton
+compiled it, the kernel is launched by Triton's own path. Figures: bench/results/gpu-host-choices.csv.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile, m
 __all__ = ["Filled", "Launch", "launch_path", "queued"]
 
 LIBRARY = "libcuda.so.1"
-# Every other parameter has a word of its own; the last two point to scratch memory that these kernels do without.
+# Types not listed here take a word. The last two parameters point to scratch memory, which these kernels do not use.
 FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
 SIZES = {"i32": 4, "i64": 8, "fp32": 4}
 POINTER, WORD, NUM_SCRATCH = "Q", 8, 2
 # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number.
 CONFIG = "7I4xQQI4x"
-# CUlaunchAttribute: its number and value; that the kernel may start while the one before it in the stream ends.
+# CUlaunchAttribute: id and value; this one lets the kernel start while the one before it in the stream ends.
 ATTRIBUTE, OVERLAPS = "I4xi60x", (6, 1)
 WARP = 32
-# An address as an argument of a C function: made beforehand, so that a call of four takes 0.3 us instead of 0.6.
+# Converts an address to a C argument. Done beforehand, because it takes as long as the call itself.
 POINTER_ARGUMENT = ctypes.c_void_p.from_param
-# The parameters of a kernel in PTX: `.param .u32 name` or, of 128 bytes, `.param .align 64 .b8 name[128]`.
+# The parameters of a kernel in PTX: `.param .u32 name` or, with 128 bytes, `.param .align 64 .b8 name[128]`.
 ENTRY = re.compile(r"\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z]+(\d+)[^,\[]*(?:\[(\d+)\])?")
-# CUtensorMap: its size and alignment, what the driver calls the types of elements, and the constants it is made with.
+# CUtensorMap: its size and alignment, the driver's codes of element types, and the constants it is encoded with.
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 ELEMENTS = {
     torch.uint8: 0, torch.float8_e4m3fn: 0, torch.uint16: 1, torch.int32: 3, torch.int64: 5, torch.float16: 6,
     torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
 }  # fmt: skip
 NO_INTERLEAVING, PROMOTE_128_BYTES, FILL_ZEROS = 0, 2, 0
-# Drivers up to this one set a bit in the maps of tensors of less than 128 KiB that must not be set.
+# Drivers up to this version set a bit in the maps of tensors below 128 KiB that must be cleared.
 LAST_WITH_SMALL_BIT, SMALL_BYTES, SMALL_BIT = 13010, 128 << 10, 1 << 21
 
 
 class Filled(NamedTuple):
-    """What starts a kernel: the driver's function, which returns 0 if it did, and its arguments; `memory` holds what
-    those point to.
+    """A launch that is ready to go: the driver's function, which returns 0 on success, and its arguments. `memory` owns
+    what the arguments point to.
     """
 
     function: Callable[..., int]
@@ -66,7 +66,7 @@ class Filled(NamedTuple):
 
 
 def launch_path() -> str:
-    """How kernels are started here, for reports."""
+    """How kernels are launched on this machine, for reports."""
     if _entry("cuLaunchKernelEx") is None:
         return f"Triton's, some 50 us more a kernel: no cuLaunchKernelEx in a library called {LIBRARY}"
     return "direct"
@@ -74,8 +74,8 @@ def launch_path() -> str:
 
 @functools.cache
 def _entry(name: str) -> Callable[..., int] | None:
-    """A function of the driver, other threads run meanwhile; None where the driver's library has another name (Triton
-    looks further) or is an older one.
+    """A function of the driver, which releases the GIL while it runs; None if the driver's library has another name
+    (Triton searches further) or is too old.
     """
     try:
         function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int)((name, ctypes.CDLL(LIBRARY)))
@@ -85,7 +85,7 @@ def _entry(name: str) -> Callable[..., int] | None:
 
 
 class TensorMap(NamedTuple):
-    """A tensor descriptor with everything but its address: `box` is what one copy takes, sides from the last on."""
+    """A tensor map without its address. `box` is what one copy moves; dimensions are listed from last to first."""
 
     element: int
     shape: tuple[int, ...]
@@ -96,7 +96,7 @@ class TensorMap(NamedTuple):
 
     @classmethod
     def of(cls, tile: Tile, meta: Any) -> TensorMap:
-        """Of a tile as the compiler describes it."""
+        """From a tile and the compiler's description of it."""
         dtype, box = tile.address.dtype, tuple(meta["block_size"][::-1])
         last = sum((size - 1) * stride for size, stride in zip(tile.shape, tile.strides, strict=True))
         strides = tuple(dtype.itemsize * stride for stride in tile.strides[-2::-1])
@@ -104,7 +104,7 @@ class TensorMap(NamedTuple):
         return cls(ELEMENTS[dtype], tile.shape[::-1], strides, box, meta["swizzle"], is_small)
 
     def at(self, address: int) -> ctypes.Array[ctypes.c_char]:
-        """Memory that holds the map of a tensor there, from the first multiple of MAP_ALIGNMENT on."""
+        """Memory that holds the map of a tensor at `address`, starting at its first multiple of MAP_ALIGNMENT."""
         rank, memory = len(self.shape), ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
         numbers = [
             (ctypes.c_uint64 * rank)(*self.shape), (ctypes.c_uint64 * rank)(*self.strides),
@@ -124,7 +124,7 @@ class TensorMap(NamedTuple):
 
 
 def aligned(memory: ctypes.Array[ctypes.c_char]) -> int:
-    """The first address in a map's memory that it may have."""
+    """The first aligned address in the memory of a map."""
     return -(-ctypes.addressof(memory) // MAP_ALIGNMENT) * MAP_ALIGNMENT
 
 
@@ -137,9 +137,10 @@ def _driver_version() -> int:
 
 
 class Launch:
-    """One kernel call on one device: with everything there but stream and addresses, or in Triton's way; immutable.
+    """One kernel call on one device, complete except for stream and addresses; immutable.
 
-    Nothing was `compiled` for Triton's interpreter. `is_direct` says whether it can start as it is `filled`.
+    `compiled` is None for Triton's interpreter. `is_direct`: the driver can launch it (`filled`); otherwise Triton's
+    own path does (`start`).
     """
 
     __slots__ = (
@@ -174,11 +175,11 @@ class Launch:
         self._layout = struct.Struct(f"<{count}{POINTER}{''.join(formats)}{POINTER}{CONFIG}{ATTRIBUTE}")
 
     def filled(self, stream: int, addresses: Mapping[str, int]) -> Filled:
-        """What starts the kernel on a stream, with tensors at these addresses."""
+        """The launch on a stream, with tensors at these addresses."""
         values = self._values.copy()
         for at, address in self._addresses:
             values[at] = addresses[address.name] + address.offset
-        # Pointers to all parameters, the parameters, a word for scratch memory that is not there, the configuration, an
+        # Layout: pointers to all parameters, the parameters, a null pointer for scratch memory, the configuration, an
         # attribute.
         memory = bytearray(self._layout.size)
         held = ctypes.c_char.from_buffer(memory)
@@ -195,12 +196,12 @@ class Launch:
         self._layout.pack_into(memory, 0, *pointers, *values, 0, *self._config, stream, *attributes, *OVERLAPS)
         function = _entry("cuLaunchKernelEx")
         assert function is not None
-        # Configuration, kernel, pointers to parameters, nothing.
+        # Configuration, kernel, pointers to parameters, no extra options.
         arguments = tuple(map(POINTER_ARGUMENT, (config, self.compiled.function, begin, 0)))
         return Filled(function, arguments, (held, maps))
 
     def start(self, stream: int, tensors: Mapping[str, Tensor]) -> None:
-        """Queue the kernel in Triton's way, which shows it to hooks and has words for errors; or interpret it."""
+        """Launch by Triton's own path, which calls hooks and reports errors; or interpret the kernel."""
         call = self.call
         arguments = {name: materialised(call.arguments[name], tensors) for name in call.kernel.arg_names}
         if self.compiled is None:
@@ -211,8 +212,8 @@ class Launch:
 
 @functools.cache
 def _alive() -> weakref.WeakSet[Launch]:
-    """All launches. Their kernels are let go before the interpreter ends: Triton's unload themselves, and complain when
-    that is too late.
+    """All launches. Their kernels are dropped before Python exits: Triton's kernels unload themselves, and report an
+    error if that happens too late.
     """
     found = weakref.WeakSet[Launch]()
 
@@ -226,8 +227,8 @@ def _alive() -> weakref.WeakSet[Launch]:
 
 
 def _is_direct(call: KernelCall, compiled: Any) -> bool:
-    """Whether a kernel needs no more than parameters, which are as they are laid out here: no scratch memory, cluster,
-    or attribute that is not known.
+    """Whether the driver can launch the kernel with the parameters laid out here: it has no others, and needs no
+    scratch memory, cluster or unknown attribute.
     """
     about, metas = compiled.metadata, _descriptions(compiled)
     tiles = [value for _, value in _parameters(call) if isinstance(value, Tile)]
@@ -239,12 +240,12 @@ def _is_direct(call: KernelCall, compiled: Any) -> bool:
 
 
 def _descriptions(compiled: Any) -> Sequence[Any]:
-    """What the compiler says of the tensor descriptors of a kernel, in order."""
+    """The compiler's descriptions of a kernel's tensor maps, in order."""
     return getattr(compiled.metadata, "tensordesc_meta", None) or ()
 
 
 def _parameters(call: KernelCall) -> Iterator[tuple[str, Any]]:
-    """(type, number or symbol) of all that a kernel is handed, in order: what is compiled in is not."""
+    """(type, number or symbol) of all run-time parameters of a kernel, in order; compiled-in constants are left out."""
 
     def flat(kinds: Iterable[Any], arguments: Iterable[Any]) -> Iterator[tuple[str, Any]]:
         for kind, argument in zip(kinds, arguments, strict=True):
@@ -260,7 +261,7 @@ def _parameters(call: KernelCall) -> Iterator[tuple[str, Any]]:
 
 
 def has_parameters(ptx: str, call: KernelCall) -> bool:
-    """Whether the compiled kernel takes just what is laid out here for the call."""
+    """Whether the compiled kernel has exactly the parameters that are laid out here for the call."""
     entries = ENTRY.findall(ptx)
     found = [int(bits) // 8 * int(count or 1) for text in entries for bits, count in PARAMETER.findall(text)]
     sizes = [MAP_BYTES if isinstance(v, Tile) else SIZES.get(kind, WORD) for kind, v in _parameters(call)]
@@ -268,9 +269,9 @@ def has_parameters(ptx: str, call: KernelCall) -> bool:
 
 
 def queued(filled: Iterable[Filled]) -> int:
-    """Start kernels; how many of them the driver took before it refused one.
+    """Launch kernels in order; returns how many the driver accepted before it refused one.
 
-    None if a profiler has put anything into Triton's chains of hooks (or, in their place, one hook).
+    Returns 0 if a profiler has installed launch hooks in Triton: they would not see these launches.
     """
     runtime = knobs.runtime
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook

@@ -1,6 +1,7 @@
-"""From described kernel calls to a pass: prepared once for a device, then run with nothing but addresses to fill in.
+"""A pass: the launch plan of a sequence of kernel calls, prepared once for a device, then run with addresses alone.
 
-Nothing here waits for the device (but for the first counters of one), so a call can be captured in a CUDA graph.
+Nothing here waits for the device (except when a device's first counters are made), so calls can be captured in a CUDA
+graph. Figures: bench/results/gpu-host-choices.csv.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ __all__ = [
     "raw_views",
 ]
 
-# Passes that a backend keeps ready, one for each combination of problem, strides and alignment: about 20 KiB each.
+# Passes that a backend caches, one for each combination of problem, strides and alignment: about 20 KiB each.
 MAX_PASSES = 512
-# What starts a pass at one set of addresses takes 3.5 KiB of a forward and 7 of a backward: at most 50 MiB in all. A
-# caching allocator hands out the same addresses again and again, in training one set for every layer.
+# Laid-out launches that all passes together cache, one for each set of addresses: at most 50 MiB. A caching allocator
+# hands out the same addresses again and again, in training one set for every layer.
 MAX_FILLED = 8192
-# Where tensors that share a block begin, as good as what a caching allocator hands out; and what the block is called.
+# Alignment of tensors that share a block, about that of a caching allocator; and the name of the block.
 STEP, BLOCK = 256, "block"
-# In which order a backward pass is given its tensors.
+# The order of the tensors that a backward pass is given.
 BACKWARD_GIVEN = ("dout", "dlse", "out", "lse", *Operands._fields)
-# What passes make for whoever called.
+# Tensors that a pass allocates for its caller; others are workspace.
 RESULTS = ("out", "dq", "dk", "dv", "dbias", "dk_pages", "dv_pages")
-# Strides, dtype, and whether the address is a multiple of 16 bytes: what launches are prepared for.
+# Strides, dtype, and whether the address is a multiple of 16 bytes: part of the cache key.
 RawView = tuple[tuple[int, ...], torch.dtype, bool]
 RawViews = tuple[RawView | None, ...]
 # A stream's handle and addresses.
@@ -57,7 +58,7 @@ Places = tuple[int, ...]
 
 
 class View(NamedTuple):
-    """What a prepared launch knows of a tensor beside what the problem says."""
+    """What a launch plan knows of a tensor in addition to the problem."""
 
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -65,17 +66,17 @@ class View(NamedTuple):
 
 
 def raw_views(tensors: Sequence[Tensor | None]) -> RawViews:
-    """The tensors as a key: plain tuples, because this runs on every call that is not bound."""
+    """The cache key of tensors: plain tuples, because this runs on every call that is not bound."""
     return tuple([None if t is None else (t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors])
 
 
 def named_views(names: Sequence[str], raw: RawViews) -> dict[str, View]:
-    """What is there of the tensors called so."""
+    """The views by name, without the absent tensors."""
     return {name: View(*view) for name, view in zip(names, raw, strict=False) if view is not None}
 
 
 class Allocation(NamedTuple):
-    """A tensor that a pass makes on every call."""
+    """A tensor that a pass allocates on every call."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -83,7 +84,7 @@ class Allocation(NamedTuple):
 
     @classmethod
     def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Allocation:
-        """One without gaps."""
+        """A contiguous one."""
         strides = [1]
         for size in reversed(shape[1:]):
             strides.append(strides[-1] * size)
@@ -91,11 +92,11 @@ class Allocation(NamedTuple):
 
     @property
     def view(self) -> View:
-        """As kernels see it; a caching allocator aligns everything."""
+        """The view that kernels get; a caching allocator aligns everything."""
         return View(self.strides, self.dtype, aligned=True)
 
     def in_layout(self, layout: str) -> Allocation:
-        """Heads-first rows in the order of dimensions that a caller with this layout sees."""
+        """The same memory with dimensions in the order of the caller's layout."""
         if layout != "bshd":
             return self
         return Allocation(_swapped(self.shape), _swapped(self.strides), self.dtype)
@@ -114,14 +115,14 @@ def interpreted() -> bool:
 
 
 class Pass:
-    """The kernels of a call in order, for tensors of known shapes, strides, alignment and device: called with them, it
-    makes the results and launches.
+    """The kernels of a call in order, for tensors of known shapes, strides, alignment and device. Calling it with the
+    tensors allocates the results and launches the kernels.
 
     `given` names the tensors of a call in order (the last ones may be left out, and the same ones are None in every
-    call), `made` what is made for it. Of this, what is `unread` by the caller shares one block: every allocation takes
-    the host 1.3 to 2.2 us. Kernels that count find `num_counters` zeroes, or more, in the tensor called "counter".
+    call). `made` are the tensors that it allocates. Those that the caller does not read (`unread`) share one block,
+    because every allocation costs host time. Kernels find at least `num_counters` zeros in the tensor "counter".
 
-    Immutable but for what is remembered by stream and addresses, which any thread may add to.
+    Immutable except for the cache of launches by stream and addresses, to which any thread may add.
     """
 
     __slots__ = (
@@ -140,7 +141,7 @@ class Pass:
         num_counters: int = 0,
         unread: Sequence[str] = (),
     ) -> None:
-        """Compile what is not compiled yet."""
+        """Compile kernels that are not compiled yet."""
         self._given, self._index, self.device, self.num_counters = given, index, device, num_counters
         self.allocations = {name: allocation for name, allocation in made.items() if allocation is not None}
         read = {name: allocation for name, allocation in self.allocations.items() if name not in unread}
@@ -150,7 +151,7 @@ class Pass:
                 self._parts[name] = (size, allocation)
                 size += -(-math.prod(allocation.shape) * allocation.dtype.itemsize // STEP) * STEP
         self._made = [*read.values(), *([Allocation((size,), (1,), torch.uint8)] if self._parts else [])]
-        # What inductor's code calls: past the dispatcher, without keywords, 1.3 us where new_empty_strided takes 2.8.
+        # The function that inductor's code calls: it skips the dispatcher and takes half of new_empty_strided's time.
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._allocate = guards._empty_strided_cpu if index < 0 else guards._empty_strided_cuda  # noqa: SLF001
         self._counters = counters_of(index) if num_counters else None
@@ -158,7 +159,7 @@ class Pass:
         self._launches: tuple[Launch, ...] = _on_device(index, _prepared, kept, device, index)
         self._aligned = aligned_names(self.calls)
         self._filled: dict[Places, Sequence[Filled]] = {}
-        # What a CUDA graph captures instead, if anything: kernels for which the host's time does not count.
+        # A pass that CUDA graphs capture instead, if any: kernels chosen without regard to host time.
         self.captured: Pass | None = None
 
     @property
@@ -167,10 +168,10 @@ class Pass:
         return [launch.call for launch in self._launches]
 
     def __call__(self, tensors: Sequence[Tensor | None], places: Places | None = None) -> list[Tensor] | None:
-        """What was made, in the order of `made`, and more, which is not the caller's; None if an address is not aligned
-        that the kernels want so.
+        """The allocated tensors in the order of `made`, followed by workspace that is not the caller's; None if an
+        address lacks the alignment that the kernels need.
 
-        `places` are the addresses of the tensors that are there, if the caller knows them.
+        `places`: the addresses of the tensors that are not None, if the caller knows them.
         """
         index, stream, allocate = self._index, 0, self._allocate
         if index >= 0:
@@ -196,7 +197,7 @@ class Pass:
             filled = [launch.filled(stream, addresses) for launch in self._launches] if direct else []
             _remember(self._filled, everywhere, filled)
         done = queued(filled)
-        if done < len(self._launches):  # the driver refused the others, or hooks are to see them
+        if done < len(self._launches):  # the driver refused the others, or hooks must see them
             named = self._named(tensors, used)
             for name, (begin, (shape, strides, dtype)) in self._parts.items():
                 end = begin + math.prod(shape) * dtype.itemsize
@@ -206,13 +207,13 @@ class Pass:
         return made
 
     def run(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """What was made by name, of a pass that was prepared for the alignment of these very tensors."""
+        """The allocated tensors by name; the pass must have been prepared for the alignment of these tensors."""
         made = self(tensors)
         assert made is not None
         return dict(zip(self.made, made, strict=False))
 
     def _named(self, tensors: Sequence[Tensor | None], used: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The tensors of a call, of which some were made or are counters, and the block that the others share."""
+        """All tensors of a call by name: given, allocated, the shared block, and the counters."""
         named = {name: tensor for name, tensor in zip(self._given, tensors, strict=False) if tensor is not None}
         names = (*self.made, *([BLOCK] if self._parts else []), *([] if self._counters is None else ["counter"]))
         return named | dict(zip(names, used, strict=True))
@@ -221,14 +222,14 @@ class Pass:
         self, other: Pass, renamed: Iterable[KernelCall], given: Sequence[str], made: dict[str, Allocation],
         unread: Sequence[str],
     ) -> Pass:  # fmt: skip
-        """This pass and the kernels of another one behind it as one; `given` and `unread` are of both."""
+        """One pass of these kernels followed by those of another; `given` and `unread` are of both."""
         counters = max(self.num_counters, other.num_counters)
         calls, made = (*self.calls, *renamed), self.allocations | made
         return type(self)(calls, given, made, self.device, self._index, num_counters=counters, unread=unread)
 
 
 class Wish(NamedTuple):
-    """What a caller reads: results in its own layout or heads first, and what is made beside them."""
+    """What a caller reads: results in its own layout or heads first, and which other tensors (`also`)."""
 
     in_layout: bool = False
     also: tuple[str, ...] = ("lse",)
@@ -242,7 +243,7 @@ def pass_of(
     layout: str, calls: Iterable[KernelCall], given: Sequence[str], made: Mapping[str, Allocation | None],
     device: DeviceSpec, index: int, wish: Wish, *, num_counters: int = 0, kind: type[Pass] = Pass,
 ) -> Pass:  # fmt: skip
-    """A pass that makes what is wished for; of the rest, what are no results lie in one block."""
+    """A pass that allocates what the caller reads; all else that is no result shares one block."""
     unread = [name for name in made if name not in (*RESULTS, *wish.also)]
     if wish.in_layout:
         made = {n: a.in_layout(layout) if a is not None and n in RESULTS else a for n, a in made.items()}
@@ -254,7 +255,7 @@ def _prepared(calls: Iterable[KernelCall], device: DeviceSpec, index: int) -> tu
     return tuple(Launch(call, None if plain else compile_call(call, device, index)) for call in calls)
 
 
-# What is behind torch's own wrappers, which take longer.
+# The functions behind torch's own wrappers, which take longer.
 def _current_device() -> int:
     found: int = torch._C._cuda_getDevice()  # noqa: SLF001
     return found
@@ -270,7 +271,7 @@ def _is_capturing() -> bool:
 
 
 def _remember(known: dict[Places, Sequence[Filled]], places: Places, filled: Sequence[Filled]) -> None:
-    """Keep what was laid out for a stream and addresses until MAX_FILLED others came after it, of all passes."""
+    """Cache the launches of a stream and addresses until MAX_FILLED newer ones, of all passes, have been added."""
     known[places] = filled
     order = _order()
     order.append((known, places))
@@ -281,12 +282,12 @@ def _remember(known: dict[Places, Sequence[Filled]], places: Places, filled: Seq
 
 @functools.cache
 def _order() -> deque[tuple[dict[Places, Any], Places]]:
-    """What is remembered and where, oldest first; any thread may add."""
+    """The cached entries of all passes, oldest first; any thread may add."""
     return deque()
 
 
 def _on_device(index: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Call with the CUDA device `index` current: kernels are loaded there."""
+    """Call the function with CUDA device `index` current, because kernels are loaded there."""
     if index < 0 or index == _current_device():
         return function(*args)
     with torch.cuda.device(index):

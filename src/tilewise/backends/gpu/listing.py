@@ -1,4 +1,7 @@
-"""The host's side of work_list.py: how many blocks packed sequences can have, and the call that lists them."""
+"""The host's side of work_list.py: how many blocks packed sequences can have, and the call that lists them.
+
+Figures: bench/results/gpu-host-choices.csv, by name.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,19 @@ __all__ = [
     "rows_together",
 ]
 
-# At least so many programs, to share the rows past the last sequence.
+# At least so many programs, which share the clearing of rows past the last sequence.
 CLEARING_PROGRAMS = 132
-# At most so many programs for the heads of few sequences, which would else be listed one after the other (of 16 4 us of
-# 7). Every one compares its sequence with all others, so that many sequences have one each.
+# With few sequences, up to so many programs list their heads in parallel. Every program compares its sequence with all
+# others, so with many sequences each has only one.
 LISTING_PROGRAMS = 512
-# Tiles that a wave of heads should have of the longest sequence, or the last wave ends late: backward, 16 sequences of
-# 7 to 4096 tokens, 8 of 16 heads a wave 419 TFLOP/s, all 16 (512 tiles) 426.
+# A wave of heads should have so many tiles of the longest sequence, or the last wave ends late.
 BUSY_TILES = 512
-# What passes by the blocks of sequences of one length that are walked together, in this much of the 50 MiB of L2.
-# Forward, 16 x 1024 tokens, 24/32/40/48/64 MiB: 428/453/417/440/408 TFLOP/s; 7 x 2304: 561/563/547/548/538.
+# Sequences of equal length are walked together if what streams past their blocks fits into so much of the 50 MiB of L2.
 LIST_L2_BYTES = 32 << 20
 
 
 def most_blocks(total: int, block: int, batch: int) -> int:
-    """Blocks that `batch` sequences of `total` rows in all can have: every one may end in a block that is not full.
+    """The most blocks that `batch` sequences with `total` rows together can have: each may end in a partial block.
 
     >>> most_blocks(300, 128, 2), most_blocks(2, 128, 2)
     (4, 2)
@@ -42,9 +43,9 @@ def most_blocks(total: int, block: int, batch: int) -> int:
 
 
 def heads_per_wave(heads: int, blocks: int, head_bytes: int) -> int:
-    """Heads whose blocks are walked together, in equal waves: as many as fit into L2, but enough for all SMs.
+    """Heads of a wave, in equal waves: as many as fit into L2, but enough for all SMs.
 
-    `blocks` of the longest sequence; `head_bytes` pass by them.
+    `blocks`: of the longest sequence; `head_bytes`: what streams past the blocks of a head.
 
     >>> [heads_per_wave(h, b, m << 20) for h, b, m in ((16, 32, 2), (16, 128, 8), (24, 512, 2))]
     [16, 4, 12]
@@ -55,7 +56,7 @@ def heads_per_wave(heads: int, blocks: int, head_bytes: int) -> int:
 
 
 def rows_together(row_bytes: int, heads: int, *, banded: bool) -> int:
-    """Rows of sequences of one length that are walked together, for so many heads; 0, one by one, without a mask.
+    """How many rows of equally long sequences are walked together, for so many heads; 0 (none) without a mask.
 
     >>> rows_together(512, 16, banded=True)
     4096
@@ -64,7 +65,7 @@ def rows_together(row_bytes: int, heads: int, *, banded: bool) -> int:
 
 
 def listed_parts(longest: int, block: int) -> int:
-    """Programs that list one sequence, for the longest there may be; at least the one that writes how many there are.
+    """Programs that list one sequence of the maximum length; at least one, which writes the number of entries.
 
     >>> listed_parts(4097, 128), listed_parts(0, 128)
     (2, 1)
@@ -78,7 +79,7 @@ def list_size(blocks: int) -> int:
 
 
 def list_allocation(blocks: int) -> Allocation:
-    """Room for a list."""
+    """The workspace of a list."""
     return Allocation.contiguous((list_size(blocks),), torch.int32)
 
 
@@ -93,11 +94,11 @@ def list_call(
     heads: int = 1,
     beside: tuple[Address, int] | None = None,
 ) -> KernelCall:
-    """List the blocks of queries (of keys) at `work`, for all heads or, if there are several, for each.
+    """List the blocks of queries (of keys) at `work`: one entry for all heads, or with `heads` > 1 one for each head.
 
-    Sequences of one length are walked together up to `together` keys (queries), see `rows_together`. `cleared` names
-    what has rows past the last sequence: rows of queries and their lse, and two tensors of rows of keys. `beside`:
-    where it is said which heads of which sequences may be made ready while blocks so many entries earlier run.
+    Equally long sequences are walked together up to `together` keys (queries), see `rows_together`. `cleared` names the
+    tensors whose rows past the last sequence are cleared: query rows, their lse, and two tensors of key rows. `beside`:
+    (address, lead) for work_list.mark_beside, which marks the heads that can be prepared `lead` entries ahead.
     """
     parts = listed_parts(problem.seqlen_k if of_keys else problem.seqlen_q, block)
     shares = max(1, min(heads, LISTING_PROGRAMS // max(problem.batch * parts, 1)))

@@ -1,4 +1,4 @@
-"""Problems without tensors: what kernels are described for where nothing is called, on a machine without a GPU."""
+"""Operand views of a problem without tensors, for compiling kernels on a machine without a GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What Triton calls things, release by release: from 3.6 on, whichever is installed. Nothing else asks for a version.
+"""Differences between Triton releases, from 3.6 on. No other module asks for a version.
 
-The upper half answers questions without importing Triton. The names in the lower half are looked up when they are
+The upper half answers questions without importing Triton. The names in the lower half are resolved when they are
 imported (`from tilewise.backends.gpu.releases import async_load`), so that a kernel is written once for all releases.
 """
 
@@ -23,7 +23,7 @@ OLDEST, NEWEST = (3, 6), (3, 9)
 
 @functools.cache
 def installed() -> str:
-    """The number of the installed Triton, "" if there is none."""
+    """The version of the installed Triton; "" if there is none."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -36,26 +36,26 @@ def _release() -> tuple[int, ...]:
 
 
 def missing() -> str | None:
-    """Why no kernel can be compiled here, if that is so."""
+    """Why no kernel can be compiled here; None if kernels can."""
     if not installed() or importlib.util.find_spec("triton") is None:
         return "the triton package is not installed (pip install triton)"
     return outdated()
 
 
 def outdated() -> str | None:
-    """Why the installed release cannot compile the kernels, if there is one and it is too old."""
+    """Why the installed release is too old to compile the kernels; None if it is not, or if there is none."""
     if not installed() or _release() >= OLDEST:
         return None
     return f"triton {installed()} is older than {'.'.join(map(str, OLDEST))} (pip install --upgrade triton)"
 
 
 def is_known() -> bool:
-    """Whether all tests ran on this release; a newer one has to pass a test here first (see trial.py)."""
+    """Whether all tests ran on this release; a newer one must pass a trial first (see trial.py)."""
     return _release() <= NEWEST
 
 
 def ptxas(capability: int) -> str:
-    """The path of the assembler that takes the PTX of this release."""
+    """The path of the ptxas that assembles the PTX of this release."""
     compiler: Any = importlib.import_module("triton.backends.nvidia.compiler")
     return str(compiler.get_ptxas(capability).path)
 
@@ -71,7 +71,7 @@ def _names() -> dict[str, Any]:
 
     @builtin
     def reinterpreted(buffer, dtype, shape, layout, _semantic=None):
-        """The shared memory of a buffer as numbers of another type, shape and layout."""
+        """The shared memory of a buffer, viewed with another type, shape and layout."""
         method = getattr(type(buffer), "reinterpret", None) or type(buffer)._reinterpret  # noqa: SLF001
         return method(buffer, dtype, shape, layout, _semantic=_semantic)
 
@@ -99,7 +99,7 @@ def _first(module: Any, *names: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """One of the names above, as the installed Triton has it."""
+    """One of the names above, as the installed Triton provides it."""
     if not name.startswith("_") and name in (names := _names()):
         return names[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""Kernel arguments as they are known before a call: addresses are missing, everything else is there.
+"""Kernel arguments without addresses: everything that is known before a call.
 
-A kernel call is described once with these in the place of tensors. From the description come its types (for the
-compiler), the argument list of the driver (into which a call fills addresses), or, for Triton's interpreter and for
-releases whose driver is not known, ordinary arguments with real tensors.
+A kernel call is described once, with these symbols instead of tensors. From the description come its types (for the
+compiler), the driver's argument list (into which a call fills addresses) or, for Triton's interpreter and for releases
+with an unknown launch interface, ordinary arguments with real tensors.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = [
     "renamed",
 ]
 
-# What vectors of 128 bits, cp.async and TMA want of an address, in bytes.
+# The alignment in bytes that 128-bit vectors, cp.async and TMA need.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The start of the tensor called `name`, `offset` bytes in; `aligned` if that is a multiple of 16 bytes."""
+    """The address of tensor `name` plus `offset` bytes; `aligned` if that is a multiple of 16 bytes."""
 
     name: str
     dtype: torch.dtype
@@ -43,15 +43,15 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A number inside a tuple that is compiled into the kernel."""
+    """A number in a tuple that is compiled into the kernel."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Multiple:
-    """A run-time number that is a multiple of `of` in every call that shares the compiled kernel; `wide` if products
-    with it need 64 bits.
+    """A run-time number that is a multiple of `of` in every call with the same compiled kernel; `wide`: passed as 64
+    bits, because products with it need them.
     """
 
     value: int
@@ -61,7 +61,7 @@ class Multiple:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tensor descriptor for TMA: blocks of a strided tensor at `address`; `layout` is Gluon's, of shared memory."""
+    """A TMA tensor map: blocks of a strided tensor at `address`; `layout` is Gluon's shared-memory layout, if any."""
 
     address: Address
     shape: tuple[int, ...]
@@ -72,10 +72,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """A kernel and everything it is started with but addresses; `arguments` by parameter name.
+    """A kernel and everything it is launched with except addresses; `arguments` by parameter name.
 
-    Without `fused` no product is fused with a sum: results have the bits that separate operations give. One that
-    `overlaps` may start while the kernel before it in the stream ends, and waits for that one itself.
+    `fused` False: the compiler fuses no multiplication with an addition, so results have the bits of separate
+    operations. `overlaps`: the kernel may start while the one before it in the stream ends, and waits for it itself.
     """
 
     kernel: Any
@@ -94,7 +94,7 @@ class KernelCall:
 
     @property
     def options(self) -> dict[str, int]:
-        """What the compiler is told beside the arguments."""
+        """The compiler options of the call."""
         found = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
         found["enable_fp_fusion"] = self.fused
         found["launch_pdl"] = self.overlaps or None
@@ -107,7 +107,7 @@ def addressed_names(calls: Iterable[KernelCall]) -> tuple[str, ...]:
 
 
 def aligned_names(calls: Iterable[KernelCall]) -> frozenset[str]:
-    """The tensors whose addresses these calls take for multiples of 16 bytes."""
+    """The tensors whose addresses these calls assume to be multiples of 16 bytes."""
     return frozenset(address.name for address in _addresses_in(calls) if address.aligned)
 
 
@@ -122,7 +122,7 @@ def _addresses_in(calls: Iterable[KernelCall]) -> Iterator[Address]:
 
 
 def renamed(call: KernelCall, names: Mapping[str, str]) -> KernelCall:
-    """The same call where tensors have other names, given by the ones they had."""
+    """The same call with its tensors renamed; `names` maps old names to new ones."""
     return replace(call, arguments={name: _renamed(value, names) for name, value in call.arguments.items()})
 
 
@@ -138,7 +138,7 @@ def _renamed(argument: Any, names: Mapping[str, str]) -> Any:
 
 
 def materialised(argument: Any, tensors: Mapping[str, Tensor | None]) -> Any:
-    """The argument as Triton's own launch path takes it."""
+    """The argument in the form that Triton's own launch path takes."""
     if isinstance(argument, (Fixed, Multiple)):
         return argument.value
     if isinstance(argument, Address):

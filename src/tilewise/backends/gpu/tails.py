@@ -1,4 +1,4 @@
-"""Rows of packed tensors that belong to no sequence: cleared by a small kernel of their own, or on the side."""
+"""Clear the rows of packed tensors that belong to no sequence: in a small kernel, or as part of another one."""
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
@@ -13,7 +13,7 @@ BLOCK = tl.constexpr(1024)
 
 @triton.jit
 def clear_rows(rows_ptr, lse_ptr, begin, total, num_heads, row_width):
-    """Zeros in rows begin .. total-1 of (total, row_width), -inf in lse (num_heads, total); all programs share them."""
+    """Zeros in rows begin .. total-1 of (total, row_width), -inf in lse (num_heads, total); programs share the rows."""
     for row in range(begin + tl.program_id(0), total, tl.num_programs(0)):
         for first in range(0, row_width, BLOCK):
             cols = first + tl.arange(0, BLOCK)

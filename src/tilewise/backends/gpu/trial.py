@@ -1,6 +1,7 @@
-"""A release of Triton on which no test has run yet is tried before it is used: small problems, held against the
-reference. What passes runs, with a warning; what fails is refused. Takes as long as its kernels take to compile, once a
-process.
+"""A trial of Triton releases on which no test has run: a few small problems, compared with the reference.
+
+A backend that passes runs, with a warning; one that fails is refused. The trial takes as long as its kernels take to
+compile, once a process.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["failure", "report"]
 
-# How far results may be from the reference, as a part of their size: in bf16 it is 0.003 to 0.006.
+# The largest relative distance from the reference that passes: several times what rounding to bf16 causes.
 TOLERANCE = 0.02
 
 
 def failure(backend: Backend) -> str | None:
-    """Why the installed release cannot be trusted with the kernels of a backend, if it was tried and failed."""
+    """Why the installed release failed the trial of a backend's kernels; None if it passed or needs no trial."""
     if releases.is_known():
         return None
     outcomes = _outcomes()
@@ -45,7 +46,7 @@ def failure(backend: Backend) -> str | None:
 
 
 def report(backend: Backend) -> str:
-    """The compiler and what is known of it, for `tilewise doctor`; only of a backend that runs here."""
+    """The compiler and whether it was tested, for `tilewise doctor`; only for a backend that runs here."""
     if releases.is_known():
         return f"triton {releases.installed()}, a release that was tested"
     oldest, newest = (".".join(map(str, release)) for release in (releases.OLDEST, releases.NEWEST))
@@ -55,7 +56,7 @@ def report(backend: Backend) -> str:
 
 @functools.cache
 def _outcomes() -> dict[str, str | None]:
-    """Why a backend is refused, None if it is not, by name; any thread may add."""
+    """By backend name: why it is refused, or None. Any thread may add."""
     return {}
 
 
@@ -77,7 +78,7 @@ def _first_error(backend: Backend, where: torch.device) -> str | None:
             continue
         try:
             error = _error(backend, problem, where)
-        except Exception as reason:  # whatever a compiler that nobody has seen may raise
+        except Exception as reason:  # an unknown compiler may raise anything
             return f"its {what} failed: {type(reason).__name__}: {reason}"
         if not error <= TOLERANCE:
             return f"its {what} is off by {error:.1%} of the result"
@@ -96,7 +97,7 @@ def _problems() -> Iterator[tuple[str, AttentionProblem]]:
 
 
 def _error(backend: Backend, problem: AttentionProblem, where: torch.device) -> float:
-    """The largest distance of a result from the reference, as a part of its size."""
+    """The largest relative distance of a result from the reference."""
     reference: Backend = importlib.import_module("tilewise.backends.reference").BACKEND
     shapes = [(problem.num_heads, problem.seqlen_q), *[(problem.num_kv_heads, problem.seqlen_k)] * 2]
     generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,4 @@
-"""Compile the kernels that training and serving of usual models run into Triton's cache, for a GPU that may be
-elsewhere.
-"""
+"""Compile the kernels of common training and serving problems into Triton's cache; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -25,17 +23,17 @@ __all__ = [
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD_DIMS = (64, 128)
-# Query heads of a K/V head are compiled in where they share a tile; page sizes always.
+# Kernels are compiled for a group size where query heads share a tile, and always for a page size.
 GROUP_SIZES = (1, 4, 8)
 PAGE_SIZES = (16, 64)
-# No kernel knows a length; these only decide between the kernels for short and for long sequences.
+# No kernel is compiled for a length; these only choose between the kernels for short and for long sequences.
 LONG, KEYS = 4096, 8192
-# Called before a kernel is compiled with what it is for, how many are done, and how many there are.
+# Called before each compilation with: what the kernel is for, how many are done, how many there are.
 Progress = Callable[[str, int, int], None]
 
 
 class CacheState(NamedTuple):
-    """What was compiled, and where it is kept; `size_bytes` counts machine code alone."""
+    """What was compiled, and where it is stored; `size_bytes` counts machine code alone."""
 
     path: str
     entries: int
@@ -61,7 +59,7 @@ def warmup(
 
 
 def common_problems() -> Iterator[tuple[str, AttentionProblem]]:
-    """(what it is, the problem)."""
+    """(label, problem) of each common problem."""
     for (name, dtype), dim in itertools.product(DTYPES.items(), HEAD_DIMS):
         label = f"{name} head_dim {dim}"
         for causal in (False, True):

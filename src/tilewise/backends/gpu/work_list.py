@@ -1,20 +1,21 @@
-"""Packed sequences, block by block: listed on the device, for persistent kernels and for programs of one block each.
+"""A list of the blocks of packed sequences, made on the device, for persistent kernels and for one program per block.
 
-Only the device knows the lengths. A grid made for the longest sequence would be mostly empty (16 sequences of 7 to 4096
-tokens: 6096 of 8192 tiles, 45 us of taking and skipping in a forward of 260), so the blocks that exist are listed: one
-entry for a block of a sequence, for all heads or for each. What an entry holds is said in schedule.LIST_WORDS; the
-first entry's place holds the number of entries. Every program computes where its entries belong from cu_seqlens alone,
-so none waits for another one.
+Only the device knows the lengths. A grid for the longest sequence would be mostly empty, so the blocks that exist are
+listed: one entry for a block of a sequence, for all heads or for each head. schedule.LIST_WORDS says what an entry
+holds; entry 0 holds the number of entries. Every program computes the positions of its entries from cu_seqlens alone,
+so none waits for another.
 
-The lengths are the device's, how many programs list a sequence follows from what the caller said of the longest one. If
-that was too little, the rest of a sequence is left out of everything: what is not listed must not be read.
+The lengths come from the device, but how many programs list a sequence follows from the caller's maximum length. If
+that is too small, the rest of a sequence is left out of everything: what is not listed must not be read.
 
-Order. Long sequences come first, and of a sequence its heavy blocks, so that the last tiles are light ones. Under a
-causal mask sequences of the same length are walked together, heavy blocks first, as many as fit into L2: one alone may
-have too few heavy blocks for all SMs. Where every head has entries, those of a sequence that does not fit with all of
-its heads come in waves of heads, one after the other.
+Order: long sequences first, and within a sequence heavy blocks first, so that the last tiles are light. Under a causal
+mask, sequences of equal length are walked together, heavy blocks first, as many as fit into L2, because one alone may
+have too few heavy blocks for all SMs. Where every head has entries, a sequence that does not fit into L2 with all of
+its heads is walked in waves of heads.
 
-Rows past the last sequence belong to no block: the same launch clears them.
+Rows past the last sequence belong to no block; the same launch clears them.
+
+Figures: bench/results/gpu-host-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -28,7 +29,7 @@ from tilewise.backends.gpu.tails import clear_rows
 
 __all__ = ["ENTRY_WORDS", "LISTED_BLOCKS", "list_blocks", "list_blocks_kernel", "listed_item"]
 
-# As schedule.LIST_WORDS.
+# The same as schedule.LIST_WORDS.
 ENTRY_WORDS = tl.constexpr(8)
 # Blocks that a program lists, and sequences it compares them with at a time.
 LISTED_BLOCKS, COMPARED = tl.constexpr(32), tl.constexpr(64)
@@ -38,8 +39,8 @@ LISTED_BLOCKS, COMPARED = tl.constexpr(32), tl.constexpr(64)
 def lengths_at(
     sequences, inside, cu_seqlens_q, seqlens_k, most, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr
 ):  # fmt: skip
-    """(first query row, query rows, first key row, keys) of sequences, of those that are listed at `most` so many;
-    paged keys have lengths only.
+    """(first query row, query rows, first key row, keys) of sequences. The rows that are listed are capped at `most`.
+    For paged keys seqlens_k holds lengths, and the first key row is 0.
     """
     q_first = tl.load(cu_seqlens_q + sequences, mask=inside, other=0)
     q_rows = tl.load(cu_seqlens_q + sequences + 1, mask=inside, other=0) - q_first
@@ -59,8 +60,8 @@ def lengths_at(
 def blocks_of(lengths, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
     """(number of blocks, weight of the lightest, blocks of the other side) of sequences.
 
-    Under a causal mask a block weighs one more than the next lighter one. The lightest block of queries is the first
-    one, that of keys the last one.
+    Under a causal mask a block weighs one more than the next lighter one. The lightest query block is the first one,
+    the lightest key block the last one.
     """
     query_blocks = (lengths[1] + BLOCK - 1) // BLOCK
     key_blocks = (lengths[3] + BLOCK - 1) // BLOCK
@@ -72,13 +73,13 @@ def blocks_of(lengths, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
 
 @triton.jit
 def heads_together(passed, rows_together, BLOCK: tl.constexpr):
-    """Heads of sequences that are walked together, where blocks are passed by so many others."""
+    """How many heads of sequences are walked together, if `passed` blocks of the other side stream past each."""
     return tl.maximum(rows_together // tl.maximum(passed * BLOCK, 1), 1)
 
 
 @triton.jit
 def wave_of(room, follow, heads):
-    """Heads of a wave, in equal waves: as many as there is room for, of what the list ends with twice as many."""
+    """Heads of a wave, in equal waves: as many as fit (`room`), at the end of the list (follow == 0) twice as many."""
     return tl.cdiv(heads, tl.cdiv(heads, tl.where(follow > 0, room, 2 * room)))
 
 
@@ -87,9 +88,9 @@ def list_blocks(
     sequence, part, parts, work_ptr, cu_seqlens_q, seqlens_k, batch, rows_together,
     BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr, first_head=0, shares=1, heads=1,
 ):  # fmt: skip
-    """Write LISTED_BLOCKS entries of a sequence, one of `parts`, where they belong, for `first_head` and every one
-    `shares` heads further of `heads` (1 where entries are for all of them); the first program also writes the number
-    of all.
+    """Write up to LISTED_BLOCKS entries of a sequence: those of `part` of `parts`, for `first_head` and every
+    `shares`-th head after it of `heads` (1 where an entry is for all heads). The first program also writes the total
+    number of entries.
     """
     most = parts * (LISTED_BLOCKS * BLOCK)
     lengths = lengths_at(sequence, sequence >= 0, cu_seqlens_q, seqlens_k, most, OF_KEYS, IS_PAGED)
@@ -97,7 +98,7 @@ def list_blocks(
     room = heads_together(passed, rows_together, BLOCK)
     group_size = tl.maximum(room // heads, 1)
     ranks = part * LISTED_BLOCKS + tl.arange(0, LISTED_BLOCKS)  # from the lightest block on
-    place = tl.zeros([LISTED_BLOCKS], tl.int32)  # in its group
+    place = tl.zeros([LISTED_BLOCKS], tl.int32)  # position within the group of sequences walked together
     ahead_of = tl.zeros([COMPARED], tl.int32)
     behind = tl.zeros([COMPARED], tl.int32)
     total = tl.zeros([COMPARED], tl.int32)
@@ -114,7 +115,7 @@ def list_blocks(
         ahead = (other_passed > passed) | (alike & (others // group_size < sequence // group_size))
         ahead_of += tl.where(ahead, counts, 0)
         behind += tl.where(ahead | together, 0, counts)
-        rank = (lightest + ranks)[:, None] - floors[None, :]  # of a block that weighs as much
+        rank = (lightest + ranks)[:, None] - floors[None, :]  # of the other sequence's block with equal weight
         heavier = tl.minimum(tl.maximum(counts[None, :] - 1 - rank, 0), counts[None, :])
         heavier += ((others < sequence)[None, :] & (rank >= 0) & (rank < counts[None, :])).to(tl.int32)
         place += tl.sum(tl.where(together[None, :], heavier, 0), 1)
@@ -144,9 +145,10 @@ def mark_beside(
     sequence, parts, beside_ptr, heads, lead, cu_seqlens_q, seqlens_k, batch, rows_together,
     BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Say of every head of a sequence whether it can be made ready while blocks `lead` entries earlier run: if those
-    that are walked together with it have at most so many entries, and as many come before them. A head has two words:
-    this, and 0.
+    """Mark the heads of a sequence that can be prepared while tiles `lead` entries earlier run (hopper/preparing.py).
+
+    A head can be if the heads that are walked together with it have at most `lead` entries, and at least `lead` entries
+    come before them. A head has two words: this mark, and a count that starts at 0.
     """
     most = parts * (LISTED_BLOCKS * BLOCK)
     lengths = lengths_at(sequence, sequence >= 0, cu_seqlens_q, seqlens_k, most, OF_KEYS, IS_PAGED)
@@ -190,15 +192,15 @@ def list_blocks_kernel(
     totals, widths, num_heads, beside_ptr, heads, shares, lead,
     BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr,
 ):  # fmt: skip
-    """List the blocks of BLOCK queries (keys); zero rows past the last sequence, -inf in their lse.
+    """List the blocks of BLOCK queries (keys); write zeros into rows past the last sequence, -inf into their lse.
 
-    Programs: at least batch x parts of a sequence's blocks x shares of its heads; all together clear. seqlens_k is
-    cu_seqlens_k, or the lengths of paged keys. rows_together: of sequences of one length, 0 without a causal mask.
-    totals and widths are of (queries, keys, values); a tensor that is None is not cleared. beside_ptr: see mark_beside,
-    or None. heads: 1 where an entry is for all of them.
+    Programs: at least batch x parts of a sequence's blocks x shares of its heads; all programs share the clearing.
+    seqlens_k is cu_seqlens_k, or the lengths of paged keys. rows_together: rows of equally long sequences walked
+    together, 0 without a causal mask. totals are of (queries, keys), widths of (queries, keys, values); a tensor that
+    is None is not cleared. beside_ptr: see mark_beside, or None. heads: 1 where an entry is for all heads.
     """
     program = tl.program_id(0)
-    if beside_ptr is not None:  # noqa: SIM102  (this one is for the compiler)
+    if beside_ptr is not None:  # noqa: SIM102  (resolved at compile time)
         if program < batch:
             mark_beside(
                 program, parts, beside_ptr, heads, lead, cu_seqlens_q, seqlens_k, batch, rows_together,
@@ -217,10 +219,10 @@ def list_blocks_kernel(
 
 @triton.jit
 def listed_item(work, num_blocks, num_heads, heads_per_wave, DIRECT: tl.constexpr = False):
-    """(block, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k) of this program: there is one for each head and
-    each of the `num_blocks` that the list has room for. Past its end there are no rows.
+    """(block, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k) of this program. There is one program for each
+    head and each of the `num_blocks` entries that fit into the list; past the list's end all lengths are 0.
 
-    DIRECT: program ids are (head of its wave, place in the list, wave), without a division.
+    DIRECT: program ids are (head within its wave, entry, wave), so no division is needed.
     """
     if DIRECT:
         head = tl.program_id(2) * heads_per_wave + tl.program_id(0)
@@ -234,7 +236,7 @@ def listed_item(work, num_blocks, num_heads, heads_per_wave, DIRECT: tl.constexp
         place = rank // wave_heads
         head = first_head + rank % wave_heads
     entry = work + (1 + place) * ENTRY_WORDS
-    # All loads at once: what was not written is read, but not used.
+    # Issue all loads together. Entries that were never written are read, but not used.
     count = tl.load(work)
     block = tl.load(entry + 1)
     batch_idx = tl.load(entry + 3)
@@ -243,7 +245,7 @@ def listed_item(work, num_blocks, num_heads, heads_per_wave, DIRECT: tl.constexp
     k_start = tl.load(entry + 6)
     seqlen_k = tl.load(entry + 7)
     exists = place < count
-    if DIRECT:  # waves may have room for more heads than there are
+    if DIRECT:  # the last wave may have fewer heads than the grid
         exists = exists & (head < num_heads)
     block = tl.where(exists, block, 0)
     batch_idx = tl.where(exists, batch_idx, 0)

@@ -1,6 +1,7 @@
 """The Hopper backend: TMA, wgmma and warp specialisation in Gluon, for H100 and H200.
 
-What it does not take, the portable Triton backend serves; docs/kernels/hopper.md shows how it works.
+docs/kernels/hopper.md explains the kernels. The portable Triton backend serves every problem that this one refuses.
+bench/results/hopper-decode-choices.csv holds the figures behind the limits of decoding, by name.
 """
 
 from __future__ import annotations
@@ -26,26 +27,27 @@ if TYPE_CHECKING:
 __all__ = ["BACKEND", "HopperBackend", "decodes"]
 
 DTYPES = (torch.float16, torch.bfloat16)
-# Rows of 16-bit numbers whose length is a multiple of this can be 16-byte aligned, as TMA wants.
+# TMA needs strides that are multiples of 16 bytes: 8 elements of 16 bits.
 HEAD_DIM_STEP = 8
-# Narrower heads are mostly padding in a 64-column tile.
+# Narrower heads would be mostly padding in a 64-column tile.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 40, 256
-# Query rows a K/V head up to which the decode kernel serves a call without gradients, if there are so many keys: one
-# token for 32/8 heads reads K and V at 379 to 1437 GB/s in the forward kernel.
+# The decode kernel serves calls without gradients with at most FEW_ROWS query rows per K/V head and at least MANY_KEYS
+# keys. The forward kernel cannot saturate memory with so few rows.
 FEW_ROWS, MANY_KEYS = 64, 256
-# Of wider values, only so many: O is in registers.
+# Decoding keeps O in registers: with V wider than WIDE_HEAD_DIM, only FEW_WIDE_ROWS rows fit.
 WIDE_HEAD_DIM, FEW_WIDE_ROWS = 128, 32
-# Of e4m3, a converted tile of wide keys is there as well, beside so many columns of values.
+# With e4m3 pages a converted tile of wide keys is in registers too: V wider than this does not fit next to it.
 NARROW_HEAD_DIM = 64
-# Rows of a box that TMA fetches from one page, in the forward and in the decode kernel: there, a swizzle repeats.
+# The page size must be a multiple of the rows of a TMA box: 64 in the forward kernel, in the decode kernel 8, where the
+# swizzle pattern repeats.
 PAGE_STEP, DECODE_PAGE_STEP = 64, 8
-# Rows of 8-bit numbers, the widths they are padded to, and the rows that share a scale: a tile of keys.
+# e4m3: head dims are multiples of 16 bytes, padded to one of these widths; a scale covers one key tile of 128 rows.
 FP8_HEAD_DIM_STEP, FP8_WIDTHS, FP8_BLOCK = 16, (64, 128, 256), 128
 
 
 class HopperBackend:
-    """Dense, packed and (forward) paged attention in fp16 and bf16, decoding from FP8 pages; dense and packed forward
-    in FP8.
+    """Dense and packed attention in fp16 and bf16, forward and backward; paged forward and decoding; dense and packed
+    forward in e4m3; decoding from e4m3 pages.
     """
 
     name = "hopper"
@@ -60,11 +62,11 @@ class HopperBackend:
         return trial.failure(self)
 
     def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
-        """The first reason why not."""
+        """The first reason why these kernels cannot compute the problem; None if they can."""
         return next(_refusals(problem, device), None)
 
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
-        """The forward tile."""
+        """(query rows, keys) of a forward tile."""
         del device
         if decodes(problem):
             module = importlib.import_module("tilewise.backends.hopper.decode_configs")
@@ -77,13 +79,13 @@ class HopperBackend:
         return TileShape(64 * config.NUM_WARPGROUPS, config.BLOCK_N)
 
     def fp8_path(self, problem: AttentionProblem) -> str:
-        """What becomes of e4m3 operands, for `explain()`."""
+        """How e4m3 operands are computed with, for `explain()`."""
         if decodes(problem):
             return f"{', '.join(problem.fp8)} read as e4m3 and widened to fp16 in registers, probabilities in fp16"
         return f"{', '.join(problem.fp8)} multiplied as e4m3 by FP8 tensor cores, probabilities rounded to e4m3"
 
     def unordered(self, problem: AttentionProblem) -> str | None:
-        """What is summed in no fixed order, for `explain()`."""
+        """Which gradient is summed in no fixed order, for `explain()`; None if all results repeat bit for bit."""
         if not problem.needs_grad:
             return None
         config = importlib.import_module("tilewise.backends.hopper.configs").backward_config(problem)
@@ -92,11 +94,11 @@ class HopperBackend:
         return "of dq differ from run to run: key tiles add to it as they finish; deterministic=True makes them repeat"
 
     def compiler(self) -> str:
-        """What compiles the kernels, for `tilewise doctor`."""
+        """Which compiler is used and whether a trial kernel compiles, for `tilewise doctor`."""
         return trial.report(self)
 
     def launch_path(self) -> str:
-        """How kernels are started here, for `tilewise doctor`."""
+        """How kernels are launched, for `tilewise doctor`."""
         return str(importlib.import_module("tilewise.backends.gpu.driver").launch_path())
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -189,8 +191,8 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
 
 def _decode_refusals(problem: AttentionProblem) -> Iterator[str]:
     rows, items = problem.seqlen_q * problem.group_size, problem.batch * problem.num_kv_heads
-    # One program merges the rows of all that share an item. GB/s here and in Triton's kernel by rows and items: 32, 32
-    # 3339 and 2957, 8, 8 2259 and 2165; 16, 8 1873 and 2109, 32, 8 1537 and 1914.
+    # One CTA merges all parts of an item. With many rows and few items, too few CTAs merge, and Triton's kernel is
+    # faster.
     if rows > items:
         yield "more query rows a K/V head than (sequence, K/V head) pairs: too many for one program to merge"
     if rows > FEW_WIDE_ROWS and problem.head_dim_v > WIDE_HEAD_DIM:

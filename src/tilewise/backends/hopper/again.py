@@ -1,16 +1,16 @@
-"""Query rows that the forward has lost (AT_ONCE, see scores.py), computed again with maxima, by a kernel of its own.
+"""Recompute the rows that overflowed in the forward without maxima (AT_ONCE, see scores.py), with ordinary maxima.
 
-It takes a score 55 to 69 above all that its row has seen before (2^100, of which the reference may lag 2^20) in the
-row's last tile, and 2^127 in one before, after which sums move into the reference; infinities and NaN in V; or a sink
-far above a row whose reference lags. The forward writes LOST_MARK as the lse of such a row, whatever its O is. So what
-one kernel says to the next lies in the results of this very call, and there is nothing to clear, to share between
-streams or to keep.
+A row overflows if P reaches 2^100 in its last tile (a score 55 to 69 nats above all before, because the reference may
+lag by 2^20), or 2^127 in an earlier tile, after which sums move into the reference; if V holds infinities or NaN; or if
+a sink lies far above a row whose reference lags. The forward then writes LOST_MARK as the row's lse, whatever its O is.
+So the kernels communicate through the result of this call: there is nothing to clear, and nothing is shared between
+streams or kept between calls.
 
-Programs: P, each for every P-th block of 64 rows of lse, so that those of a causal mask are equally long. It looks at
-SPAN rows at a time, nearly always finds no mark and ends. It starts while the forward ends (programmatic dependent
-launch) and waits for its last store. Of a block with a mark all rows of one sequence are computed, and those with a
-mark are written: what a row gets depends on no other row, and on no key but those that its block sees. Plain and slow,
-64 keys a step: that is rare.
+Programs: P, each for every P-th block of 64 rows of lse, which balances causal masks. A program checks SPAN rows at a
+time, nearly always finds no marker and ends. The kernel starts while the forward ends (programmatic dependent launch)
+and waits for the forward's last store. For a block with a marker it computes all rows of one sequence and writes those
+with a marker: a row's result depends on no other row, and on no keys but those that its block sees. The loop is plain
+and slow, 64 keys a step, because overflow is rare.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -22,12 +22,12 @@ import triton.language as tl
 
 __all__ = ["LOST_MARK", "ROWS", "again_kernel"]
 
-# The bits of a NaN that no arithmetic of the GPU makes: its own NaN is 0x7FFFFFFF.
+# A NaN with bits that no GPU arithmetic produces: its own NaN is 0x7FFFFFFF.
 LOST_MARK = tl.constexpr(0x7FC10057)
-# Rows of lse that a program looks at: 16 of a thread.
+# Rows of lse that a program checks at a time: 16 a thread.
 SPAN = tl.constexpr(2048)
 ROWS, KEYS = tl.constexpr(64), tl.constexpr(64)
-# Sequences that are compared at a time.
+# Sequences that are compared with a row at a time.
 COMPARED = tl.constexpr(64)
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
@@ -35,7 +35,7 @@ NEG_INF = tl.constexpr(float("-inf"))
 
 @triton.jit
 def await_forward():
-    """Wait until the kernel before has ended and all that it wrote is there."""
+    """Wait until the kernel before has ended and its writes are visible."""
     tl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -93,7 +93,7 @@ def attend(
     q, k_ptr, v_ptr, k_strides, v_strides, batch_idx, kv_head, row, queries, keys, widths, scale_log2, sizes,
     COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """(O, largest score, sum) of 64 rows from `row` on, which may be negative: rows of another sequence see nothing."""
+    """(O, largest score, sum) of 64 rows from `row` on. Negative rows belong to another sequence and see nothing."""
     seqlen_q, seqlen_k = queries[1], keys[1]
     rows = row + tl.arange(0, ROWS)
     begin, stop = 0, seqlen_k
@@ -106,14 +106,15 @@ def attend(
     row_sum = tl.zeros([ROWS], tl.float32)
     for first in range(begin // KEYS * KEYS, stop, KEYS):
         cols = first + tl.arange(0, KEYS)
-        # No value that all 64 rows are hidden from: 0 times infinity is NaN.
+        # Do not load values that none of the 64 rows sees: 0 times infinity would be NaN.
         there = cols < stop
         if HAS_LEFT:
             there = there & (cols >= begin)
         at, inside = rows_at(k_ptr, k_strides, batch_idx, kv_head, keys[0] + cols, there, widths[0], COLUMNS)
         scores = tl.dot(q, tl.trans(tl.load(at, mask=inside, other=0.0))) * scale_log2
         shown = seen(rows, cols, seqlen_q, seqlen_k, sizes, HAS_LEFT, HAS_RIGHT)
-        # The product is rounded before the maximum is subtracted: fused, scores past 1e9 would leave any power of two.
+        # Mask after the multiplication, so that the product is rounded before the maximum is subtracted. Fused, scores
+        # above 2^30 would leave a difference that makes P wrong.
         scores = tl.where(shown, scores, NEG_INF)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = tl.where(new_max == NEG_INF, 0.0, new_max)
@@ -129,7 +130,7 @@ def attend(
 
 @triton.jit
 def finish(row_max, row_sum, sinks_ptr, head):
-    """(factor that normalises O, lse); a row that saw nothing gets 0 and -inf."""
+    """(factor that normalises O, lse); a row without keys gets 0 and -inf."""
     shift = row_max
     weight = row_sum * 0.0 + 1.0
     total = row_sum
@@ -149,7 +150,7 @@ def mend_block(
     batch_idx, head, row, queries, keys, widths, lse_rows, scale_log2, sizes,
     COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Write the marked rows of a sequence that are among the 64 of lse from `block` on; the first one is its `row`."""
+    """Recompute the marked rows of one sequence among the 64 rows of lse from `block` on; the first is its `row`."""
     rows = row + tl.arange(0, ROWS)
     lse_at = block + tl.arange(0, ROWS)
     there = (rows >= 0) & (rows < queries[1])
@@ -163,7 +164,7 @@ def mend_block(
     factor, lse = finish(row_max, row_sum, sinks_ptr, head)
     where, inside = rows_at(out_ptr, out_strides, batch_idx, head, queries[0] + rows, marked, widths[1], COLUMNS_V)
     tl.store(where, (acc * factor[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
-    tl.debug_barrier()  # all threads have read the marks that lse takes the place of
+    tl.debug_barrier()  # all threads have read the markers before lse overwrites them
     tl.store(lse_ptr + lse_at, lse, mask=marked)
 
 
@@ -177,10 +178,10 @@ def again_kernel(
     COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr, IS_VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the rows of out and lse again that are marked in lse, whose bits are at marks_ptr.
+    """Recompute the rows of out and lse that are marked in lse; marks_ptr is lse read as integers.
 
-    lse has lse_rows rows, num_rows of them for every head (dense: of a sequence). Strides are of (batch, head, row),
-    widths of rows of K and V, which COLUMNS and COLUMNS_V cover.
+    lse has lse_rows rows, num_rows of them for every head (dense: of every sequence). Strides are of (batch, head,
+    row). widths are the columns of K and V; COLUMNS and COLUMNS_V are the powers of two that cover them.
     """
     await_forward()
     places = tl.arange(0, SPAN)
@@ -200,7 +201,7 @@ def again_kernel(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, marks_ptr, sinks_ptr, q_strides, k_strides, v_strides,
                 out_strides, block, batch_idx, head, row, queries, keys, widths, lse_rows, scale_log2, sizes, COLUMNS,
                 COLUMNS_V, HAS_LEFT, HAS_RIGHT)  # fmt: skip
-            # A row that no sequence has, which only memory that nobody wrote can have marked, is passed over.
+            # Skip at least this row: one that belongs to no sequence may look marked if its lse was never written.
             done = first // ROWS * ROWS + tl.minimum(queries[1] - row, ROWS)
             lost = tl.where(places < tl.maximum(done, first + 1), SPAN, lost)
             first = tl.min(lost, 0)

@@ -2,16 +2,20 @@
 
 Grid: one CTA per SM, persistent, key tiles from the counter. Roles:
   producer   one warp: K and V of the tile, then a ring of (Q, dO, row statistics) tiles of all the group's query heads
-  preparer   two warps, where that pays: row statistics and zeros for later tiles (preparing.py), dQ (finishing.py)
+  preparer   two warps, if AHEAD: row statistics and zeros for later tiles (preparing.py), conversion of dQ
+             (finishing.py)
   consumers  two warpgroups of 64 keys. Per query tile
                S^T = K Q^T, dP^T = V dO^T           from shared memory
                P^T = exp2(S^T - lse), dS^T = P^T (dP^T - delta)
                dV += P^T dO, dK += dS^T Q           P^T, dS^T as register operands
                dQ = dS K                            dS of both warpgroups through shared memory
-             and dQ leaves by TMA reduce-add (dq_tiles.py), in floating point or, to be repeatable, in integers.
+             TMA adds dQ to its accumulator in global memory (dq_tiles.py), in floating point or, to be repeatable, in
+             integers.
 
-GQA walks the query heads of a group inside the CTA: dK and dV need no atomics. The row statistics are prepared by
-backward_rows.py: rows past the end, and rows without keys, have lse = +inf and so P = 0, without a mask.
+GQA: the CTA walks all query heads of a group, so dK and dV need no atomics. The row statistics come from
+backward_rows.py: rows past the end and rows without keys have lse = +inf, so P is 0 without a mask.
+
+Figures: bench/results/hopper-backward-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -54,7 +58,7 @@ __all__ = ["backward_kernel", "backward_step", "load_queries", "make_pipeline", 
 
 @aggregate
 class Pipeline:
-    """The shared memory of a CTA: K and V (a half per warpgroup), the ring of query tiles, dS and dQ on their way."""
+    """The shared memory of a CTA: K and V (a half per warpgroup), the ring of query tiles, staging of dS and dQ."""
 
     q_smem: gl.shared_memory_descriptor
     dout_smem: gl.shared_memory_descriptor
@@ -90,7 +94,7 @@ class Pipeline:
 
 @gluon.jit
 def load_queries(q_desc, dout_desc, stats_desc, units_desc, pipe, at, span, head, row_tile, m_block, C: gl.constexpr):
-    """Start the copies of one query tile: Q, dO and its row statistics; the next slot."""
+    """Start the copies of one query tile (Q, dO, row statistics, units); returns the cursor of the next slot."""
     UNITS_BYTES: gl.constexpr = (4096 if C.D == 64 else 256) if C.FIXED_POINT else 0
     BYTES: gl.constexpr = 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes + UNITS_BYTES
     row = m_block * C.BLOCK_M
@@ -140,7 +144,7 @@ def producer(
                 await_listed(item, q_span, kv_span, counts_ptr, sizes, C)
             else:
                 await_prepared(item, counts_ptr, ahead, sizes, C)
-        if lo < hi:  # the first query tile ahead of K and V: its place in the ring is free before theirs
+        if lo < hi:  # the first query tile before K and V, because its ring slot becomes free before theirs
             at = load_queries(
                 q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group, row_tile, lo, C
             )
@@ -159,8 +163,8 @@ def producer(
                     q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group + g,
                     row_tile + g * sizes.row_tiles, m_block, C)  # fmt: skip
         if C.IS_VARLEN:
-            # Not at the start of this tile: who begins a heavy one would keep the next from those who are done. By a
-            # model of 132 CTAs GQA of 2 x 4096 was at 0.81 for it, and measured at 0.80 of dense tensors, which wait.
+            # Take the next tile now, not at the start of this one: a CTA with a heavy tile would hold the next one
+            # while other CTAs are idle.
             taken = take_any(counter_ptr, num_entries) if C.AHEAD else take_tile(counter_ptr, num_entries)
             tile_turn = tile_turn.next()
             tile = announce(taken, num_entries, work_ptr, pipe.tiles, tile_turn, sizes, True)
@@ -175,7 +179,7 @@ def producer(
 
 @gluon.jit
 def mask_transposed(p, m_block, first_key, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
-    """Zero where a query (column) does not see a key (row of 64 from first_key on)."""
+    """P with zeros where a query (column) does not see a key (row; 64 keys from first_key on)."""
     LAYOUT: gl.constexpr = accumulator_layout(C.BLOCK_M)
     keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     queries = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, LAYOUT))
@@ -195,15 +199,16 @@ def mask_transposed(p, m_block, first_key, seqlen_q, seqlen_k, sizes, C: gl.cons
 def issue_query_gradient(at, pipe, WARPGROUP: gl.constexpr, BLIND: gl.constexpr, C: gl.constexpr):
     """Start dQ = dS K, 64 queries x 64 columns, once both warpgroups have stored their dS.
 
-    At D=128 the warpgroups take halves of the columns, at D=64 halves of the 128 queries. Two dS buffers are enough:
-    the next write to one comes after the next barrier, which the other warpgroup reaches with its dQ product finished.
+    At head_dim 128 each warpgroup computes half of the columns, at 64 half of the 128 queries. BLIND: the second
+    warpgroup's dS is 0. Two dS buffers are enough: a warpgroup writes to one again only after the next barrier, which
+    the other warpgroup reaches with its dQ product finished.
     """
     D: gl.constexpr = C.D
     FIRST_QUERY: gl.constexpr = WARPGROUP * 64 if C.D == 64 else 0
     FIRST_COLUMN: gl.constexpr = 0 if C.D == 64 else WARPGROUP * 64
     fence_async_shared()  # orders the stores of dS before the products that read it
-    # The last dQ tile has left shared memory; waited for here because Triton puts a barrier behind it, which the
-    # products below need anyway (1-3 %).
+    # Wait until the last dQ tile has left shared memory. Here, because Triton adds a barrier after this wait, and the
+    # products below need one anyway.
     tma.store_wait(0)
     barrier_sync(8, 256)
     ds0 = pipe.ds_smem.index(at.slot * 2).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
@@ -246,7 +251,7 @@ def backward_step(
     s = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
-    # Read after the wait, not before: 20 spills less at D=64, 5 %.
+    # Read after the wait, not before it: fewer spills.
     lse = pipe.stats_smem.index(at.slot).slice(0, BLOCK_M).load(QUERIES)
     s = capped(s, cap_scale, C)
     p = exp2(s * scale_log2 - lse[None, :])
@@ -261,10 +266,10 @@ def backward_step(
     pipe.ds_smem.index(at.slot * 2 + WARPGROUP).store(ds)
     dv_issued = warpgroup_mma(pa, dout, dv, is_async=True)
     dq = issue_query_gradient(at, pipe, WARPGROUP, False, C)
-    dv, pa = warpgroup_mma_wait(2, deps=[dv_issued, pa])  # retires P^T: its registers are needed
+    dv, pa = warpgroup_mma_wait(2, deps=[dv_issued, pa])  # frees the registers of P^T
     dk_issued = warpgroup_mma(dsa, q, dk, is_async=True)
     units = None
-    if C.FIXED_POINT:  # before dQ is there: D=128, N=1024 811 -> 801 us
+    if C.FIXED_POINT:  # read while dQ is still being computed
         units = load_units(pipe.units_smem, at.slot, WARPGROUP, C)
     dq = warpgroup_mma_wait(1, deps=[dq])
     add_query_gradient(dq, units, dq_desc, units_ptr, dq_row, pipe, WARPGROUP, C)
@@ -275,7 +280,7 @@ def backward_step(
 
 @gluon.jit
 def blind_step(dq_row, at, dq_desc, units_ptr, pipe, C: gl.constexpr):
-    """The second warpgroup's part of a query tile that sees none of its keys: dS = 0, and its columns of dQ."""
+    """The second warpgroup's work for a query tile that sees none of its keys: store dS = 0, compute its part of dQ."""
     BLOCK_M: gl.constexpr = C.BLOCK_M
     pipe.query_ring.wait(at)
     nothing = gl.zeros([64, BLOCK_M], gl.float32, accumulator_layout(BLOCK_M))
@@ -294,7 +299,7 @@ def blind_step(dq_row, at, dq_desc, units_ptr, pipe, C: gl.constexpr):
 def store_key_gradients(
     dk, dv, dk_desc, dv_desc, span, kv_head, row, scale, key_turn, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr
 ):
-    """Write 64 keys' dK and dV by TMA, through the dQ and dS buffers, so that the next K and V can come at once."""
+    """Write dK and dV of 64 keys by TMA through the dQ and dS buffers, so that the next K and V can load meanwhile."""
     D: gl.constexpr = C.D
     DTYPE: gl.constexpr = pipe.k_smem.dtype
     place = tile_at(span, kv_head, row, 0, C.IS_VARLEN)
@@ -423,7 +428,7 @@ def backward_kernel(
         row_tiles = pipe  # not read without STATS_AHEAD
         if C.STATS_AHEAD:
             row_tiles = make_row_tiles(dout_desc, C)
-            fence_async_shared()  # its barriers, too
+            fence_async_shared()  # also its barriers are initialised before TMA reports to them
         gl.warp_specialize([
             (consumer, (
                 dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, counts_ptr, ahead, sizes, pipe, 0,

@@ -1,13 +1,13 @@
 """The last round of a backward without a mask, cut along its queries, so that all SMs end together.
 
-Tiles of one cost that are no multiple of the SMs leave some of them idle for a whole tile: 2048 on 132 are 15.5 rounds
-and take 16. The main kernel (backward.py) computes whole rounds. What is left, tiles x query tiles, is one line here,
-of which every program has an equal length: a piece of a tile, or the end of one and the beginning of the next. A piece
-leaves its dK and dV in fp32; join_pieces_kernel adds those of a tile in their order, so results do not depend on who
-comes first. dQ is added as everywhere.
+Without a mask all tiles cost the same. If their number is no multiple of the SMs, some SMs idle for a whole tile: 2048
+tiles on 132 SMs are 15.5 rounds and take 16. The main kernel (backward.py) computes whole rounds. The remaining tiles x
+query tiles form one line, of which every program computes an equal length: a piece of a tile, or the end of one and the
+start of the next. A piece writes its dK and dV in fp32. join_pieces_kernel adds the pieces of a tile in a fixed order,
+so results do not depend on timing. dQ is added as in the main kernel.
 
-A kernel of its own, because the main one's loop is fast as it is: with ends of this kind in it ptxas moved the wait for
-dP behind the exponentials (D=128, N=16384: 603 -> 577 TFLOP/s with nothing cut).
+This is a kernel of its own because ptxas schedules the main kernel's loop worse if it contains such pieces: it moves
+the wait for dP behind the exponentials. Figures: bench/results/hopper-backward-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -32,12 +32,12 @@ __all__ = ["Line", "backward_pieces_kernel", "join_pieces_kernel"]
 
 # Strides come in units of 16 bytes, as in backward_rows.py.
 UNIT = tl.constexpr(8)
-# Rows of a tile that a program of join_pieces_kernel adds up, and keys of a tile.
+# Rows of a tile that a program of join_pieces_kernel sums, and keys of a tile.
 JOINED_ROWS, KEYS = tl.constexpr(8), tl.constexpr(128)
 
 
 class Line(NamedTuple):
-    """What is cut: the first tile, query tiles a tile, query tiles in all and of a program."""
+    """What is cut: the first tile, query tiles per tile, query tiles in total, query tiles per program."""
 
     first_tile: int
     query_tiles: int
@@ -46,13 +46,13 @@ class Line(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """How many have a length of it."""
+        """How many programs compute a length of the line."""
         return -(-self.total // self.length)
 
 
 @gluon.jit
 def piece_at(step, end, line):
-    """(tile, first query tile, end of them) of the piece that begins at a step of the line, for a program's end."""
+    """(tile, first query tile, end) of the piece that begins at a step of the line; `end` is the program's last + 1."""
     number = step // line.query_tiles
     lo = step - number * line.query_tiles
     return line.first_tile + number, lo, min(line.query_tiles, lo + end - step)
@@ -87,7 +87,7 @@ def producer(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, line, si
 
 @gluon.jit
 def store_part(x, at, WARPGROUP: gl.constexpr, C: gl.constexpr):
-    """64 keys' sums in fp32, row by row."""
+    """Store the fp32 sums of 64 keys, row by row."""
     LAYOUT: gl.constexpr = accumulator_layout(C.D)
     rows = WARPGROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, C.D, gl.SliceLayout(0, LAYOUT))
@@ -98,7 +98,7 @@ def store_part(x, at, WARPGROUP: gl.constexpr, C: gl.constexpr):
 def consumer(
     dq_desc, parts_ptr, units_ptr, scale_log2, cap_scale, line, sizes, pipe, WARPGROUP: gl.constexpr, C: gl.constexpr
 ):
-    """Sum dK and dV of 64 of a piece's keys."""
+    """Sum dK and dV of 64 keys over a piece's query tiles, piece after piece."""
     D: gl.constexpr = C.D
     at = start(C.NUM_STAGES)
     key_turn = start(1)
@@ -130,7 +130,7 @@ def backward_pieces_kernel(
     q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, parts_ptr, units_ptr, line, scale_log2,
     cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """Parts of dK and dV, and what they add to dQ; every program has a length of the line."""
+    """Pieces of dK and dV, and what they add to dQ; every program computes one length of the line."""
     pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C)
     gl.warp_specialize([
         (consumer, (dq_desc, parts_ptr, units_ptr, scale_log2, cap_scale, line, sizes, pipe, 0, C)),
@@ -144,7 +144,7 @@ def join_pieces_kernel(
     parts_ptr, dk_ptr, dv_ptr, line, scale, num_heads, num_blocks, dk_strides, dv_strides,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """A tile that was cut, dK or dV: its parts in the order of the programs that made them.
+    """Sum the pieces of dK or dV of a tile, in the order of the programs that computed them.
 
     Programs: tiles x JOINED_ROWS of their rows x (dK, dV).
     """

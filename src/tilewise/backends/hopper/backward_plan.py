@@ -1,4 +1,7 @@
-"""What the calls of one problem's backward share: sizes, grid, and who lies where in the workspace."""
+"""The plan of a problem's backward: sizes, grid, and the layout of the workspace.
+
+Figures: bench/results/hopper-backward-choices.csv.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +21,42 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["QUERY_BLOCK", "BackwardPlan", "backward_plan"]
 
-# Heads walked together under a causal mask: what their key tiles (query tiles, for dQ alone) share, in this much of L2.
+# A round: as many tiles as there are CTAs.
+# A wave of heads under a mask: what their tiles stream (Q, dO, dQ; in query_gradient K, V) fits into so much of L2.
 L2_BYTES = 32 << 20
-# Of groups at D=128 in half of it: 128 tiles, a round of CTAs, which begin together. N=4096, 32 query heads on 8, 8 K/V
-# heads a wave and 4: 562 -> 583 and 563 -> 585 TFLOP/s, deterministic 541 -> 560. Longer ones were not timed, and by
-# count wait 0.6 % more for the last tiles.
+# GQA at head_dim 128 uses half of it up to so many keys. A wave then has 128 tiles, about one round, which start
+# together. Longer sequences were not timed.
 GROUPED_SEQLEN_K = 4096
-# At most so many where later heads are prepared beside the main kernel, and in half of L2: a small wave has a short
-# front. D=128 causal, N=1024, 4/8/16: 340/357/349 TFLOP/s; N=4096, 4/8: 525/523.
+# Where idle warps prepare later heads, a wave has at most so many heads and half of the L2: the lead of the preparation
+# is at least a wave, so a small wave keeps it short.
 AHEAD_HEADS = 8
-# How many rounds of CTAs a share is prepared before its head is needed, and under a causal mask from CAUSAL_BLOCKS key
-# tiles on. D=128 full, N=1024, 1/2/4: 403/475/473; causal, N=512, 1/2: 218/223, N=1024 357/353; D=64 330/323.
+# The lead: how many rounds before its head is needed a share is prepared. CAUSAL_AHEAD_ROUNDS holds under a causal mask
+# from CAUSAL_BLOCKS key tiles on.
 AHEAD_ROUNDS, CAUSAL_AHEAD_ROUNDS = 2, 1
 CAUSAL_BLOCKS = 8
-# The same of packed sequences, listed by heads: what heads that are walked together share, and how many rounds of
-# CTAs a head is prepared before it is needed. D=128 causal, the next tile taken early, 16/32/64 MiB: mix 450/455/449
-# TFLOP/s, 4 x 4096 486/504/- and -/507/503, 7 x 2304 440/461/- and -/454/449; half a round: mix 417 instead of 458.
+# The same two for packed sequences, which are listed by heads: L2 of heads walked together, and the lead in rounds.
 PACKED_L2_BYTES, PACKED_AHEAD_ROUNDS = 32 << 20, 1
-# How many rounds after a wave a share of dQ is finished, and how many after that its place in the ring is used again:
-# more or fewer, at N=1024, where dQ is no longer finished beside, had 288 to 329 TFLOP/s, these 329.
+# dQ of a share is converted so many rounds after its wave, and its slot in the ring is reused so many rounds later.
 FINISH_ROUNDS = 1.5
 REUSE_ROUNDS = 1.5
-# Queries of a block of the kernel that computes dQ alone.
+# Queries of a block of query_gradient.py.
 QUERY_BLOCK = 128
-# Query tiles of a piece at least, so that a tile is joined of few. And how many query tiles earlier all SMs have to end
-# for the last round to be cut: two pieces of a program begin and end, and are joined, in the time of about 15. The
-# least that was timed is 31 (D=128, N=4096: 1.014 and 1.016 times as fast).
+# A piece has at least PIECE_TILES query tiles, so that few pieces make a tile. The last round is cut only if all SMs
+# then end at least PIECES_GAIN query tiles earlier: starting, ending and joining two pieces takes about half of that.
 PIECE_TILES, PIECES_GAIN = 8, 30
 
-# log2 of the units in a row's bound, half of what 32 bits hold. Up to FEW_KEYS fewer, because parts of a sum that are
-# under 2^22 of them are counted faster (primitives.count_units): of rows of N(0, 1) with over 150 keys all are then,
-# with 2^30 units those of over 600 keys. And less is lost there than with more keys and units (docs/log).
+# log2 of the units in a row's bound: MOST_BOUND_BITS is half of what 32 bits hold. Up to FEW_KEYS keys there are fewer
+# units, so that most parts of a sum stay below 2^22 units and take the short path of primitives.count_units. The sum is
+# still rounded by less than with more keys and more units (docs/log).
 BOUND_BITS, MOST_BOUND_BITS, FEW_KEYS = 28.0, 30.0, 2048
 
 
 class BackwardPlan(NamedTuple):
-    """What every call with a problem shares: sizes seen from the keys and from the queries."""
+    """Sizes (for kernels over keys and over queries), grid and workspace layout of a problem's backward.
+
+    Workspace, in order: row statistics, accumulator of dQ, units, the main kernel's copy of units, bounds, lists of
+    packed blocks, counts of prepared shares, pieces of dK and dV. What a problem does not need has size 0.
+    """
 
     problem: AttentionProblem
     config: BackwardConfig
@@ -63,12 +66,12 @@ class BackwardPlan(NamedTuple):
 
     @property
     def query_items(self) -> int:
-        """What has row statistics of its own: (batch, head) pairs or, packed, heads."""
+        """Query heads with row statistics of their own: (batch, head) pairs or, packed, heads."""
         return self.problem.num_heads * (1 if self.config.IS_VARLEN else self.problem.batch)
 
     @property
     def num_rows(self) -> int:
-        """Query rows in whole tiles."""
+        """Query rows of all items, padded to whole tiles."""
         return self.query_items * self.key_sizes.row_tiles * self.config.BLOCK_M
 
     @property
@@ -78,47 +81,46 @@ class BackwardPlan(NamedTuple):
 
     @property
     def sums_width(self) -> int:
-        """Columns of dQ that are summed."""
+        """Columns of a row of dQ's accumulator."""
         return 0 if self.config.WIDE else self.config.D
 
     @property
     def bound_bits(self) -> float:
-        """log2 of the units that make a row's bound: see BOUND_BITS."""
+        """log2 of the units in a row's bound: see BOUND_BITS."""
         return BOUND_BITS if self.problem.seqlen_k <= FEW_KEYS else MOST_BOUND_BITS
 
     @property
     def watches_rows(self) -> bool:
-        """Whether the main kernel looks for rows of dQ that are not finite, which integers would hide.
+        """Whether the main kernel checks for rows of dQ that are not finite, which integers would hide.
 
-        That may be where no bound tells: dS passes the end of fp16, or a softcap hides an infinite query from out and
-        lse. In bf16 bounds tell.
+        It must where the bounds do not cover them: dS may exceed fp16, or a softcap may hide an infinite query from out
+        and lse. In bf16 without softcap the bounds suffice.
         """
         return self.problem.dtype == torch.float16 or self.problem.softcap is not None
 
     @property
     def num_main_units(self) -> int:
-        """At D=64 in the order of registers: 8 of a row, two for each of four threads."""
+        """Words of "main units". At head_dim 64 they are in register order: 8 per row, two for each of four threads."""
         return self.num_rows * (8 if self.config.D == 64 else 1) if self.config.FIXED_POINT else 0
 
     @property
     def num_bounds(self) -> int:
-        """Of every head of keys, or of its blocks."""
+        """Words of bounds: of every K/V head in BOUND_PARTS parts, or of its blocks."""
         problem = self.problem
         places = self.bound_slots if self.bound_keys else problem.batch * int(BOUND_PARTS)
         return int(NUM_BOUNDS) * places * problem.num_kv_heads if self.config.FIXED_POINT else 0
 
     @property
     def bound_keys(self) -> int:
-        """Keys of a block that has bounds of its own, where queries do not see all keys before them; 0 without.
+        """Keys of a block with bounds of its own, used with a left window edge; 0: bounds of whole heads.
 
-        Not for a right edge alone: D=64 causal, N = 1024/4096 577/1476 -> 592/1489 us, where it would save bits of the
-        rows before a long key. With a window of 1024 keys at 16384 1003 -> 1009.
+        With a right edge alone it would save some bits of rows before a long key, but it costs time.
         """
         return self.config.BLOCK_N if self.config.HAS_LEFT else 0
 
     @property
     def bound_slots(self) -> int:
-        """Blocks of keys of all sequences that may have bounds."""
+        """An upper bound of the key blocks of all sequences that have bounds; 0 without blocks."""
         problem, keys = self.problem, self.bound_keys
         if not keys:
             return 0
@@ -128,7 +130,7 @@ class BackwardPlan(NamedTuple):
 
     @property
     def num_counts(self) -> int:
-        """Of both; packed, two of every head of a sequence (work_list.mark_beside)."""
+        """Words of "counts"; packed, two for every (sequence, head) (work_list.mark_beside)."""
         if not self.config.AHEAD:
             return 0
         if self.config.IS_VARLEN:
@@ -136,7 +138,7 @@ class BackwardPlan(NamedTuple):
         return self.key_sizes.num_items * (1 + self.config.FINISHES)
 
     def together(self, *, of_keys: bool) -> int:
-        """Queries (keys, for dQ alone) of packed sequences of one length that are walked together."""
+        """Queries (for query_gradient keys) of packed sequences of equal length that are walked together."""
         sizes = self.key_sizes if of_keys else self.query_sizes
         banded = self.config.HAS_RIGHT or self.config.HAS_LEFT
         row_bytes = streamed_bytes(self.problem, of_keys=of_keys)
@@ -146,8 +148,8 @@ class BackwardPlan(NamedTuple):
 
     @property
     def front_tiles(self) -> int:
-        """How many tiles before its own a share is prepared: packed, as many as the longest head has, and those that
-        are walked together, and a round of CTAs.
+        """The lead in tiles: a share is prepared so many tile numbers before its own. Packed: as many as the longest
+        head, or the heads walked together, may have, and a round.
         """
         if self.config.IS_VARLEN:
             rows = max(self.problem.seqlen_k, self.together(of_keys=True))
@@ -156,9 +158,11 @@ class BackwardPlan(NamedTuple):
 
     @property
     def front_items(self) -> int:
-        """K/V heads that the row kernel prepares: whole waves, the largest and AHEAD_ROUNDS of all CTAs at least."""
+        """K/V heads that prepare_rows_kernel prepares before the main kernel starts: whole waves, with at least as many
+        tiles as the largest wave and the lead in rounds. If that leaves nothing to idle warps, all heads.
+        """
         sizes = self.key_sizes
-        if self.config.IS_VARLEN:  # which sequences these are, the device knows
+        if self.config.IS_VARLEN:  # only the device knows which sequences these are
             return sizes.num_items
         banded = self.config.HAS_RIGHT and sizes.num_blocks >= CAUSAL_BLOCKS
         rounds = CAUSAL_AHEAD_ROUNDS if banded else AHEAD_ROUNDS
@@ -168,7 +172,7 @@ class BackwardPlan(NamedTuple):
 
     @property
     def last_items(self) -> int:
-        """K/V heads of the last wave, which is ENDING of them (schedule.place_of)."""
+        """K/V heads of the last wave, into which ENDING waves are merged (schedule.place_of)."""
         sizes = self.key_sizes
         waves = -(-sizes.num_items // sizes.items_per_wave)
         return sizes.num_items - max(waves - self.config.ENDING, 0) * sizes.items_per_wave
@@ -180,18 +184,18 @@ class BackwardPlan(NamedTuple):
 
     @property
     def lag(self) -> int:
-        """How many tiles later the share of dQ that belongs to a tile is finished: a wave at least (finishing.py).
+        """How many tile numbers later a tile's share of dQ is converted: at least a wave (finishing.py).
 
-        And all CTAs, which take numbers past the last tile: no share past the last one.
+        And at least num_programs: CTAs take so many numbers past the last tile, and no share lies past it.
         """
         return max(self.wave_tiles + int(FINISH_ROUNDS * self.key_grid[0]), self.key_grid[0])
 
     @property
     def ring_items(self) -> int:
-        """Heads that have room for sums of dQ: a wave and the lag at least.
+        """Heads that have sums of dQ at a time: at least a wave and the lag.
 
-        In whole waves, as heads of a wave are begun together: with a part of one a head would wait for shares whose
-        numbers are not yet given out (1024 queries on 16384 keys, 8 heads a wave: for numbers 186 later).
+        The ring holds whole waves, because heads of a wave start together. With part of a wave, a head could wait for
+        shares whose tile numbers are not yet handed out.
         """
         if not self.config.FINISHES:
             return self.key_sizes.num_items
@@ -201,25 +205,25 @@ class BackwardPlan(NamedTuple):
 
     @property
     def finished_items(self) -> int:
-        """Heads whose dQ the main kernel finishes: all whose shares get a number from the counter."""
+        """Heads whose dQ the main kernel converts: those all of whose shares get a number from the counter."""
         numbers = self.key_sizes.num_tiles + self.key_grid[0] - self.lag
         waves = max(numbers, 0) // self.wave_tiles if self.config.FINISHES else 0
         return min(waves * self.key_sizes.items_per_wave, self.key_sizes.num_items)
 
     @property
     def sums_rows(self) -> int:
-        """Query rows that have room for sums of dQ."""
+        """Query rows of dQ's accumulator."""
         return self.ring_items * self.problem.group_size * self.key_sizes.row_tiles * self.config.BLOCK_M
 
     @property
     def main_sizes(self) -> Sizes:
-        """Of the main kernel, which leaves the last round over where that is cut."""
+        """Sizes of the main kernel, which leaves out the last round if that is cut into pieces."""
         line = self.line
         return self.key_sizes if line is None else self.key_sizes._replace(num_tiles=line.first_tile)
 
     @property
     def line(self) -> Line | None:
-        """The last round of tiles and how it is cut (backward_pieces.py)."""
+        """The last round of tiles and how it is cut (backward_pieces.py); None if it is not."""
         return line_of(self.key_sizes, self.key_grid[0]) if cuts_last_round(self.problem) else None
 
     @property
@@ -271,7 +275,7 @@ class BackwardPlan(NamedTuple):
 
 
 def backward_plan(problem: AttentionProblem, device: DeviceSpec) -> BackwardPlan:
-    """Everything about a call that needs no tensor."""
+    """The plan of a problem on a device; it needs no tensors."""
     config = backward_config(problem)
     keys = _sizes(problem, config, of_keys=True)
     queries = _sizes(problem, config, of_keys=False)
@@ -280,7 +284,7 @@ def backward_plan(problem: AttentionProblem, device: DeviceSpec) -> BackwardPlan
 
 
 def whole_vectors(words: int) -> int:
-    """So many words and those up to a multiple of 16 bytes.
+    """Words rounded up to a multiple of 16 bytes.
 
     >>> whole_vectors(0), whole_vectors(5)
     (0, 8)
@@ -289,7 +293,7 @@ def whole_vectors(words: int) -> int:
 
 
 def line_of(sizes: Sizes, programs: int) -> Line | None:
-    """What is left of whole rounds of tiles, in equal lengths; None if too little is to be gained."""
+    """The tiles that are left after whole rounds, cut into equal lengths; None if that gains too little."""
     left = sizes.num_tiles % programs
     total = left * sizes.row_tiles
     length = max(-(-total // programs), PIECE_TILES)
@@ -316,7 +320,7 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
         wave = heads_per_wave(heads, num_blocks, streamed)
         num_blocks = most_blocks(total, block, problem.batch)
     num_tiles = num_blocks * num_items
-    if packed and of_keys and not config.WIDE:  # listed for every head
+    if packed and of_keys and not config.WIDE:  # every head has list entries of its own
         num_blocks, wave = num_tiles, 1
     rows = config.BLOCK_M
     return Sizes(
@@ -336,18 +340,17 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
 
 
 def _walks_groups(problem: AttentionProblem, config: BackwardConfig) -> bool:
-    """Whether waves are a round of CTAs long: see GROUPED_SEQLEN_K."""
+    """Whether a wave is about one round: see GROUPED_SEQLEN_K."""
     dense = problem.kind == "dense" and config.HAS_RIGHT and not config.HAS_LEFT
     narrow = config.D == 128 and not config.WIDE
     return dense and narrow and problem.group_size > 1 and problem.seqlen_k <= GROUPED_SEQLEN_K
 
 
 def streamed_bytes(problem: AttentionProblem, *, of_keys: bool) -> int:
-    """Of a row that passes by a block of keys (of queries): what the blocks of a head share.
+    """Bytes of a row that is streamed past a block and shared by the blocks of a head.
 
-    Q and dO in 16 bits and dQ in 32, of one query head: the CTAs of a group walk through its heads side by side.
-    Counted for the whole group, GQA 32/8 (4096 tokens) went two K/V heads a wave and waited for the last ones: 445
-    TFLOP/s instead of 537. K and V in 16 bits.
+    Blocks of keys: Q and dO in 16 bits and dQ in 32. One query head counts, not the group, because the CTAs of a group
+    walk through its heads together. Blocks of queries: K and V in 16 bits.
     """
     if of_keys:
         return problem.head_dim * 6 + problem.head_dim_v * 2

@@ -1,14 +1,17 @@
-"""Before and after the main backward kernel, in plain Triton: row statistics and zeros, then dQ out of its accumulator.
+"""Before and after the main backward kernel, in plain Triton: row statistics and zeros, then dQ from its accumulator.
 
-The accumulator holds, for every query tile of BLOCK_M rows, 64 x 64 blocks (row by row where there are several) in the
-order in which the wgmma registers of a warpgroup leave (dq_tiles.py). Summed in fixed point, a row counts units of its
-own: bound_units of them, 2^30 at most, are a bound of its sum, |dQ_id| <= sum_j P_ij |dP_ij - delta_i| |K_jd|
-<= (|dO_i| max_j |V_j| + |delta_i|) max |K|, because P sums to 1 (softcap and sinks make it less, dlse is in delta).
+The accumulator holds, for every query tile of BLOCK_M rows, 64 x 64 blocks in the order of a warpgroup's wgmma
+registers (dq_tiles.py). Summed in fixed point, a row counts units of its own. bound_units of them, 2^30 at most, make a
+bound of its sum: |dQ_id| <= sum_j P_ij |dP_ij - delta_i| |K_jd| <= (|dO_i| max_j |V_j| + |delta_i|) max |K|, because P
+sums to at most 1 (softcap and sinks make it less; dlse is part of delta).
 
-What the bound does not cover is below 1.005, and a part, as the sum, may be 2 of it (count_units): dS is rounded by
-2^-8 of itself in bf16, 2^-11 in fp16; dP, exp2 and the logarithms here by less than 2^-12 together; every part by half
-a unit, 2^13 of them for 2^20 keys. Only P grows with its scores: lse has been rounded three times, and two constants
-once, so P sums to 2^(5 * 2^-24 |lse|) at most. That is 1.17 at 5e5 nats; SLACK makes room for it at any size.
+Rounding makes the true sum exceed this bound by a factor below 1.005, and a part or a sum may be up to 2 bounds
+(primitives.count_units). The parts of that factor: dS is rounded by 2^-8 of itself in bf16, by 2^-11 in fp16; dP, exp2
+and the logarithms here by less than 2^-12 together; every part by half a unit, which is 2^13 units for 2^20 keys. Only
+P's rounding grows with the scores: lse is rounded three times and two constants once, so P sums to at most
+2^(5 * 2^-24 |lse|). That is 1.17 at 5e5 nats; SLACK leaves space for it at any size.
+
+Figures: bench/results/hopper-backward-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -21,38 +24,38 @@ import triton.language as tl
 __all__ = ["bound_keys_kernel", "finish_queries_kernel", "prepare_rows_kernel"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Strides come in units of 16 bytes, so that the compiler knows rows to be aligned without specialising on them.
+# Strides come in units of 16 bytes, so the compiler knows that rows are aligned without specialising on strides.
 UNIT = tl.constexpr(8)
-# Programs that share the keys of a head when these are searched for their bounds, and what each finds.
+# Programs that share the search for a head's bounds, and how many numbers each finds.
 BOUND_PARTS = tl.constexpr(32)
 NUM_BOUNDS = tl.constexpr(3)
-# Bounds of blocks of keys that are read at a time.
+# Bounds of key blocks that are read at a time.
 READ_BOUNDS = tl.constexpr(32)
-# The bits of infinity; NaN has more.
+# The bits of infinity; as integers, NaNs are larger.
 INFINITE = tl.constexpr(0x7F800000)
 NEVER = tl.constexpr(2147483647)
-# log2 of the most units that make 1: their inverse is a normal number.
+# log2 of the most units that make 1: their inverse is still a normal number.
 MOST_BITS = tl.constexpr(126.0)
-# The main kernel counts units as multiples of 2^-22, each part of a sum with this bias (primitives.count_units).
+# The main kernel counts units as multiples of 2^-22, and adds this bias to each part of a sum (primitives.count_units).
 MAIN_UNIT, COUNT_BIAS = tl.constexpr(2.0**-22), tl.constexpr(0x40400000)
-# Bits by which P may outgrow 1, of |lse| in log2 units; 5 * 2^-24 are what its roundings come to. Below USUAL_LSE nats
-# these are 0.01, for which there is room anyway.
+# By how many bits P may exceed 1, per |lse| in log2 units; its roundings come to 5 * 2^-24. Below USUAL_LSE nats this
+# is less than 0.01 bits, which the bound covers anyway.
 SLACK, MOST_SLACK = tl.constexpr(2.0**-21), tl.constexpr(100.0)
 USUAL_LSE = tl.constexpr(2.0**13)
-# Beyond these nats a row counts as empty: lse is a multiple of 4 there, and P, 2^(score - lse), a power of two of
-# anything.
+# Rows with a larger |lse| (in nats) count as empty. Such an lse is a multiple of 4, so the rounding of score - lse
+# makes P meaningless.
 LARGEST_LSE = tl.constexpr(2.0**25)
-# Rows between these are bounded without logarithms: squares of lengths, sizes of dS and bounds.
+# Rows whose squared lengths, sizes of dS and bounds lie between these need no logarithms.
 LEAST_SQUARE, MOST_SIZE = tl.constexpr(2.0**-80), tl.constexpr(2.0**100)
 LEAST_BOUND, MOST_BOUND = tl.constexpr(2.0**-90), tl.constexpr(2.0**90)
 TINY = tl.constexpr(2.0**-126)
-# Sequences that are searched for a tile at a time.
+# Sequences that are compared with a tile at a time.
 SEARCHED = tl.constexpr(64)
 
 
 @triton.jit
 def let_next_start():
-    """The kernel after this one may start once all programs have said so; it waits for the end of this one itself."""
+    """Allow the next kernel to start once all programs have called this; it must wait for this kernel's end itself."""
     tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False,
         pack=1,
@@ -61,7 +64,7 @@ def let_next_start():
 
 @triton.jit
 def await_kernel_before():
-    """Wait until the kernel before has ended and all that it wrote is there."""
+    """Wait until the kernel before has ended and its writes are visible."""
     tl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -81,8 +84,8 @@ def row_span(cu_seqlens, batch_idx, seqlen_q, PACKED: tl.constexpr):
 def row_tile_at(cu_seqlens, tile, batch, BLOCK_M: tl.constexpr):
     """(sequence, first packed row, length, query tile) of a tile of row statistics; see schedule.row_tile_of.
 
-    A sequence's tiles begin at cu_seqlens // BLOCK_M + its number: there is room for every one, and some to spare,
-    which belongs to no sequence or lies past the end of one.
+    A sequence's tiles begin at cu_seqlens // BLOCK_M + its number. That leaves space for all of its tiles; some tiles
+    belong to no sequence or lie past the end of one.
     """
     sequence = -1
     first = 0
@@ -125,7 +128,7 @@ def load_rows(ptr, strides, batch_idx, head, rows, inside, HEAD_DIM: tl.constexp
 
 @triton.jit
 def lengths_of(x):
-    """A 16th of the lengths of rows, at any size: divided by a power of two, no square leaves the range of fp32."""
+    """Euclidean lengths of rows, divided by 16. Rows are scaled by a power of two first, so no square overflows."""
     top = tl.max(tl.cast(tl.abs(x), tl.int32, bitcast=True), 1)
     exponent = tl.minimum(tl.maximum(top >> 23, 1), 253)
     x = x * tl.cast((254 - exponent) << 23, tl.float32, bitcast=True)[:, None]
@@ -138,10 +141,10 @@ def bound_rows(
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Max |K_jd|, max |V_j| / 16 and the first lost key of blocks of BLOCK_N keys, from `begin` to `end` by STEP.
+    """(max |K_jd|, max |V_j| / 16, first non-finite key) of blocks of BLOCK_N keys, from `begin` to `end` by STEP.
 
-    A key is lost if it or its value is not finite; it counts for no bound. Non-negative floats are compared as
-    integers: NaN is above infinity.
+    A key that is not finite, or whose value is not, enters no maximum. Non-negative floats are compared as integers,
+    where NaN is above infinity.
     """
     largest = tl.zeros([BLOCK_N], tl.int32)
     longest = tl.zeros([BLOCK_N], tl.int32)
@@ -171,8 +174,8 @@ def bound_keys_kernel(
 ):  # fmt: skip
     """The bounds (bound_rows) of every BOUND_PARTS-th block of BLOCK_N keys of a head, or of BOUND_KEYS keys.
 
-    Programs: (batch, kv head) pairs x parts. With BOUND_KEYS: blocks of all sequences x kv heads, where packed ones
-    have room as query tiles have (row_tile_at).
+    Programs: (batch, kv head) pairs x parts. With BOUND_KEYS: blocks of all sequences x kv heads; blocks of packed
+    sequences are numbered as query tiles are (row_tile_at).
     """
     let_next_start()
     STEP: tl.constexpr = BLOCK_N if BOUND_KEYS else BOUND_PARTS * BLOCK_N
@@ -204,15 +207,15 @@ def bound_keys_kernel(
 
 @triton.jit
 def log2_of(x):
-    """Log2 of x >= 0; 2^-126 for anything smaller, NaN for NaN."""
+    """Log2 of x >= 0; smaller x than 2^-126 count as 2^-126, NaN gives NaN."""
     return tl.log2(tl.where(x < TINY, TINY, x))
 
 
 @triton.jit
 def bounds_of(bounds_ptr, item, num_keys):
-    """Max |K_jd| and max |V_j| / 16 of a head, and whether a key is lost for a query tile.
+    """Max |K_jd| and max |V_j| / 16 of a head, and whether a query tile meets a non-finite key.
 
-    It is if any is in a block of 128 keys that begins with one of the first `num_keys`: the tile is multiplied with it.
+    It does if the key's block of 128 begins within the first `num_keys`, because the tile is multiplied with it.
     """
     at = bounds_ptr + item * (NUM_BOUNDS * BOUND_PARTS) + tl.arange(0, BOUND_PARTS)
     largest = tl.cast(tl.max(tl.load(at), 0), tl.float32, bitcast=True)
@@ -223,7 +226,7 @@ def bounds_of(bounds_ptr, item, num_keys):
 
 @triton.jit
 def bounds_between(bounds_ptr, first_slot, begin, end, num_slots):
-    """The same of blocks `begin` to `end` of a sequence, whose first one is first_slot of num_slots."""
+    """The same for blocks `begin` to `end` of a sequence, whose block 0 has slot first_slot of num_slots."""
     at = bounds_ptr + first_slot
     largest = tl.zeros([READ_BOUNDS], tl.int32)
     longest = tl.zeros([READ_BOUNDS], tl.int32)
@@ -243,9 +246,10 @@ def tile_bounds(
     bounds_ptr, cu_seqlens_k, sequence, head, num_heads, group_size, m_block, length, seqlen_k, window_left,
     window_right, num_slots, BLOCK_M: tl.constexpr, PACKED: tl.constexpr, BOUND_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of the blocks of BOUND_KEYS keys that a query tile is multiplied with; no other key takes bits of it.
+    """The bounds for a query tile: with BOUND_KEYS those of the key blocks that it is multiplied with, so that other
+    keys cost it no bits.
 
-    Without BOUND_KEYS of all keys of its head, but a lost one counts only for tiles that meet it.
+    Without BOUND_KEYS those of all keys of its head; but a non-finite key counts only for tiles that meet it.
     """
     first_key, length_k = row_span(cu_seqlens_k, sequence, seqlen_k, PACKED)
     if BOUND_KEYS:
@@ -263,7 +267,7 @@ def tile_bounds(
 
 @triton.jit
 def usual_units(dout, delta, lse, bounds, bound_units):
-    """(How many units make 1, whether that is right) for rows of dQ: bound_units make a bound of what they can be."""
+    """(How many units make 1, whether that is valid) for rows of dQ, such that bound_units make the row's bound."""
     largest, longest, lost = bounds
     squares = tl.sum(dout * dout, 1)
     size = tl.sqrt(squares) * (longest * 16.0) + tl.abs(delta)
@@ -275,10 +279,11 @@ def usual_units(dout, delta, lse, bounds, bound_units):
 
 @triton.jit
 def units_at_the_ends(dout, delta, lse, bounds, bound_bits):
-    """The units of rows of any size, in logarithms: no factor of a bound has to be a number of fp32 for dQ to be one.
+    """The units of rows of any size, computed in logarithms: dQ may be finite where a factor of the bound is not.
 
-    NaN for rows that are not finite, or might not be in the main kernel, whose integers would hide it: where dS or the
-    bound may pass 2^127, or P infinity. (FP16 ends earlier: there it is watched for, BackwardPlan.watches_rows.)
+    NaN for rows that are not finite, or might become so in the main kernel, whose integers would hide it: where dS or
+    the bound may exceed 2^127, or P may be infinite. (fp16 ends earlier; there the main kernel checks, see
+    BackwardPlan.watches_rows.)
     """
     largest, longest, lost = bounds
     products = log2_of(lengths_of(dout)) + (log2_of(longest) + 8.0)
@@ -293,15 +298,16 @@ def units_at_the_ends(dout, delta, lse, bounds, bound_bits):
 
 @triton.jit
 def odd(x):
-    """Floats with the last bit set: 24 bits of which the first and the last are ones divide neither 1 nor 3."""
+    """Floats with the last bit set. A float times a 24-bit odd number is never exactly 1 or 3 (count_units)."""
     return tl.cast(tl.cast(x, tl.int32, bitcast=True) | 1, tl.float32, bitcast=True)
 
 
 @triton.jit
 def in_register_order(units, BLOCK_M: tl.constexpr):
-    """The units of a query tile's rows as threads need them (dq_tiles.py), 16 bytes each.
+    """The units of a query tile's rows in register order (dq_tiles.py), 16 bytes a thread.
 
-    Of 64 rows a warp has 16, four of its threads one and the row 8 below it, and each twice, for two columns.
+    Of 64 rows a warp has 16. Four threads share a row and the row 8 below it, and each holds both twice, for two
+    columns.
     """
     pairs = tl.permute(tl.reshape(units, [BLOCK_M // 64, 4, 2, 8]), (0, 1, 3, 2))
     spread = tl.broadcast_to(tl.reshape(pairs, [BLOCK_M // 64, 4, 8, 1, 2, 1]), [BLOCK_M // 64, 4, 8, 4, 2, 2])
@@ -337,14 +343,16 @@ def prepare_rows_kernel(
     bound_bits, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr,
     PACKED: tl.constexpr, BOUND_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """[lse * log2(e) | delta - dlse] of one query tile, packed for one TMA load; its tile of the accumulator zeroed.
+    """Write [lse * log2(e) | delta - dlse] of one query tile, for one TMA load, and zero its tile of the accumulator.
 
-    dlse enters here: dS = P (dP - delta + dlse). With units_ptr also the rows' units of a sum in fixed point, and a
-    copy of them for the main kernel, which may write NaN into the others (dq_tiles.py). They come from bounds of a head
-    of keys or, with BOUND_KEYS, of its blocks, of which there are bound_slots. Programs: row tiles x items; packed, an
-    item is a head. Only the first `cleared_items` are zeroed, and the first `stats_items` have statistics, if others
-    are prepared beside the main kernel (preparing.py), which counts in counts_ptr, from 0 on. Packed, that says of
-    every head of a sequence whether it is prepared there (work_list.mark_beside).
+    dlse enters here: dS = P (dP - delta + dlse). With units_ptr also the rows' units of a fixed-point sum, and a copy
+    for the main kernel, which may write NaN into the original (dq_tiles.py). Units come from the bounds of a K/V head
+    or, with BOUND_KEYS, of its blocks, of which there are bound_slots. Programs: row tiles x items; packed, an item is
+    a head.
+
+    Where idle warps of the main kernel prepare later heads (preparing.py), only the first `cleared_items` are zeroed
+    and the first `stats_items` get statistics. counts_ptr holds their counts, which are zeroed here; packed, it says of
+    every (sequence, head) whether idle warps prepare it (work_list.mark_beside).
     """
     item = tl.program_id(0) % num_items
     row_tile = tl.program_id(0) // num_items
@@ -355,12 +363,12 @@ def prepare_rows_kernel(
     rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     if PACKED and counts_ptr is not None:
         beside = tl.load(counts_ptr + (sequence * (num_items // group_size) + item // group_size) * 2) != 0
-        if beside & (m_block * BLOCK_M < length):  # tiles behind its last one are nobody's, and have no rows here
+        if beside & (m_block * BLOCK_M < length):  # tiles past the sequence's end belong to no one: handle them here
             return
     inside = (rows < length) & (item < stats_items)
     memory_rows = (first + rows).to(tl.int64)
     if units_ptr is not None and BOUND_KEYS:
-        # Before the rows are here: behind them a loop takes 141 registers instead of 80.
+        # Before the rows are loaded: a loop after that needs many more registers.
         await_kernel_before()
         bounds = tile_bounds(
             bounds_ptr, cu_seqlens_k, sequence, head, num_heads, group_size, m_block, length, seqlen_k, window_left,
@@ -386,13 +394,13 @@ def prepare_rows_kernel(
             tl.store(zeros, tl.zeros([4096], dq_acc_ptr.dtype.element_ty))
     if units_ptr is not None:
         if not BOUND_KEYS:
-            await_kernel_before()  # up to here nothing depends on the bounds
+            await_kernel_before()  # nothing so far depends on the bounds
             bounds = tile_bounds(
                 bounds_ptr, cu_seqlens_k, sequence, head, num_heads, group_size, m_block, length, seqlen_k, window_left,
                 window_right, bound_slots, BLOCK_M, PACKED, BOUND_KEYS)  # fmt: skip
         units, usual = usual_units(dout, delta, lse, bounds, bound_units)
         if (tl.min((usual | ~inside).to(tl.int32), 0) == 0) | bounds[2]:
-            # dO is read again, so that it need not be kept: 126 registers instead of 144.
+            # Read dO again instead of keeping it in registers.
             dout = load_rows(dout_ptr, dout_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
             units = tl.where(usual, units, units_at_the_ends(dout, delta, lse, bounds, bound_bits))
         units = odd(tl.where(inside, units, 1.0))
@@ -406,7 +414,7 @@ def prepare_rows_kernel(
 
 @triton.jit
 def parts_of(m_block, length_q, length_k, window_left, window_right, BLOCK_M: tl.constexpr):
-    """How many blocks of 128 keys add to a query tile: those whose schedule.query_tiles it is one of."""
+    """How many blocks of 128 keys add to a query tile: those whose schedule.query_tiles include it."""
     first_key = m_block * BLOCK_M + (length_k - length_q)
     end = tl.cdiv(tl.minimum(tl.maximum(first_key + BLOCK_M + window_right, 0), length_k), 128)
     return tl.maximum(end - tl.maximum(first_key - window_left, 0) // 128, 0)
@@ -433,11 +441,10 @@ def finish_queries_kernel(
     window_left, window_right, batch, num_items, first_item, ring_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """A query tile of dQ: scaled, rounded, in rows again. Programs: row tiles x items, in the order of memory.
+    """A query tile of dQ from its accumulator: scaled, rounded, in row order. Programs: row tiles x items, in the order
+    of memory, which is faster than alternating between heads.
 
-    That order and whole tiles, instead of the heads' blocks by turns: D=64, N=1024 56.2 -> 52.6 us, cold and alone;
-    D=128, N=16384 54.1 -> 52.8.
-    The items begin with first_item; their sums lie in a ring of ring_items (finishing.py), or of all.
+    Items begin with first_item. Their sums are in a ring of ring_items (finishing.py), or ring_items is all of them.
     """
     row_tiles = tl.num_programs(0) // num_items
     item = first_item + tl.program_id(0) // row_tiles
@@ -454,7 +461,7 @@ def finish_queries_kernel(
         x -= tl.cast(parts * COUNT_BIAS, tl.int32)  # modulo 2^32
     x = x * scale
     x = tl.reshape(x, [BLOCK_M * BLOCK_D // 4096, 8, 4, 8, 4, 2, 2])
-    # The two blocks are rows of one another at 64 columns, else columns.
+    # The two blocks of a tile are 128 rows at 64 columns, otherwise 128 columns.
     x = tl.permute(x, (0, 2, 5, 3, 1, 4, 6) if BLOCK_D == 64 else (2, 5, 3, 0, 1, 4, 6))
     x = tl.reshape(x, [BLOCK_M, BLOCK_D])
     row_in_tile = tl.arange(0, BLOCK_M)

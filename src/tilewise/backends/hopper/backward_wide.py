@@ -5,9 +5,9 @@ consumers have different jobs. Grid: one CTA per SM, persistent, key tiles from 
   producer   one warp: K and V of 64 keys, then rings of Q (with row statistics) and dO tiles of all the group's heads
   values     S^T = K Q^T, P^T = exp2(S^T - lse), dV += P^T dO
   keys       dP^T = V dO^T, dS^T = P^T (dP^T - delta), dK += dS^T Q
-P^T crosses over in fp32 through shared memory, each thread reading what its counterpart wrote, in two buffers: the
-values' role may run a query tile ahead. While one warpgroup is at its exponentials, the other one's products keep the
-tensor cores busy. dQ is left to query_gradient.py, so everything is summed in a fixed order.
+P^T goes in fp32 through shared memory; each thread reads what its counterpart wrote. Two buffers let the values role
+run one query tile ahead. While one warpgroup computes exponentials, the other one's products keep the tensor cores
+busy. query_gradient.py computes dQ, so everything is summed in a fixed order.
 
 Head dims come in two column parts as in the forward, (128, 64) for 192; accumulators are pairs, too.
 """
@@ -57,7 +57,7 @@ ALL_DONE = gl.constexpr(10)
 
 @aggregate
 class Pipeline:
-    """The shared memory of a CTA: K, V, the rings of Q and dO (pairs of column parts), P on its way."""
+    """The shared memory of a CTA: K, V, the rings of Q and dO (pairs of column parts), the buffers of P^T."""
 
     q_smem: gl.tuple
     dout_smem: gl.tuple
@@ -89,7 +89,9 @@ class Pipeline:
 
 @gluon.jit
 def load_queries(q_desc, dout_desc, stats_desc, pipe, q_at, dout_at, span, head, row_tile, m_block, C: gl.constexpr):
-    """Start the copies of one query tile, Q and its row statistics into one ring, dO into the other; the next slots."""
+    """Start the copies of one query tile: Q and row statistics into one ring, dO into the other; returns the next
+    cursors.
+    """
     BLOCK_M: gl.constexpr = C.BLOCK_M
     Q_BYTES: gl.constexpr = 2 * C.BLOCK_M * (C.D + C.D_REST) + stats_desc.block_type.nbytes
     DOUT_BYTES: gl.constexpr = 2 * C.BLOCK_M * (C.DV + C.DV_REST)
@@ -121,7 +123,7 @@ def producer(q_desc, dout_desc, k_desc, v_desc, stats_desc, counter_ptr, work_pt
         first = block * C.BLOCK_N
         row_tile = row_tile_of(item * group, q_span, sizes, C)
         lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
-        if lo < hi:  # the first query tile ahead of K and V: its place in the ring is free before theirs
+        if lo < hi:  # the first query tile before K and V, because its ring slots become free before theirs
             q_at, dout_at = load_queries(
                 q_desc, dout_desc, stats_desc, pipe, q_at, dout_at, q_span, kv_head * group, row_tile, lo, C
             )
@@ -129,7 +131,7 @@ def producer(q_desc, dout_desc, k_desc, v_desc, stats_desc, counter_ptr, work_pt
         key_turn = key_turn.next()
         load_tile(k_desc, pipe.k_smem, 0, ready, kv_span, kv_head, first, C.D, C.D_REST, C)
         load_tile(v_desc, pipe.v_smem, 0, ready, kv_span, kv_head, first, C.DV, C.DV_REST, C)
-        if C.IS_VARLEN:  # early, so that the atomic's latency hides behind this tile
+        if C.IS_VARLEN:  # early, so that the atomic's latency is hidden behind this tile
             taken = take_tile(counter_ptr, num_entries * sizes.num_items)
         for g in range(group):
             begin = gl.where(g == 0, lo + 1, lo)
@@ -166,7 +168,9 @@ def issue_transposed(a_smem, b_smem, b_slot, D: gl.constexpr, D_REST: gl.constex
 
 @gluon.jit
 def issue_sum(weights, smem, slot, acc, acc_rest, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr):
-    """Start acc += weights @ tile: dV += P^T dO or dK += dS^T Q; the operand is returned to be kept alive."""
+    """Start acc += weights @ tile: dV += P^T dO or dK += dS^T Q. The operand is returned so that wait_sum keeps its
+    registers alive.
+    """
     BLOCK_M: gl.constexpr = C.BLOCK_M
     operand = gl.convert_layout(weights, left_operand_layout(accumulator_layout(D)))
     acc = warpgroup_mma(operand, smem[0].index(slot).reshape([BLOCK_M, D]), acc, is_async=True)
@@ -178,7 +182,7 @@ def issue_sum(weights, smem, slot, acc, acc_rest, D: gl.constexpr, D_REST: gl.co
 
 @gluon.jit
 def wait_sum(acc, acc_rest, operand, D_REST: gl.constexpr):
-    """The sum, finished."""
+    """Wait for the sum."""
     if D_REST:
         acc, acc_rest, operand = warpgroup_mma_wait(0, deps=[acc, acc_rest, operand])
     else:
@@ -191,10 +195,10 @@ def wait_sum(acc, acc_rest, operand, D_REST: gl.constexpr):
 
 @gluon.jit
 def hand_over(p, slot, pipe):
-    """Values' role: P^T for the other one, without waiting for it.
+    """Values role: hand P^T to the keys role, without waiting for it.
 
-    There are two buffers: the tile that finds this one in use again comes with Q in a slot that the other role has
-    released, after it had read P^T.
+    The buffer is free: it is reused with the same slot of Q's ring, and the keys role releases that slot only after it
+    has read P^T.
     """
     pipe.p_smem.index(slot).store(in_register_order(p))
     barrier_at("arrive", P_READY + slot, 256)
@@ -202,7 +206,7 @@ def hand_over(p, slot, pipe):
 
 @gluon.jit
 def take_over(like, slot, pipe):
-    """Keys' role: P^T, once it is there."""
+    """Keys role: wait for P^T and read it."""
     barrier_at("sync", P_READY + slot, 256)
     return from_register_order(pipe.p_smem.index(slot), like)
 
@@ -300,7 +304,7 @@ def consumer(dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, ROLE: 
         acc, acc_rest = make_sum(WIDTH, WIDTH_REST)
         pipe.key_ring.wait(key_turn)
         for _ in range(sizes.group_size):
-            if ROLE == KEYS:  # masks are the other role's business: P is 0 there
+            if ROLE == KEYS:  # needs no mask: P from the values role is already masked
                 for _m_block in range(lo, hi):
                     acc, acc_rest, q_at, dout_at = keys_step(acc, acc_rest, q_at, dout_at, pipe, C)
             else:

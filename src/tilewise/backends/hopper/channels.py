@@ -1,9 +1,9 @@
-"""Hand-over between the producer and the consumers: rings of shared-memory slots, and a mailbox for the next tile.
+"""Synchronisation of producer and consumers: rings of shared-memory slots, and a mailbox for the next tile.
 
-Every slot has two mbarriers. `ready` completes when TMA has delivered the bytes that `acquire` announced; `empty` when
-every consumer has called `release`. A `Cursor` knows whose turn it is: it carries the parity that tells this round's
-completion of a barrier from the last one's, and nobody else touches parities. Producer and consumers walk the ring with
-cursors of their own, which stay in step because both visit every slot in order.
+Every slot has two mbarriers. `ready` completes when TMA has delivered the bytes that `acquire` announced. `empty`
+completes when every consumer has called `release`. A `Cursor` carries the parity that tells this round's completion of
+a barrier from the last round's; no other code touches parities. Producer and consumers each walk the ring with their
+own cursor. The cursors agree because both visit every slot in order.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -48,7 +48,7 @@ class Cursor:
 
     @gluon.jit
     def lane(self, LANE: gl.constexpr, NUM_LANES: gl.constexpr):
-        """The place of one of NUM_LANES warpgroups that have a slot each where this cursor points."""
+        """The slot of one of NUM_LANES warpgroups, each of which has its own slot at this cursor's position."""
         return Cursor(self.slot * NUM_LANES + LANE, self.parity, self.NUM_SLOTS)
 
 
@@ -60,7 +60,7 @@ def start(NUM_SLOTS: gl.constexpr):
 
 @aggregate
 class Ring:
-    """The barriers of a ring of slots; what the slots hold is up to the caller."""
+    """The barriers of a ring of slots; the caller owns the slots' memory."""
 
     ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -72,7 +72,7 @@ class Ring:
 
     @gluon.jit
     def acquire(self, at, NUM_BYTES: gl.constexpr):
-        """Producer: wait until the slot is free, announce NUM_BYTES, return the barrier that TMA shall report to."""
+        """Producer: wait until the slot is free, announce NUM_BYTES, return the barrier that TMA reports to."""
         mbarrier.wait(self.empty.index(at.slot), at.parity ^ 1)
         mbarrier.expect(self.ready.index(at.slot), NUM_BYTES)
         return self.ready.index(at.slot)
@@ -90,7 +90,7 @@ class Ring:
 
 @gluon.jit
 def make_ring(NUM_SLOTS: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
-    """Allocate and initialise the barriers of a ring; the caller fences before the roles start."""
+    """Allocate and initialise the barriers of a ring. The caller must fence before the roles start."""
     ready = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_SLOTS):
@@ -101,7 +101,7 @@ def make_ring(NUM_SLOTS: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
 
 @aggregate
 class Mailbox:
-    """A few integers from the producer to every consumer, in shared memory: a tile's number, packed also its place."""
+    """A few integers from the producer to every consumer, in shared memory: a tile's number or its list words."""
 
     values: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
@@ -115,7 +115,7 @@ class Mailbox:
 
     @gluon.jit
     def send(self, at, words):
-        """Producer (one warp): wait until all have read what the slot held, then hand over words, or a number alone."""
+        """Producer (one warp): wait until all consumers have released the slot, then send words, or one number."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         NUM_WORDS: gl.constexpr = self.values.shape[1]
         mbarrier.wait(self.empty.index(at.slot), at.parity ^ 1)
@@ -124,7 +124,9 @@ class Mailbox:
 
     @gluon.jit
     def leave(self, at, words):
-        """Producer: put words where nobody reads any more, for whoever waits for what is handed over after them."""
+        """Producer: store words without waiting or signalling. The slot must be released already, and readers must wait
+        for something that the producer signals later.
+        """
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         NUM_WORDS: gl.constexpr = self.values.shape[1]
         self.values.index(at.slot).store(gl.full([NUM_WORDS], 0, gl.int32, LAYOUT) + words)
@@ -136,7 +138,7 @@ class Mailbox:
 
     @gluon.jit
     def word(self, at, WORD: gl.constexpr, NUM_WARPS: gl.constexpr):
-        """One of the words that are there, for a role of NUM_WARPS."""
+        """One of the slot's words, for a role of NUM_WARPS warps; call `wait` first."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
         return gl.max(self.values.index(at.slot).slice(WORD, 1).load(LAYOUT), axis=0)
 
@@ -147,7 +149,7 @@ class Mailbox:
 
     @gluon.jit
     def receive(self, at):
-        """Consumer (four warps): the first word, once it is there, and no other."""
+        """Consumer (four warps): wait for the first word, read it and release the slot."""
         self.wait(at)
         number = self.word(at, 0, 4)
         self.release(at)

@@ -1,14 +1,17 @@
-"""Decode for sm_90: few query rows against many keys, at the speed of memory.
+"""Decoding for sm_90: few query rows against many keys, at memory speed.
 
-Grid: one CTA per SM. Each reads one contiguous share of all key tiles of all (sequence, K/V head) items, see
-decode_schedule. Roles, one function each:
-  producer   one warp: feeds deep rings of K and V tiles by TMA, without a break from item to item
-  consumer   one warpgroup. The query rows of a K/V head (tokens x heads of its group) are the columns of a transposed
-             product: S^T = K Q^T has the keys as wgmma's 64 rows and 8 or more columns, so nothing is computed for
-             padding but columns; P^T goes through shared memory into O^T += V^T P^T
+Grid: at most one CTA per SM. Each reads one contiguous share of the key tiles of all (sequence, K/V head) items, see
+decode_schedule.py. Roles, one function each:
+  producer   one warp: feeds deep rings of K and V tiles by TMA, without a pause between items
+  consumer   one warpgroup. The product is transposed: S^T = K Q^T has keys as wgmma's 64 rows, and the query rows of a
+             K/V head (tokens x heads of its group) as columns, of which 8 are enough. P^T goes through shared memory
+             into O^T += V^T P^T
+LANES == 2 (e4m3 pages): two such pairs in a CTA, each with its own rings and share.
 
-An item whose tiles all lie in one share is finished there. Of others every share leaves a part (unnormalised O, maximum
-and sum) in the workspace, and the CTA that comes last merges them, in the order of the keys: results are repeatable.
+An item whose tiles all lie in one share is finished there. For other items every share writes a part (unnormalised O,
+maximum, sum) into the workspace, and the CTA that arrives last merges the parts in key order. So results repeat.
+
+Figures: bench/results/hopper-decode-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -39,9 +42,9 @@ from tilewise.backends.hopper.scores import capped
 
 __all__ = ["decode_kernel"]
 
-# Page ids that are read before it is known which are needed, one a lane of the producer.
+# Page ids that the producer reads speculatively, one per lane of its warp.
 PAGES_AHEAD = gl.constexpr(32)
-# Scales of V below this are taken as this: the smallest is 2^-105, and a logarithm of 0 would be -inf.
+# Lower bound for scales of V, whose smallest is 2^-105: the logarithm of 0 would be -inf.
 MIN_SCALE = gl.constexpr(2.0**-110)
 
 
@@ -71,17 +74,17 @@ class Pipeline:
 
 @gluon.jit
 def columns_from(first):
-    """PAGES_AHEAD columns of the table, one after another over the lanes of a warp."""
+    """PAGES_AHEAD consecutive columns of the block table, one per lane of a warp."""
     return first + gl.arange(0, PAGES_AHEAD, gl.BlockedLayout([PAGES_AHEAD // 32], [32], [1], [0]))
 
 
 @gluon.jit
 def guess_pages(paging, program, sizes, C: gl.constexpr):
-    """(sequence, first column, ids) of PAGES_AHEAD entries of the table around the place where this program's share
-    begins if all sequences are as long as they may be.
+    """(sequence, first column, ids) of PAGES_AHEAD entries of the block table, around the position where this program's
+    share would begin if all sequences had the maximum length.
 
-    They are read together with the lengths, which say where it does begin. Columns past the bound on lengths are not
-    touched; ids past a sequence's end may be anything and are not used.
+    They are read at the same time as the lengths, which tell where the share really begins. Columns past the bound on
+    lengths are not read. Ids past a sequence's end may be anything and are not used.
     """
     batch_idx, row = guess(program, sizes)
     width = (sizes.seqlen_k + C.PAGE_SIZE - 1) // C.PAGE_SIZE
@@ -93,7 +96,7 @@ def guess_pages(paging, program, sizes, C: gl.constexpr):
 
 @gluon.jit
 def first_pages(paging, guessed, batch_idx, row, length, C: gl.constexpr):
-    """As `look_up`, for the first key tile of an item, whose pages may be among the guessed ones."""
+    """Like `look_up`, for the first key tile of an item, whose pages may be among the guessed ones."""
     pages = ()
     if C.IS_PAGED:
         CHUNK: gl.constexpr = C.CHUNK
@@ -112,7 +115,7 @@ def first_pages(paging, guessed, batch_idx, row, length, C: gl.constexpr):
 
 @gluon.jit
 def look_up(paging, batch_idx, row, length, C: gl.constexpr):
-    """The pages of a key tile, one for every CHUNK rows; rows past the end have none (0)."""
+    """The pages of a key tile, one for every CHUNK rows; 0 for rows past the end."""
     pages = ()
     if C.IS_PAGED:
         CHUNK: gl.constexpr = C.CHUNK
@@ -128,8 +131,8 @@ def look_up(paging, batch_idx, row, length, C: gl.constexpr):
 def fetch(desc, smem, at, ring, span, head, row, pages, page_rows, D: gl.constexpr, C: gl.constexpr):
     """Start the copy of a key tile into the ring.
 
-    Of pages in boxes of CHUNK rows, all in one page, and 128 bytes, which are one panel of the swizzled tile; rows past
-    the sequence's end arrive as zeros (see tile_at).
+    Pages are fetched in boxes of CHUNK rows of one page and 128 bytes, which are one panel of the swizzled tile. Rows
+    past the sequence's end arrive as zeros (see tile_at).
     """
     ready = ring.acquire(at, C.BLOCK_N * D * C.ITEMSIZE)
     if C.IS_PAGED:
@@ -169,8 +172,8 @@ def producer(k_desc, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C
         row = (first + tile) * BLOCK_N
         pages = first_pages(paging, guessed, batch_idx, row, seqlen_k, C)
         for _i in range(steps):
-            # The next tile's pages are asked for once K is on its way: 2 x 512 keys 6.02 -> 5.91 us, 4 x 512 8.00 ->
-            # 7.85; from e4m3 pages, where that was not measured, before the wait for a slot.
+            # Look up the next tile's pages after K is requested, so that K does not wait for it. e4m3 pages: before
+            # the wait for a slot; the other order was not measured there.
             if C.IS_FP8:
                 following = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
             fetch(k_desc, pipe.k_smem, at, pipe.k_ring, keys, head, row, pages, paging[2], C.D, C)
@@ -191,10 +194,10 @@ def producer(k_desc, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C
 
 @gluon.jit
 def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
-    """The query rows of an item into shared memory, zeros where there are none; returns the units they are in.
+    """Store the query rows of an item in shared memory, with zeros for missing rows; returns the rows' units.
 
-    Beside e4m3 keys they are fp16: bf16 rows divided by a power of two, so that none of their bits above 2^-24 of the
-    largest number is lost.
+    With e4m3 keys the rows are fp16. Each row is divided by a power of two, its unit, so that bf16 rows keep all bits
+    above 2^-24 of their largest number.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
     rows = gl.arange(0, C.ROWS, gl.SliceLayout(1, LAYOUT))
@@ -242,7 +245,7 @@ def pages_of(paging, batch_idx, row, seqlen_k, C: gl.constexpr):
 
 @gluon.jit
 def scales_of(scales, pages, head, C: gl.constexpr):
-    """(scale of K, log2 of V's scale) for every key of a tile; a scale is (pointer, stride of a page, of a head)."""
+    """(scale of K, scale of V) for every key of a tile; in `scales` each is (pointer, stride of a page, of a head)."""
     if C.IS_FP8:
         k, v = scales
         k_scale = gl.load(k[0] + pages[0].to(gl.int64) * k[1] + head * k[2])
@@ -254,7 +257,7 @@ def scales_of(scales, pages, head, C: gl.constexpr):
 
 @gluon.jit
 def issue_scores(smem, pipe, C: gl.constexpr):
-    """S^T = K Q^T, finished."""
+    """Compute S^T = K Q^T and wait for it."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     ROWS: gl.constexpr = C.ROWS
     zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, accumulator_layout(C.ROWS))
@@ -270,7 +273,7 @@ def issue_scores(smem, pipe, C: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, smem, pipe, C: gl.constexpr):
-    """O^T += V^T P^T, finished."""
+    """Compute O^T += V^T P^T and wait for it."""
     p = pipe.p_smem.permute([1, 0])
     if C.IS_FP8:
         v = values_operand(smem, C)
@@ -287,8 +290,8 @@ def attend(
 ):
     """One key tile: S^T = K Q^T, softmax over the keys, O^T += V^T P^T.
 
-    `top` is the running maximum of what P is the exponential of, in log2 units; `sums` has a row sum's terms still
-    apart. Scales of V go into P, but not into the sums.
+    `top` is the running maximum of P's exponents, in log2 units. `sums` [BLOCK_N, ROWS] is summed over keys only at the
+    end. Scales of V multiply P, but not the sums.
     """
     BLOCK_N: gl.constexpr = C.BLOCK_N
     D: gl.constexpr = C.D
@@ -298,8 +301,8 @@ def attend(
     pipe.k_ring.release(at)
     if C.IS_FP8:
         scores = scores * scales[0][:, None] * units[None, :]
-    # Masked behind the product, which so is rounded before the maximum is subtracted: fused, the largest of scores past
-    # 1e9 would leave any power of two.
+    # Mask after the multiplication, so that the product is rounded before the maximum is subtracted. Fused, scores
+    # above 2^30 would leave a difference that makes P wrong.
     scores = mask_keys(capped(scores, cap_scale, C) * scale_log2, row, seqlen_q, seqlen_k, sizes, C)
     weighted = scores
     if C.IS_FP8:
@@ -345,7 +348,7 @@ def consumer(
         acc = gl.zeros([DV, ROWS], gl.float32, LAYOUT)
         top = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(0, LAYOUT))
         sums = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
-        # Scales are asked for a tile ahead, and their pages another one.
+        # Scales are loaded one tile ahead, and their pages two.
         scales = scales_of(key_scales, pages_of(paging, batch_idx, row, seqlen_k, C), head, C)
         pages = pages_of(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
         for _i in range(steps):
@@ -366,7 +369,7 @@ def consumer(
             from_program = program_of(total, flat - tile, C)
             num_parts = program_of(total, flat - tile + count - 1, C) - from_program + 1
             counter = counters_ptr + batch_idx * sizes.num_kv_heads + head
-            barrier()  # every thread's part is written before thread 0 says so
+            barrier()  # every thread has written its part before one of them counts it
             if gl.atomic_add(counter, 1) == num_parts - 1:
                 gl.store(counter, 0)
                 merge_parts(
@@ -411,7 +414,7 @@ def decode_kernel(
     q, k_desc, v_desc, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, cu_seqlens_q, cu_seqlens_k, block_table,
     table_stride, k_page_rows, v_page_rows, k_scale, v_scale, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """q, out and lse are (pointer, stride of a sequence, of a head, of a token).
+    """Out and lse. q, out and lse are (pointer, stride of a sequence, of a head, of a token).
 
     Paged keys: cu_seqlens_k holds the lengths of the sequences, block_table their pages; a page begins every
     k_page_rows (v_page_rows) rows of K (V). Scales of e4m3 pages are (pointer, stride of a page, of a head). What a

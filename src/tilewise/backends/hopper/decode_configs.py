@@ -1,6 +1,6 @@
-"""What the decode kernel is compiled for, and over how many programs a problem is spread.
+"""What the decode kernel is compiled for, and how many programs share a problem.
 
-GB/s in the comments: an H200, bf16, 32 query and 8 K/V heads, head_dim 128, batch x keys as said.
+Choices measured on an H200; the figures are in bench/results/hopper-decode-choices.csv, by name.
 """
 
 from __future__ import annotations
@@ -17,34 +17,31 @@ __all__ = ["DecodeConfig", "DecodeTile", "decode_config", "num_programs", "token
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """One way to tile: BLOCK_N keys at a time in each of LANES warpgroups, which read shares of their own."""
+    """A tile: BLOCK_N keys at a time in each of LANES consumer warpgroups, which read separate shares."""
 
     BLOCK_N: int
     LANES: int
 
 
-# 128 keys: 2426 / 4354 / 4499 GB/s at 1 x 8192 / 16 x 8192 / 64 x 8192, 64 keys: 2271 / 4306 / 4478. Two lanes of 64:
-# 1866 / 4117 / 4519 where one has 2068 / 4129 / 4551.
+# In order of preference; the first that fits is used.
 TILES = (DecodeTile(128, 1), DecodeTile(64, 1))
-# e4m3 is converted in registers, which takes one warpgroup longer than memory: 254 us for 16 x 32768 keys in pages of
-# 64 (64 keys: 264), 329 with one lane (64 keys: 424); bf16 took 485 in that run.
+# e4m3 is converted in registers, which takes a warpgroup longer than loading: two of them keep up with memory.
 FP8_TILES = (DecodeTile(128, 2), DecodeTile(64, 2), *TILES)
-# Smaller pages are many small boxes: 284 us with 64 keys, 297 with 128 (pages of 16).
+# Small pages need many small boxes; smaller tiles are faster then.
 FP8_SMALL_PAGE, FP8_SMALL_TILES = 64, FP8_TILES[1:]
-# Numbers a thread can hold of scores, sums, O and a converted operand, by lanes: 255 and 168 registers.
+# Numbers of scores, sums, O and a converted operand that a thread can hold, by lanes.
 TILE_NUMBERS = {1: 160, 2: 96}
-# Shared memory for the rings of K and V, Q and P; the rest of 227 KiB is for barriers and reductions. So many slots
-# has a ring at least, and at most: more only take longer to set up.
+# Shared memory for Q, P and the rings of K and V; the rest of 227 KiB is for barriers and reductions. The bounds of a
+# ring's slots: more than MAX_STAGES only take longer to set up.
 SMEM_BYTES, MIN_STAGES, MAX_STAGES = 223 << 10, 3, 8
-# Partial results that are merged at a time, and their numbers: 64 a thread.
+# Parts that are merged at a time, at most; and the numbers they hold: 64 a thread.
 MERGED_PARTS, MERGED_NUMBERS = 16, 64 * 128
-# Programs that share an item at most: one of them merges what all of them leave.
+# An item is shared by at most so many programs, because one of them merges all parts.
 MAX_PARTS = 32
-# Numbers of sequences that kernels are compiled for, because so few are searched in less code: 1 x 2048 keys in pages
-# of 64 take 7.47 us instead of 7.64, 2 x 512 6.09 instead of 6.38, and with one for two of them 5.94 instead of 6.10.
+# For up to so many sequences there are separate kernels, which search them with less code.
 FEW_SEQUENCES = (1, 2, 4)
-# Fewer CTAs than SMs, up to this share, if items then are not cut, or all alike: 128 instead of 132 read 4354 instead
-# of 4177 GB/s at 16 x 8192, 4256 instead of 4130 at 1 x 131072. Memory keeps all of them waiting either way.
+# Use fewer CTAs than SMs, down to this share, if then no item is cut, or all are cut equally. Memory is the limit in
+# both cases.
 EVEN = 0.85
 
 
@@ -52,10 +49,14 @@ EVEN = 0.85
 class DecodeConfig(DecodeTile):
     """Everything the decode kernel is compiled for.
 
-    ROWS: query tokens times heads of a group, padded, the columns of S^T; D, DV: padded head dims; IS_UNIFORM: all
-    sequences have the bounds' lengths; PACKED_Q: cu_seqlens_q is given; PACKED_ROWS: queries and results are
-    (token, head, column) rows; CHUNK: rows of a page that TMA fetches at a time; MERGED_PARTS: partial results of
-    MERGED_ROWS rows that are merged at a time; FEW: sequences there are at most, 0 for any number.
+    ROWS          query tokens times heads of a group, padded: the columns of S^T
+    D, DV         padded head dims
+    IS_UNIFORM    all sequences have the maximum length
+    PACKED_Q      cu_seqlens_q is given
+    PACKED_ROWS   queries and results are (token, head, column) rows
+    CHUNK         rows of a page that TMA fetches at a time
+    MERGED_PARTS  parts of MERGED_ROWS rows that are merged at a time
+    FEW           there are at most so many sequences; 0: any number
     """
 
     ROWS: int
@@ -82,14 +83,12 @@ class DecodeConfig(DecodeTile):
     ITEMSIZE: int
     FEW: int = 0
     PRODUCER_REGS: int = 64
-    # Of the second lane; the first one has what is left, 224. e4m3 pages with 168/184/200/216, TB/s: D=128, 16 x 32768
-    # keys 4.24/4.28/4.19/4.28, pages of 16 3.70/3.71/3.76/3.76, 4 tokens 3.36/3.43/3.37/3.46; D=64 3.38/3.37/3.38/3.38,
-    # 4 tokens 2.28/2.48/2.63/2.47, groups of 8 and 4 tokens in pages of 8 0.86/0.89/1.00/1.04.
+    # Of the second lane; the first one gets what is left.
     CONSUMER_REGS: int = 216
 
 
 def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: DecodeTile | None = None) -> DecodeConfig:
-    """The configuration of a problem; `tile` to try another one."""
+    """The configuration of a problem; `tile` replaces the table's choice."""
     d, dv = _padded(problem.head_dim), _padded(problem.head_dim_v)
     rows = 1 << (problem.group_size * tokens_of(problem, packed_queries=packed_queries) - 1).bit_length()
     itemsize, uniform = 1 if problem.fp8 else 2, problem.kind == "dense"
@@ -124,12 +123,12 @@ def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: Deco
 
 
 def tokens_of(problem: AttentionProblem, *, packed_queries: bool) -> int:
-    """Query tokens of the longest sequence; paged queries without running totals are one each."""
+    """Query tokens of the longest sequence; paged queries without cu_seqlens_q are one each."""
     return problem.seqlen_q if packed_queries or problem.kind == "dense" else 1
 
 
 def _tiles(problem: AttentionProblem) -> tuple[DecodeTile, ...]:
-    """In the order of preference."""
+    """The candidates, in order of preference."""
     if not problem.fp8:
         return TILES
     return FP8_SMALL_TILES if (problem.page_size or 0) < FP8_SMALL_PAGE else FP8_TILES
@@ -143,7 +142,7 @@ def _fits(tile: DecodeTile, rows: int, d: int, dv: int, itemsize: int) -> bool:
 
 
 def _stages(tile: DecodeTile, rows: int, d: int, dv: int, itemsize: int) -> int:
-    """Slots of the rings of one lane."""
+    """Slots of a lane's rings."""
     ring = SMEM_BYTES // tile.LANES - rows * (d + tile.BLOCK_N) * 2
     return min(MAX_STAGES, ring // (tile.BLOCK_N * (d + dv) * itemsize))
 
@@ -153,7 +152,7 @@ def _padded(head_dim: int) -> int:
 
 
 def num_programs(problem: AttentionProblem, config: DecodeConfig, device: DeviceSpec) -> int:
-    """CTAs: one for each SM, fewer for few keys; by the bounds on lengths, so that nobody waits for the device."""
+    """CTAs: one per SM, fewer for few keys. Computed from the bounds on lengths, so the host needs no device data."""
     items = problem.batch * problem.num_kv_heads
     tiles = items * -(-problem.seqlen_k // config.BLOCK_N)
     limit = max(1, min(device.num_sms, min(tiles, items * MAX_PARTS) // config.LANES))

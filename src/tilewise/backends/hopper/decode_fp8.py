@@ -1,12 +1,11 @@
-"""Tiles of e4m3 as left operands of products in fp16: from shared memory to registers with wide loads, no shuffles.
+"""Tiles of e4m3 as fp16 left operands: from shared memory to registers with wide loads and no shuffles.
 
-wgmma wants a thread's elements of a left operand far apart; e4m3 numbers lie side by side. The sum over columns does
-not mind their order, and rows of a result may come in any order that is undone when they are stored. So a thread reads
-bytes that lie together and calls them the elements it needs to have:
-  K  (keys x columns)  16 bytes of a row are a thread's columns of four products; Q's columns move along
-  V^T (columns x keys) 1 byte for every 64 columns, twice, side by side, are a thread's rows of the operand, hence of
-                       O^T
-e4m3 is exact in fp16, and one instruction converts two numbers (bf16 would take three).
+wgmma expects a thread's elements of a left operand far apart, but wide loads give adjacent e4m3 bytes. The order of
+summed columns does not matter, and permuted rows of a result can be restored when they are stored. So a thread reads
+adjacent bytes and treats them as the elements that wgmma expects of it:
+  K   (keys x columns)  16 bytes of a row are the thread's columns of four wgmmas; Q's columns are permuted to match
+  V^T (columns x keys)  2 adjacent bytes for every 64 columns are the thread's rows of the operand, hence of O^T
+e4m3 is exact in fp16, and one instruction converts two numbers (for bf16 it would take three).
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -41,7 +40,7 @@ def _key_layout(rows, columns):
 
 @gluon.constexpr_function
 def _value_layout(rows, columns):
-    side = columns // 32  # bytes of a row that a thread reads: 2 for every 64 columns
+    side = columns // 32  # adjacent bytes of a row that a thread reads: 2 for every 64 columns
     registers = [[0, c] for c in _powers(1, side)] + [[1, 0], [8, 0]] + [[r, 0] for r in _powers(16, rows)]
     lanes = [[2, 0], [4, 0], [0, side], [0, 2 * side], [0, 4 * side]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 8 * side], [0, 16 * side]], [], [rows, columns])
@@ -59,7 +58,7 @@ def keys_operand(smem, C: gl.constexpr):
 
 @gluon.jit
 def query_column(position, C: gl.constexpr):
-    """Which column of Q stands at a position, next to those of K."""
+    """Which column of Q belongs at a position, so that it meets the same column of K."""
     if C.IS_FP8:
         within = (position & 1) + (position >> 3 & 1) * 2 + (position >> 4 & 3) * 4 + (position >> 1 & 3) * 16
         return within + (position >> 6) * 64

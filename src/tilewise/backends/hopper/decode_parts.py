@@ -1,4 +1,4 @@
-"""The ends of decoding: rows of finished items, parts of others, and their merge by whoever comes last."""
+"""The end of an item in decoding: store its rows, or store a part; the CTA that arrives last merges the parts."""
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
@@ -17,7 +17,7 @@ __all__ = ["merge_parts", "place_rows", "store_item", "store_part"]
 
 @gluon.jit
 def place_rows(rows, batch_idx, q_start, token, head, C: gl.constexpr):
-    """Where rows of (token, head) begin in a tensor (pointer, stride of a sequence, of a head, of a token)."""
+    """Offsets of the rows of (token, head) in a tensor given as (pointer, stride of a sequence, head, token)."""
     at = head.to(gl.int64) * rows[2] + token * rows[3]
     if C.PACKED_ROWS:
         return at + q_start.to(gl.int64) * rows[3]
@@ -27,7 +27,7 @@ def place_rows(rows, batch_idx, q_start, token, head, C: gl.constexpr):
 
 @gluon.jit
 def finish(top, total, heads, sinks_ptr, C: gl.constexpr):
-    """(factor of O, lse) of rows whose maximum (log2 units) and sum are known; a row that saw nothing gets 0, -inf."""
+    """(factor that normalises O, lse) of rows from their maximum (log2 units) and sum; rows without keys: 0, -inf."""
     weight = 1.0
     if C.HAS_SINKS:
         sink = gl.load(sinks_ptr + heads).to(gl.float32) * LOG2E
@@ -60,7 +60,7 @@ def store_item(acc, top, total, out, lse, sinks_ptr, batch_idx, q_start, seqlen_
 
 @gluon.jit
 def store_part(acc, top, total, parts_ptr, stats_ptr, part, C: gl.constexpr):
-    """Leave this share's part of an item in the workspace: O row by row, and [maxima | sums]."""
+    """Store this share's part of an item in the workspace: O row by row, and [maxima | sums]."""
     LAYOUT: gl.constexpr = accumulator_layout(C.ROWS)
     rows = gl.arange(0, C.ROWS, gl.SliceLayout(0, LAYOUT))
     cols = value_column(gl.arange(0, C.DV, gl.SliceLayout(1, LAYOUT)), C)
@@ -73,8 +73,8 @@ def store_part(acc, top, total, parts_ptr, stats_ptr, part, C: gl.constexpr):
 def merge_parts(
     parts_ptr, stats_ptr, first, count, out, lse, sinks_ptr, batch_idx, q_start, seqlen_q, head, C: gl.constexpr
 ):
-    """Write the rows of an item whose parts lie on the programs from `first` on: its own second part, then the first
-    parts of the others.
+    """Merge an item's parts and write its rows. The parts come from `count` programs from `first` on: the second part
+    of that program (its share ends inside this item), then the first part of each other one.
     """
     ROWS: gl.constexpr = C.MERGED_ROWS
     DV: gl.constexpr = C.DV
@@ -108,7 +108,7 @@ def merge_parts(
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, FLAT))[:, None]
         acc = acc + gl.sum(values * weights[:, :, None], axis=0)
         top = new_top
-    # The same rows and columns, as the registers of `acc` are named.
+    # The same rows and columns, in the layout of `acc`.
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, FLAT))
     cols = gl.arange(0, DV, gl.SliceLayout(0, FLAT))
     top = gl.convert_layout(top, gl.SliceLayout(1, FLAT))

@@ -1,8 +1,9 @@
-"""Who reads which keys in decoding: all key tiles of all (sequence, K/V head) items in one line, cut evenly.
+"""Which program reads which keys in decoding: key tiles of all (sequence, K/V head) items form one line, cut evenly.
 
-Program i of P takes the i-th share of the line, so every multiprocessor reads the same number of bytes whatever the
-lengths are, and shares begin and end inside of items. Lengths are read on the device, nothing waits for them on the
-host.
+Program i of P takes the i-th share of the line, so every SM reads the same number of bytes whatever the lengths are.
+Shares may begin and end inside items. Lengths are read on the device; the host never waits for them.
+
+Figures: bench/results/hopper-decode-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -27,12 +28,13 @@ __all__ = [
     "spans_of",
 ]
 
-# Sequences whose lengths are added up at a time, over the lanes of a warp; up to C.FEW one by one, by every lane.
+# Sequences whose lengths are summed at a time, across the lanes of a warp. Up to C.FEW sequences are handled one by one
+# in every lane instead.
 SCAN = gl.constexpr(128)
 
 
 class DecodeSizes(NamedTuple):
-    """The numbers of a launch that no kernel is specialised on; `pace` is how many sequences a share has on average."""
+    """The sizes of a launch, on which no kernel is specialised; `pace`: sequences per share on average."""
 
     batch: int
     pace: float
@@ -46,7 +48,7 @@ class DecodeSizes(NamedTuple):
 
 @gluon.jit
 def _length(cu_seqlens, at, length, ok, PACKED: gl.constexpr):
-    """(first row, rows) of sequences in a packed tensor, or of one of `length` rows each."""
+    """(first row, rows) of sequences in a packed tensor, or of sequences of `length` rows each."""
     if PACKED:
         first = gl.load(cu_seqlens + at, mask=ok, other=0)
         return first, gl.load(cu_seqlens + at + 1, mask=ok, other=0) - first
@@ -67,8 +69,8 @@ def spans_of(lengths, at, sizes, ok, C: gl.constexpr):
 
 @gluon.jit
 def key_tiles_of(seqlen_q, seqlen_k, sizes, C: gl.constexpr):
-    """(first, number) of the key tiles that any query sees: one at least, so that somebody writes the zeros of queries
-    without keys; none if there is no query.
+    """(first, number) of the key tiles that any query sees: at least one, so that queries without keys get their zeros
+    written; none if there is no query.
     """
     stop = (seqlen_k + C.BLOCK_N - 1) // C.BLOCK_N
     first = stop * 0
@@ -84,14 +86,14 @@ def _add(a, b):
 
 @gluon.constexpr_function
 def asks_first(C):
-    """Whether the lengths of the first sequences are asked for before the search that needs them."""
+    """Whether the lengths of the first sequences are loaded (`ask`) before the search that needs them."""
     return not (C.IS_UNIFORM or C.IS_FP8)
 
 
 @gluon.jit
 def ask_lengths(lengths, first, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
-    """(queries, keys) of SCAN sequences from `first` on, in every warp, which adds them up by itself; beside e4m3 keys
-    there are no registers for that (a spill in the loop over keys at head_dim 256), and each warp has its share.
+    """(queries, keys) of SCAN sequences from `first` on. Every warp holds all of them and sums them by itself; with
+    e4m3 keys that would cause spills, so the warps share them.
     """
     EACH: gl.constexpr = SCAN // (32 * NUM_WARPS) if C.IS_FP8 else SCAN // 32
     at = first + gl.arange(0, SCAN, gl.BlockedLayout([EACH], [32], [NUM_WARPS], [0]))
@@ -101,8 +103,8 @@ def ask_lengths(lengths, first, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr)
 
 @gluon.jit
 def ask(lengths, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
-    """What the search for a share's sequence begins with, asked for before it is needed: (queries, keys) of the first
-    SCAN sequences, or of each of C.FEW, whose first rows follow.
+    """Load early what the search for a share's sequence starts with: (queries, keys) of the first SCAN sequences, or
+    (queries, keys, first query row, first key row) of each of C.FEW.
     """
     if C.FEW == 0:
         return ask_lengths(lengths, 0, sizes, NUM_WARPS, C)
@@ -118,7 +120,7 @@ def ask(lengths, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _span_among_few(few, batch_idx, C: gl.constexpr):
-    """As `spans_of`, of one of C.FEW sequences whose spans are there: nobody waits for a load that depends on one."""
+    """Like `spans_of`, for one of C.FEW sequences whose spans are in registers: no load that depends on a load."""
     FEW: gl.constexpr = C.FEW
     seqlen_q, seqlen_k, q_start, k_start = few[0]
     for i in gl.static_range(1, FEW):
@@ -132,14 +134,14 @@ def _span_among_few(few, batch_idx, C: gl.constexpr):
 
 @gluon.jit
 def _counts(asked, sizes, C: gl.constexpr):
-    """Key tiles of sequences, all heads."""
+    """Key tiles of sequences, over all heads."""
     _, count = key_tiles_of(asked[0], asked[1], sizes, C)
     return count * sizes.num_kv_heads
 
 
 @gluon.jit
 def share_of(total, program, C: gl.constexpr):
-    """The first tile of a program's share; the remainder goes to the first programs, a tile each."""
+    """The first tile of a program's share; the remainder goes to the first programs, one tile each."""
     programs = gl.num_programs(0) * C.LANES
     each = total // programs
     return program * each + min(program, total - each * programs)
@@ -157,14 +159,14 @@ def program_of(total, tile, C: gl.constexpr):
 
 @gluon.jit
 def _passed(ends, begin):
-    """(number, end) of the sequences that end at a tile or before it, of those whose ends are given."""
+    """(number, last end) of the sequences that end at tile `begin` or before it; `ends` are their ends."""
     done = ends <= begin
     return gl.sum(gl.where(done, 1, 0), axis=0), gl.max(gl.where(done, ends, 0), axis=0)
 
 
 @gluon.jit
 def _find_among_few(few, program, sizes, C: gl.constexpr):
-    """As `_find_sequence`, among at most C.FEW."""
+    """Like `_find_sequence`, among at most C.FEW."""
     FEW: gl.constexpr = C.FEW
     total = gl.to_tensor(0)
     ends = ()
@@ -186,7 +188,7 @@ def _find_sequence(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: g
     batch_idx = gl.to_tensor(0)
     before = gl.to_tensor(0)
     if C.IS_FP8:
-        # Reading all lengths twice takes fewer registers: 2 spills in the loop over keys instead of 4 (head_dim 128).
+        # Reading all lengths twice takes fewer registers, so the loop over keys spills less.
         total = gl.to_tensor(0)
         for first in range(0, sizes.batch, SCAN):
             total += gl.sum(_counts(ask_lengths(lengths, first, sizes, NUM_WARPS, C), sizes, C), axis=0)
@@ -203,7 +205,7 @@ def _find_sequence(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: g
     else:
         counts = _counts(asked, sizes, C)
         ends = gl.associative_scan(counts, 0, _add)
-        # Beside the scan, not after it.
+        # Independent of the scan, so that the two overlap.
         passed = gl.sum(counts, axis=0)
         total = passed
         for first in range(SCAN, sizes.batch, SCAN):
@@ -223,8 +225,9 @@ def _find_sequence(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: g
 
 @gluon.jit
 def locate(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
-    """(total, first tile, last + 1, sequence, head, tile within that item, its span) of this program's share; `asked`
-    is what `ask` says where that is wanted (see `asks_first`), a span what `spans_of` says.
+    """(total, first tile, last + 1, sequence, head, tile within that item, its span) of this program's share.
+
+    `asked` is the result of `ask` if `asks_first`; a span is a result of `spans_of`.
     """
     if C.IS_UNIFORM:
         _, count = key_tiles_of(sizes.seqlen_q, gl.to_tensor(sizes.seqlen_k), sizes, C)
@@ -246,7 +249,7 @@ def locate(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: gl.conste
 
 @gluon.jit
 def guess(program, sizes):
-    """(sequence, key row) where this program's share begins if all sequences are as long as they may be."""
+    """(sequence, key row) where this program's share would begin if all sequences had the maximum length."""
     place = program.to(gl.float32) * sizes.pace
     batch_idx = min(place.to(gl.int32), sizes.batch - 1)
     heads = (place - batch_idx) * sizes.num_kv_heads

@@ -1,18 +1,19 @@
-"""How tiles of dQ leave the backward kernels: 64 x 64 blocks, added to an accumulator in global memory by TMA.
+"""How tiles of dQ leave the backward kernels: TMA adds 64 x 64 blocks to an accumulator in global memory.
 
-The accumulator keeps each block in the order of a warpgroup's wgmma registers, so that every thread stores 16 bytes
-without bank conflicts (2-4 % at D=128); backward_rows.finish_queries_kernel puts rows together again.
+The accumulator keeps each block in the order of a warpgroup's wgmma registers, so every thread stores 16 bytes without
+bank conflicts. backward_rows.finish_queries_kernel restores the row order.
 
-FIXED_POINT makes the sum independent of the order of the additions, hence repeatable bit by bit: a row of dQ is added
-in integers, in units of which 2^28 or 2^30 are a bound of the row (backward_plan.BOUND_BITS). The rounding of a block
-is then 2^-29 of that bound or less, far below what rounding dS to 16 bits costs. Every integer has a bias, which
-finish_queries_kernel takes off as often as blocks were added. At D=64 units come in the order of the registers, too, 16
-bytes a thread: read by rows they need an address of their own (D=64 causal, N=1024: the main kernel 478 -> 463 us, when
-8 registers less were spilled; its loops spill none now). At D=128 it is the other way round (causal 362 -> 378 us).
+FIXED_POINT makes the sum independent of the order of additions, hence repeatable bit for bit. A row of dQ is added in
+integers that count units, of which 2^28 or 2^30 make a bound of the row (backward_plan.BOUND_BITS). A block is rounded
+by at most 2^-29 of the bound, far less than rounding dS to 16 bits costs. Every integer has a bias, which
+finish_queries_kernel subtracts once for each block that was added. At head_dim 64 the units come in register order too,
+16 bytes a thread, because reading them by rows takes another address register. At 128 reading by rows is faster.
 
-Integers would hide a dS that is not finite (fp16 ends at 65504). It makes its row's part of dQ not finite in every
-column, so that one of them tells: the row's units, by which its sum is divided in the end, become NaN.
-Where units_ptr is None no dS of a row with units can be infinite (backward_rows.units_at_the_ends).
+Integers would hide a dS that is not finite (fp16 ends at 65504). Such a dS makes its row's part of dQ not finite in
+every column, so checking one column is enough: the row's units, by which the sum is divided at the end, become NaN.
+Where units_ptr is None, no dS of a row with units can be infinite (backward_rows.units_at_the_ends).
+
+Figures: bench/results/hopper-backward-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -32,13 +33,13 @@ __all__ = ["add_block", "from_register_order", "in_register_order", "in_units", 
 
 @gluon.jit
 def in_register_order(block):
-    """A [64, 64] fp32 accumulator as [128, 32]: a row is what one thread holds."""
+    """A [64, 64] fp32 accumulator as [128, 32]: row t holds the registers of thread t."""
     return gl.reshape(gl.permute(gl.reshape(block, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5)), [128, 32])
 
 
 @gluon.jit
 def from_register_order(smem, like):
-    """The [64, 64] accumulator that another warpgroup stored in register order: every thread reads its own elements."""
+    """The [64, 64] accumulator that another warpgroup stored in register order; every thread reads its own elements."""
     stored = smem.load(in_register_order(like).type.layout)
     block = gl.permute(gl.reshape(stored, [8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
     return gl.convert_layout(gl.reshape(block, [64, 64]), like.type.layout)
@@ -46,7 +47,7 @@ def from_register_order(smem, like):
 
 @gluon.jit
 def load_units(units_smem, slot, WARPGROUP: gl.constexpr, C: gl.constexpr):
-    """The units of the query tile in a slot, as in_units multiplies by them."""
+    """The units of the query tile in a slot, in the layout that in_units needs."""
     if C.D == 64:
         like = in_register_order(gl.zeros([64, 64], gl.float32, accumulator_layout(64)))
         LAYOUT: gl.constexpr = gl.reshape(like, [8, 16, 32]).type.layout
@@ -57,9 +58,9 @@ def load_units(units_smem, slot, WARPGROUP: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def in_units(block, units, units_ptr, dq_row, WARPGROUP: gl.constexpr, C: gl.constexpr):
-    """A block in register order; with units as integers that count these.
+    """A block in register order; FIXED_POINT: as integers that count units.
 
-    With units_ptr the units of rows that are not finite become NaN there.
+    With units_ptr, the units there of rows that are not finite become NaN.
     """
     stored = in_register_order(block)
     if C.FIXED_POINT:
@@ -79,7 +80,7 @@ def in_units(block, units, units_ptr, dq_row, WARPGROUP: gl.constexpr, C: gl.con
 
 @gluon.jit
 def add_block(stored, dq_desc, index, smem):
-    """Start adding a 64 x 64 block to the accumulator's block `index`, through a buffer that TMA has finished with."""
+    """Start adding a 64 x 64 block to the accumulator's block `index`, through a buffer that TMA no longer reads."""
     smem.store(stored)
     fence_async_shared()  # orders the store before TMA reads it
     reduce_add(dq_desc, [index * 128, 0], smem)

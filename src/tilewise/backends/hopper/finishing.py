@@ -1,17 +1,19 @@
-"""dQ out of its sums beside the main backward kernel, by the two warps that prepare later heads.
+"""The two warps that prepare later heads also convert dQ from its sums, inside the main backward kernel.
 
-Sums live in a ring of `ring_items` heads, which stays in L2 if it is small. The warpgroups of a tile count themselves
-for their head once TMA has added all of their blocks. Whoever takes tile t from the counter finishes the share of tile
-t - lag: the query tiles with the number of its block, of its head. It waits until all tiles of the head are done,
-fetches the sums by TMA (24 registers a thread keep too few loads in flight), stores dQ, scaled and rounded, and leaves
-zeros for the head that has this place of the ring next, which waits for them (preparing.await_prepared).
+Sums live in a ring of `ring_items` heads, which stays in L2 if it is small. Each warpgroup of a tile adds one to its
+head's count once TMA has added all of its blocks. Whoever takes tile t from the counter converts the share of tile
+t - lag: block b of a head owns the b-th part of the head's query tiles. It waits until all tiles of the head are done,
+loads the sums by TMA (24 registers a thread keep too few loads in flight), stores dQ scaled and rounded, and writes
+zeros for the head that uses this slot of the ring next, which waits for them (preparing.await_prepared).
 
-Nobody waits in a circle: all tiles come from the counter, so they are taken in their order, by CTAs that run. A share
-waits for tiles of a head, less than a wave after t - lag, and the lag is at least a wave. A tile of head h waits for
-shares of head h - ring_items, which went to tiles less than a wave and the lag after that head's first one, and the
-ring is at least that long (backward_plan.ring_items). The producer of a CTA hands tile t to its preparers once they are
-done with the one before, whose number is smaller. So everybody waits for smaller numbers only. The last heads, for
-whose shares there is no number, are left to backward_rows.finish_queries_kernel.
+Deadlock-free: everything waits only for lower tile numbers. All tiles come from the counter, so they are taken in
+order, by CTAs that run. A share waits for the tiles of its head, which lie less than a wave after t - lag, and the lag
+is at least a wave. A tile of head h waits for shares of head h - ring_items. These went to tiles less than a wave and
+the lag after that head's first tile, and the ring is at least that long (backward_plan.ring_items). A CTA's producer
+sends tile t to the preparers once they are done with its previous tile, whose number is smaller. The last heads have
+shares without a number; backward_rows.finish_queries_kernel converts them.
+
+Figures: bench/results/hopper-backward-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -35,7 +37,7 @@ ROWS = gl.constexpr(32)
 
 @gluon.jit
 def ring_tile(item, g, ahead, sizes):
-    """The first query tile of a query head's place in the ring; item: of keys, g: which head of its group."""
+    """Index of a query head's first tile in the ring of sums; item: its K/V head, g: its number in the group."""
     return ((item - item // ahead.ring_items * ahead.ring_items) * sizes.group_size + g) * sizes.row_tiles
 
 
@@ -48,13 +50,16 @@ def clear_tile(sums_ptr, row_tile, C: gl.constexpr):
     zeros = gl.full([PIECE], 0, sums_ptr.dtype.element_ty, LAYOUT)
     at = sums_ptr + gl.to_tensor(row_tile).to(gl.int64) * SIZE
     for _ in range(SIZE // PIECE):
-        gl.store(at + elements, zeros, eviction_policy="evict_last")  # D=128 causal, N=1024: 343 -> 353 TFLOP/s
+        gl.store(at + elements, zeros, eviction_policy="evict_last")  # TMA adds to them soon: keep them in L2
         at += PIECE
 
 
 @gluon.jit
 def count_done(item, counts_ptr, sizes):
-    """Consumer: what this warpgroup has added for a tile has arrived; only its dV and dK may still be on their way."""
+    """Consumer: count this warpgroup's tile for its head once all its additions to dQ have arrived.
+
+    Its last two TMA stores, dV and dK, may still be in flight.
+    """
     await_writes(2)
     barrier()
     gl.atomic_add(counts_ptr + sizes.num_items + item, 1, sem="release")
@@ -62,7 +67,7 @@ def count_done(item, counts_ptr, sizes):
 
 @gluon.jit
 def load_sums(dq_desc, tiles, at, row_tile):
-    """Start the copies of a query tile's sums, into the room for a tile of O and one of dO."""
+    """Start the copies of a query tile's sums into the preparer's buffers for O and dO."""
     ready = tiles.ring.acquire(at, 2 * dq_desc.block_type.nbytes)
     for part in gl.static_range(2):
         buffer = tiles.out_smem if part == 0 else tiles.dout_smem
@@ -72,7 +77,7 @@ def load_sums(dq_desc, tiles, at, row_tile):
 
 @gluon.jit
 def store_block(sums, dq, rows_left, scale, ahead, PART: gl.constexpr, C: gl.constexpr):
-    """Rows of dQ out of a 64 x 64 block in register order; dq: the query tile's first row."""
+    """Store rows of dQ from a 64 x 64 block in register order; dq: address of the query tile's first row."""
     # A thread has 8 columns of rows 8 apart; lanes read without bank conflicts and write sectors of 32 bytes.
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 4], [0, 8], [0, 2]], [[0, 16], [1, 0], [2, 0], [16, 0], [4, 0]], [[8, 0]], [], [32, 32]
@@ -89,7 +94,7 @@ def store_block(sums, dq, rows_left, scale, ahead, PART: gl.constexpr, C: gl.con
 
 @gluon.jit
 def finish_share(tile, turn, dq_desc, dq_ptr, sums_ptr, scale, row_tiles, counts_ptr, ahead, sizes, C: gl.constexpr):
-    """The query tiles that belong to a tile; the turn of the row tiles."""
+    """Convert the query tiles that belong to a tile; returns the next cursor of row_tiles."""
     block, item = place_of(tile, sizes, False, C.ENDING)
     if item < ahead.finished_items:
         while load_acquire(counts_ptr + sizes.num_items + item) < 2 * sizes.num_blocks:

@@ -3,16 +3,17 @@
 Grid: one CTA per SM, persistent. Roles, one function each:
   producer   one warp: takes tiles from the counter, feeds the Q, K and V rings by TMA
   consumers  two or three warpgroups of 64 query rows. Per key tile S_i = Q K_i^T and O += P_{i-1} V_{i-1} are issued
-             together, and the softmax of S_i runs under the second one
+             together, and the softmax of S_i runs while the second product does
 
-Key tiles are walked from the right, so that the masked ones come first and the loop over whole tiles has no mask. P
-stays in fp32 between iterations: as a 16-bit loop-carried tensor it costs 64 byte-permutes an iteration (D=128 causal
-at N = 1k/4k/16k: 415/553/600 TFLOP/s, 430/590/654 in fp32).
+Key tiles are walked from right to left: the masked ones come first, and the loop over whole tiles has no mask. P stays
+in fp32 between iterations, because a loop-carried 16-bit tensor costs 64 byte permutations an iteration.
 
-Head dims that are no power of two come in two column parts, (128, 64) for 192: descriptors, buffers and the accumulator
-are pairs whose second half is unused when the second part has no columns.
+Head dims that are no power of two come in two column parts, (128, 64) for 192: descriptors, buffers and accumulators
+are pairs, whose second half is unused when the second part has no columns.
 
-Paged keys differ in the producer alone: it looks up the pages of a key tile and fetches it box by box.
+Paged keys change the producer alone: it looks up the pages of a key tile and fetches the tile in boxes.
+
+Figures: bench/results/hopper-forward-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -96,10 +97,10 @@ class Pipeline:
 def load_pages(
     desc, smem, slot, ready, pages, page_rows, length, head, row, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr
 ):
-    """Start the copies of a key tile that lies in pages: boxes of CHUNK rows, all in one page, and 64 columns.
+    """Start the copies of a paged key tile, in boxes of CHUNK rows of one page and 64 columns.
 
-    64 columns of 16 bits are one panel of the swizzled tile, where the rows of a box lie behind each other. Rows past
-    the sequence's end, in the last page or in pages that are not looked up, arrive as zeros (see tile_at).
+    64 columns of 16 bits are one panel of the swizzled tile, in which the rows of a box are contiguous. Rows past the
+    sequence's end, in the last page or in pages that are not looked up, arrive as zeros (see tile_at).
     """
     CHUNK: gl.constexpr = C.CHUNK
     PAGE_SIZE: gl.constexpr = C.PAGE_SIZE
@@ -140,10 +141,10 @@ def load_values(desc, smem, slot, ready, paging, span, head, row, C: gl.constexp
 
 @gluon.jit
 def take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C: gl.constexpr):
-    """Take the CTA's next tile; the consumers of dense tensors hear of it at once.
+    """Take the CTA's next tile from the counter. Dense: send its number to the consumers, too.
 
-    Before the key loop the atomic's latency hides behind this tile, but the next one waits until this one is done
-    (TAKES_LATE: D=256 causal at 16384 1620 -> 1497 us).
+    Called before the key loop, the atomic's latency is hidden, but the tile taken waits until this one is done. With
+    TAKES_LATE it is called after the loop.
     """
     if C.IS_VARLEN:
         tile = take_tile(counter_ptr, num_entries * sizes.num_items, True)
@@ -155,7 +156,7 @@ def take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C: gl.constexpr)
 
 @gluon.jit
 def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe, C: gl.constexpr):
-    """Feed the rings. With MERGE_KV the tiles K_i and V_{i-1}, used together, share a slot and its barriers."""
+    """Feed the rings. With MERGE_KV, K_i and V_{i-1}, which are used together, share a slot and its barriers."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * C.NUM_WARPGROUPS
     BLOCK_N: gl.constexpr = C.BLOCK_N
@@ -175,7 +176,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
         head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
         kv_head = head // sizes.group_size
         last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
-        # The first K right after the first warpgroup's Q: that warpgroup can start.
+        # Load the first K right after the first warpgroup's Q, so that this warpgroup can start.
         for w in gl.static_range(NUM_WARPGROUPS):
             at = q_at.lane(w, NUM_WARPGROUPS)
             ready = pipe.q_ring.acquire(at, Q_BYTES)
@@ -221,7 +222,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
 
 @gluon.jit
 def pass_over(at, pipe, C: gl.constexpr):
-    """Release a tile of K and its V unread: the slot of the next one."""
+    """Wait for a tile of K and its V, release them unread, and return the cursor of the next tile."""
     pipe.k_ring.wait(at)
     pipe.k_ring.release(at)
     if not C.MERGE_KV:
@@ -234,7 +235,7 @@ def pass_over(at, pipe, C: gl.constexpr):
 def attend_first(
     n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C: gl.constexpr,
 ):  # fmt: skip
-    """The rightmost key tile that these rows see, always masked: its softmax starts the running state."""
+    """The rightmost key tile that these rows see. It is always masked, and its softmax starts the running state."""
     DV: gl.constexpr = C.DV
     DV_REST: gl.constexpr = C.DV_REST
     pipe.k_ring.wait(at)
@@ -255,9 +256,9 @@ def attend(
     n_block, row, q_slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
     seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """One key tile: S = Q K_i^T and O += P_{i-1} V_{i-1} issued together, the softmax of tile i under the second one.
+    """One key tile: issue S = Q K_i^T and O += P_{i-1} V_{i-1} together; the softmax of tile i overlaps the second one.
 
-    `p` and `factor` are the last tile's probabilities and rescaling, `at` the slot of its V.
+    `p` and `factor` are the last tile's probabilities and rescaling, `at` is the slot of its V.
     """
     IN_FLIGHT: gl.constexpr = 2 if C.DV_REST else 1
     P_LAYOUT: gl.constexpr = left_operand_layout(accumulator_layout(C.DV))
@@ -273,7 +274,7 @@ def attend(
     if C.RESCALE_EARLY:
         acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
     acc, acc_rest = issue_output(p_operand, pipe.v_smem, v_at.slot, acc, acc_rest, C)
-    if MASKED:  # few tiles: without overlap they need fewer registers
+    if MASKED:  # masked tiles are few: give up the overlap to save registers
         scores = warpgroup_mma_wait(0, deps=[issued_scores])
         acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
     else:
@@ -285,7 +286,7 @@ def attend(
         scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
     p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
     if not MASKED:
-        if C.MENDS_P and C.PIN_EXP:  # its branch pins as well
+        if C.MENDS_P and C.PIN_EXP:  # its branch also pins the exponentials
             p, factor, row_ref, row_sum = mended(p, row_ref, row_sum, C)
         elif C.PIN_EXP:
             row_sum = pin(row_sum)
@@ -303,14 +304,14 @@ def attend(
 
 @gluon.jit
 def marked(lse, lost):
-    """The lse of rows, of lost ones what again.py looks for."""
+    """The lse of rows; overflowed rows get the marker that again.py searches for."""
     bits = gl.cast(lse, gl.int32, bitcast=True)
     return gl.cast(gl.where(lost, LOST_MARK, bits), gl.float32, bitcast=True)
 
 
 @gluon.jit
 def store_lse(lse, lse_ptr, item, row, q_first, seqlen_q, sizes, C: gl.constexpr):
-    """Write one warpgroup's lse: rows of (batch, head) or, packed, of (head, total_q)."""
+    """Write one warpgroup's lse: a row per (batch, head) or, packed, per head of (head, total_q)."""
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
     first = item.to(gl.int64) * (sizes.total_q if C.IS_VARLEN else seqlen_q) + q_first
     gl.store(lse_ptr + first + rows, lse, mask=rows < seqlen_q)
@@ -318,7 +319,7 @@ def store_lse(lse, lse_ptr, item, row, q_first, seqlen_q, sizes, C: gl.constexpr
 
 @gluon.jit
 def store_output(acc, acc_rest, out_desc, slot, span, head, row, pipe, C: gl.constexpr):
-    """Write one warpgroup's rows of O through shared memory; TMA drops rows past the end."""
+    """Write one warpgroup's rows of O through shared memory by TMA, which drops rows past the end."""
     DV: gl.constexpr = C.DV
     DV_REST: gl.constexpr = C.DV_REST
     DTYPE: gl.constexpr = pipe.out_smem[0].dtype
@@ -341,7 +342,8 @@ def consumer(
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * NUM_WARPGROUPS
-    # Packed words go with the next tile; of wide dense heads, dividing before the last wait costs D=256 two spills.
+    # When to compute the span of the output. Packed: before the mailbox slot with its words is released. Dense wide
+    # heads: as late as possible, because the values that its division needs would spill.
     DIVIDES_LATE: gl.constexpr = C.OUT_IN_Q and not C.IS_VARLEN
     at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
@@ -356,9 +358,9 @@ def consumer(
         last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
 
-        # The rightmost tile; the rest of the right edge, whole tiles, the left edge.
+        # The rightmost tile, then the rest of the right edge, whole tiles, the left edge.
         hidden = 0
-        if C.PASSES_OVER:  # right of all that these rows see: other rows of the CTA need it
+        if C.PASSES_OVER:  # tiles right of all that these rows see; other rows of the CTA need them
             hidden = hidden_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
             for _ in range(hidden):
                 at = pass_over(at, pipe, C)
@@ -381,7 +383,7 @@ def consumer(
                     last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
                     seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
 
-        # The last P V; what does not depend on it runs under it.
+        # The last P V overlaps everything that does not depend on it.
         if not DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
@@ -415,7 +417,7 @@ def consumer(
         acc, acc_rest = scale_output(acc, acc_rest, factor, C)
         store_output(acc, acc_rest, out_desc, WARPGROUP, q_span, head, row, pipe, C)
         if C.OUT_IN_Q:
-            tma.store_wait(0)  # Q's slot is free once TMA has read O out of it
+            tma.store_wait(0)  # Q's slot is free once TMA has read O from it
             pipe.q_ring.release(q_lane)
     tma.store_wait(0)
 
@@ -427,7 +429,7 @@ def consumer(
 def make_parts(
     desc, NUM_SLOTS: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr
 ):
-    """Buffers for tiles of ROWS rows: a pair of column parts, the first one twice if there is no second."""
+    """Buffers for tiles of ROWS rows: a pair of column parts; without a second part, the first one twice."""
     first = gl.allocate_shared_memory(desc[0].dtype, slots_shape(NUM_SLOTS, ROWS, D, C.IS_VARLEN), desc[0].layout)
     rest = first
     if D_REST:
@@ -463,10 +465,11 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, counter_ptr,
     work_ptr, block_table, table_stride, k_page_rows, v_page_rows, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors come twice, for the two column parts; a second one is None where there is no second part.
+    """Out and lse of all tiles.
 
-    Packed queries: work_ptr is the list of their blocks (work_list.py). Paged keys: block_table holds the pages of the
-    sequences; a page begins every k_page_rows (v_page_rows) rows of K (V). All are None otherwise.
+    Descriptors come in pairs for the two column parts; *_rest is None without a second part. Packed queries: work_ptr
+    is the list of their blocks (gpu/work_list.py). Paged keys: block_table holds the pages of the sequences; a page
+    begins every k_page_rows (v_page_rows) rows of K (V). What a problem does not have is None.
     """
     queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
     paging = (block_table, table_stride, k_page_rows, v_page_rows)

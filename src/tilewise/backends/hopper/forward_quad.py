@@ -1,14 +1,15 @@
-"""The forward of 64 columns and not too many keys, for sm_90: four warpgroups on an SM, each one step at a time.
+"""The forward for 64 columns and short sequences, for sm_90: four warpgroups on an SM, none of which overlaps itself.
 
-A query block of a short sequence is mostly beginning and end. Its first softmax and its last product overlap nothing of
-its own, and with two warpgroups on an SM (forward.py) little else. Here an SM has two CTAs of two warpgroups, and while
-one waits three others work. 104 registers a thread hold S of 64 keys and O of 64 columns, not the P of another tile as
-well: a warpgroup computes S = Q K_i^T, softmax and O += P V_i in turn. 16384 tokens, 32 heads, N = 128/256/512/1024,
-against two warpgroups of forward.py: full 68/101/177/306 -> 68/92/162/289 us, causal 74/101/135/202 -> 70/79/112/175.
+A query block of a short sequence is mostly prologue and epilogue. Its first softmax and last product overlap nothing of
+its own, and with two warpgroups on an SM (forward.py) little else. Here an SM runs two CTAs of two warpgroups, and
+while one warpgroup waits, three others work. A thread has 104 registers: S of 64 keys and O of 64 columns fit, a second
+P does not. So a warpgroup computes S = Q K_i^T, softmax and O += P V_i in turn.
 
-K_i and V_i share a slot of the ring, one barrier for both. The next tile's number (packed: its words) lies in the
-mailbox before the last of them arrives, so that whoever waited for that one reads it without another barrier. A
-warpgroup passes over tiles that only the other one's rows see.
+K_i and V_i share a ring slot and one barrier. The producer stores the next tile's number (packed: its words) in the
+mailbox before it loads the last pair of a tile. A consumer that has waited for that pair can read the mailbox without
+another barrier. A warpgroup releases tiles unread that only the other one's rows see.
+
+Figures: bench/results/hopper-forward-choices.csv, D64_QUAD.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -93,7 +94,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
         for i in range(count - 1):
             load_pair(k_desc, v_desc, pipe, at, paging, kv_span, kv_head, (last - i) * BLOCK_N, C)
             at = at.next()
-        # Both warpgroups have released the Q of two tiles ago, and so read the words whose place these take.
+        # Both warpgroups have released the Q of two tiles ago, so they have read the words that these overwrite.
         turn = turn.next()
         if C.IS_VARLEN:
             tile = take_tile(counter_ptr, num_entries * sizes.num_items, True)
@@ -158,7 +159,7 @@ def consumer(
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
         acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
         row_ref, row_sum = no_rows(C)
-        if C.HAS_RIGHT:  # right of all that these rows see: other rows of the CTA need it
+        if C.HAS_RIGHT:  # tiles right of all that these rows see; other rows of the CTA need them
             for _ in range(hidden):
                 pipe.k_ring.wait(at)
                 pipe.k_ring.release(at)
@@ -195,7 +196,7 @@ def consumer(
 
 @gluon.jit
 def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
-    """Allocate everything the roles share; K_i and V_i have the slots and barriers of k_ring."""
+    """Allocate everything the roles share; k_ring guards the slots of both K_i and V_i."""
     NUM_Q: gl.constexpr = C.Q_STAGES * C.NUM_WARPGROUPS
     NUM_WORDS: gl.constexpr = LIST_WORDS if C.IS_VARLEN else 1
     q_smem = make_parts(q_desc, NUM_Q, 64, C.D, 0, C)
@@ -217,7 +218,7 @@ def forward_quad_kernel(
     q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, counter_ptr,
     work_ptr, block_table, table_stride, k_page_rows, v_page_rows, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as forward_kernel's; there are no second column parts."""
+    """Out and lse of all tiles. Arguments as forward_kernel's; there are no second column parts."""
     queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
     paging = (block_table, table_stride, k_page_rows, v_page_rows)
     pipe = make_pipeline(queries, keys, values, outputs, C)

@@ -1,4 +1,7 @@
-"""Which tile an FP8 problem gets, and what its kernel is compiled for."""
+"""Tile table of the FP8 forward, and everything that its kernel is compiled for.
+
+Rows were chosen by measurements on an H200. Figures: bench/results/hopper-fp8-choices.csv, by name.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["FP8_BLOCK_N", "Fp8Config", "Fp8Tile", "fp8_config"]
 
-# Keys in a tile: those that share a scale, and the row of a tile of transposed values (one 128-byte swizzle atom).
+# Keys in a tile. They share a scale, and make a row of a tile of transposed values (one 128-byte swizzle atom).
 FP8_BLOCK_N = 128
 
 
@@ -17,9 +20,13 @@ FP8_BLOCK_N = 128
 class Fp8Tile:
     """One row of the table.
 
-    NUM_WARPGROUPS of 64 query rows; NUM_STAGES slots in the K and V rings and Q_STAGES in Q's; CARRY: P V of a tile is
-    left to the step of the next one. There, OVERLAP: it is issued together with Q K^T; PING_PONG: warpgroups take turns
-    in issuing products, so that one's softmax runs under the other's products; PIN_EXP as in ForwardTile.
+    NUM_WARPGROUPS  consumers of 64 query rows each
+    NUM_STAGES      slots in the K and V rings; Q_STAGES: slots in Q's ring
+    CARRY           P is carried to the next tile, whose step computes P V
+    OVERLAP         with CARRY: P V is issued together with the next Q K^T
+    PING_PONG       with CARRY: warpgroups take turns in issuing products, so that one's softmax overlaps the other's
+                    products
+    PIN_EXP         as in ForwardTile
     """
 
     NUM_WARPGROUPS: int = 2
@@ -31,22 +38,21 @@ class Fp8Tile:
     PIN_EXP: bool = False
 
 
-# TFLOP/s at 16k on an H200, full and causal. 660 and 628; without turns 625 and 608, overlapped 613 and 497 (spills).
+# Overlapped products would spill: three warpgroups have 160 registers a thread.
 D64 = Fp8Tile(NUM_WARPGROUPS=3, NUM_STAGES=4, OVERLAP=False)
-# A third loop and a left edge do not fit into 160 registers (671 spills).
+# The loop for a left edge does not fit into 160 registers: two warpgroups.
 D64_WINDOW = Fp8Tile(NUM_STAGES=4)
-# 1009 and 925; with P carried 979. Two warpgroups 868 (carried 891, overlapped 802), in turns 669 (carried 928).
 D128 = Fp8Tile(NUM_WARPGROUPS=3, CARRY=False, OVERLAP=False, PING_PONG=False)
-# For a left edge and for values with scales of blocks: more registers than 160.
+# A left edge, or values with a scale per block, need more than 160 registers: two warpgroups.
 D128_OTHER = Fp8Tile(OVERLAP=False, PING_PONG=False)
-# O takes 128 registers of a thread, so the parts of P V (64 more) wait until S is free: without overlap, in turns.
+# O takes 128 registers of a thread, so P V (64 more) must wait until S is free: no overlap, in turns.
 D256 = Fp8Tile(NUM_STAGES=2, Q_STAGES=1, OVERLAP=False)
 
 
 @dataclass(frozen=True)
 class Fp8Config(Fp8Tile):
-    """Everything the FP8 forward kernel is compiled for; D covers head_dim and head_dim_v, PART the columns of O that
-    a product of its own accumulates.
+    """Everything the FP8 forward kernel is compiled for. D covers head_dim and head_dim_v; PART is the number of
+    columns of O that one product accumulates.
     """
 
     D: int = 128
@@ -72,7 +78,7 @@ def _tile(problem: AttentionProblem, width: int) -> Fp8Tile:
 
 
 def fp8_config(problem: AttentionProblem, tile: Fp8Tile | None = None) -> Fp8Config:
-    """The table's row for a problem (or `tile` in its place), with what its features add."""
+    """The table's row for a problem (or `tile` instead), completed by what its features need."""
     width = next(width for width in (64, 128, 256) if max(problem.head_dim, problem.head_dim_v) <= width)
     tile = tile or _tile(problem, width)
     return Fp8Config(

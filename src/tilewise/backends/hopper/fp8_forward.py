@@ -1,14 +1,16 @@
 """The FP8 forward kernel: both products by e4m3 wgmma, for sm_90. forward.py explains grid, roles and order of tiles.
 
 What differs from 16 bits:
-  scales   S = (q k) * q_scale * k_scale, so the running maximum is kept of scaled scores, and a tile's scale is a
-           number like any other; v's scale joins the final factor, or each tile's product where blocks have their own
-  P        is rounded to e4m3 after exp2(s - max + 8): from 2^8 down to 2^-9 instead of from 1, and row sums of the
-           unrounded ones carry the same 2^8, which cancels
+  scales   S = (q k) * q_scale * k_scale, so the running maximum is of scaled scores. v's scale enters the final factor
+           or, where blocks have scales of their own, each tile's product.
+  P        is rounded to e4m3 as exp2(s - max + 8), so it reaches from 2^8 down to 2^-9. Row sums of the unrounded P
+           carry the same factor 2^8, which cancels.
   V        comes transposed, with keys in operand order (fp8_values.py)
-  sums     tensor cores keep some 14 bits of an FP8 sum and cut off the rest: summed in place, a flat softmax over 32k
-           keys of V = 0.5 is 23 % too small. Each tile's P V has an accumulator of its own, of 128 keys, and is added
-           to O in fp32: o = o * alpha + pv, one FFMA where rescaling o would have been one FMUL
+  sums     tensor cores keep about 14 bits of an FP8 sum and truncate the rest, so long sums come out too small. Each
+           tile's P V therefore has an accumulator of its own, over 128 keys, and is added to O in fp32:
+           o = o * alpha + pv. That is one FFMA where rescaling o would be one FMUL.
+
+Figures: bench/results/hopper-fp8-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -40,23 +42,23 @@ from tilewise.backends.hopper.scores import finish_rows, mask_scores, sum_rows
 
 __all__ = ["fp8_forward_kernel"]
 
-# P is rounded as 2^8 P: e4m3 reaches from 448 down to 2^-9.
+# 2^8 P is rounded instead of P: e4m3 reaches from 448 down to 2^-9.
 P_SHIFT = gl.constexpr(8.0)
 # Rows of q that share a scale.
 Q_BLOCK = gl.constexpr(128)
-# The first of the named barriers by which warpgroups take turns, and the threads of two of them.
+# The first of the named barriers by which warpgroups take turns, and the threads that meet there: two warpgroups.
 TURN, TURN_THREADS = gl.constexpr(8), gl.constexpr(256)
 
 
 @gluon.constexpr_function
 def fp8_accumulator_layout(columns):
-    """accumulator_layout for 8-bit operands: the same registers, but wgmma sums 32 products at a time."""
+    """accumulator_layout for 8-bit operands: the same registers, but a wgmma sums over 32 elements."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
 
 
 @gluon.constexpr_function
 def fp8_operand_layout(columns):
-    """Registers of an e4m3 left operand of a product with that many columns."""
+    """Registers of an e4m3 left operand of a product with so many columns."""
     return gl.DotOperandLayout(operand_index=0, parent=fp8_accumulator_layout(columns), k_width=4)
 
 
@@ -87,9 +89,9 @@ class Fp8Pipeline:
 
 @gluon.jit
 def value_slot(span, kv_head, tiles_per_head, sizes, C: gl.constexpr):
-    """Where a sequence's first tile of transposed values lies.
+    """The slot of a sequence's first tile of transposed values.
 
-    Packed sequence b has the tiles from cu_seqlens[b] // BLOCK_N + b on: at least as many as it needs.
+    Packed sequence b starts at slot cu_seqlens[b] // BLOCK_N + b, which leaves space for all of its tiles.
     """
     batch_idx, first, _ = span
     if C.IS_VARLEN:
@@ -134,7 +136,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, tiles_per_head, size
             place = tile_at(q_span, head, block * BLOCK_M + w * 64, 0, C.IS_VARLEN)
             async_load(q_desc, place, ready, pipe.q_smem.index(at.slot))
         q_at = q_at.next()
-        # Early, so that the atomic's latency hides behind this tile.
+        # Taken early, so that the atomic's latency is hidden behind this tile.
         if C.IS_VARLEN:
             tile = take_tile(counter_ptr, num_entries * sizes.num_items)
         else:
@@ -168,7 +170,7 @@ def issue_scores(q_slot, k_slot, pipe, C: gl.constexpr):
 
 @gluon.jit
 def issue_values(p, slot, pipe, INDEX: gl.constexpr, C: gl.constexpr):
-    """Start P V for columns INDEX * PART and on, in an accumulator of its own."""
+    """Start P V for the PART columns from INDEX * PART on, in an accumulator of its own."""
     PART: gl.constexpr = C.PART
     zeros = gl.zeros([64, PART], gl.float32, fp8_accumulator_layout(PART))
     v = pipe.v_smem.index(slot).reshape([C.D, C.BLOCK_N])
@@ -179,7 +181,7 @@ def issue_values(p, slot, pipe, INDEX: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def left_operand(p, C: gl.constexpr):
-    """P in e4m3 as the left operand of P V; each thread's elements stay with it (see fp8_values.py)."""
+    """P in e4m3 as the left operand of P V; no element moves between threads (see fp8_values.py)."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     grouped = gl.reshape(p.to(gl.float8e4nv), [64, BLOCK_N // 16, 2, 4, 2])
     ordered = gl.reshape(gl.permute(grouped, [0, 1, 3, 2, 4]), [64, BLOCK_N])
@@ -188,7 +190,7 @@ def left_operand(p, C: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, product, alpha, v_scale, C: gl.constexpr):
-    """O * alpha + product, in fp32; with scales of blocks the product gets its own first."""
+    """O * alpha + product, in fp32; where blocks of V have scales, the product is scaled first."""
     factor = gl.convert_layout(alpha, gl.SliceLayout(1, fp8_accumulator_layout(C.PART)))[:, None]
     if C.HAS_V_BLOCKS:
         return acc * factor + product * v_scale
@@ -198,14 +200,14 @@ def add_values(acc, product, alpha, v_scale, C: gl.constexpr):
 
 @gluon.jit
 def add_tile(acc, acc_rest, p, alpha, v_scale, at, pipe, C: gl.constexpr):
-    """O of one more tile, whose V is in slot `at`: part after part, each waited for."""
+    """Add P V of one more tile to O, once its V has arrived in slot `at`."""
     pipe.v_ring.wait(at)
     return add_product(acc, acc_rest, left_operand(p, C), alpha, v_scale, at, pipe, C)
 
 
 @gluon.jit
 def add_product(acc, acc_rest, operand, alpha, v_scale, at, pipe, C: gl.constexpr):
-    """O * alpha + P V, where V has arrived."""
+    """O * alpha + P V for a V that has arrived: one column part after the other, each waited for."""
     product = warpgroup_mma_wait(0, deps=[issue_values(operand, at.slot, pipe, 0, C)])
     acc = add_values(acc, product, alpha, v_scale, C)
     if C.D > C.PART:
@@ -217,8 +219,8 @@ def add_product(acc, acc_rest, operand, alpha, v_scale, at, pipe, C: gl.constexp
 
 @gluon.jit
 def max_rows(scores, C: gl.constexpr):
-    """Row maxima. Where P V follows, a thread finds them in 8 chains a row: one of 32 waits 5 cycles for each element,
-    and only there do the chains of one row run under the exponentials of the other.
+    """Row maxima. Without CARRY, a thread computes them in 8 chains a row: a single chain of 32 waits for its own
+    latency at each element, and only there can the chains of one row overlap the exponentials of the other.
     """
     if C.CARRY:
         return gl.max(scores, axis=1)
@@ -249,9 +251,9 @@ def attend(
     n_block, row, q_slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales, v_scales, strides,
     seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """One key tile: O takes the last tile's P V, S = Q K_i^T becomes the new P.
+    """One key tile with CARRY: add the last tile's P V to O, then compute the new P from S = Q K_i^T.
 
-    `p` and `alpha` are the last tile's probabilities and rescaling, `at` the slot of its V.
+    `p` and `alpha` are the last tile's probabilities and rescaling, `at` is the slot of its V.
     """
     NEXT: gl.constexpr = (WARPGROUP + 1) % C.NUM_WARPGROUPS
     v_at = at
@@ -270,7 +272,7 @@ def attend(
         product = issue_values(operand, v_at.slot, pipe, 0, C)
         if C.PING_PONG:
             barrier_arrive(TURN + NEXT, TURN_THREADS)
-        if MASKED:  # few tiles: without overlap they need fewer registers
+        if MASKED:  # masked tiles are few: give up the overlap to save registers
             scores, product = warpgroup_mma_wait(0, deps=[issued, product])
         else:
             scores = warpgroup_mma_wait(1, deps=[issued])
@@ -304,7 +306,7 @@ def attend_at_once(
     n_block, row, q_slot, at, acc, acc_rest, row_max, row_sum, row_scale, k_scales, v_scales, strides,
     seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """One key tile from S = Q K^T to O += P V: in one piece of code, so that P is rounded under its exponentials."""
+    """One key tile without CARRY, from S = Q K^T to O += P V, so that rounding P overlaps its exponentials."""
     pipe.k_ring.wait(at)
     issued = issue_scores(q_slot, at.slot, pipe, C)
     score_scale = row_scale * gl.load(k_scales + n_block * strides[0])
@@ -369,14 +371,14 @@ def consumer(
         seqlen_q = q_span[2]
         seqlen_k = kv_span[2]
         last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
-        # Rows past the end have no block of their own.
+        # Rows past the end use the scale of the last block.
         q_block = min(row, max(seqlen_q - 1, 0)) // Q_BLOCK
         row_scale = scale_log2 * gl.load(scale_at(q_scale, batch_idx, head) + q_block * q_scale[3])
         k_scales = scale_at(k_scale, batch_idx, head // sizes.group_size)
         v_scales = scale_at(v_scale, batch_idx, head // sizes.group_size)
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
 
-        # The rightmost tile, always masked; the rest of the right edge, whole tiles, the left edge.
+        # The rightmost tile, always masked, then the rest of the right edge, whole tiles, the left edge.
         pipe.q_ring.wait(q_lane)
         if C.CARRY:
             pipe.k_ring.wait(at)
@@ -416,7 +418,8 @@ def consumer(
                     last - i, row, q_lane.slot, at, acc, acc_rest, row_max, row_sum, row_scale, k_scales, v_scales,
                     strides, seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip
 
-        # The last P V, and the end of the rows. Packed words go with the next tile; dense ones would take registers.
+        # The last P V and the end of the rows. Packed: read the span before the mailbox slot is released. Dense:
+        # compute it late, to save registers.
         if C.IS_VARLEN:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
@@ -437,7 +440,7 @@ def consumer(
                    WARPGROUP, C)  # fmt: skip
     tma.store_wait(0)
     if C.PING_PONG and WARPGROUP == 0:
-        barrier_sync(TURN, TURN_THREADS)  # takes the turn that is left over
+        barrier_sync(TURN, TURN_THREADS)  # consume the last arrival, so that the barrier ends empty
 
 
 # ---- kernel
@@ -468,7 +471,7 @@ def fp8_forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, q_scale, k_scale, v_scale, counter_ptr, work_ptr,
     tiles_per_head, scale_log2, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """A scale is (pointer, strides of batch entry, head and block); v_desc is of the tiles of fp8_values.py.
+    """Out and lse. A scale is (pointer, strides of batch entry, head, block); v_desc maps the tiles of fp8_values.py.
 
     Packed queries: work_ptr is the list of their blocks (gpu/work_list.py).
     """

@@ -1,8 +1,10 @@
 """Values for FP8 wgmma: tiles of V^T, because 8-bit operands must be contiguous along the summed dimension.
 
-The keys of every 16 are stored in the order in which a warpgroup's scores lie in its registers: there, thread t of a
-row's four holds keys 8b + 2t + c, and as an operand positions 4t + 2b + c. With V's keys in that order P goes from
-the softmax into P V without moving between threads.
+Within every 16 keys, V^T is stored in operand order. Of the scores, thread t of a row's four holds keys 8b + 2t + c; as
+a left operand it must hold positions 4t + 2b + c. With V's keys permuted accordingly, P goes from the softmax into P V
+without moving between threads.
+
+Figures: bench/results/hopper-fp8-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -17,7 +19,7 @@ __all__ = ["transpose_values_kernel"]
 
 @triton.jit
 def byte_columns(rows):
-    """Four words of which each has a byte of every row, in the order of the rows: a 4 x 4 transposition of bytes."""
+    """A 4 x 4 transposition of bytes: word i of the result holds byte i of every row, in the order of the rows."""
     first, second, third, fourth = rows
     even, odd = interleaved(first, second)
     even_below, odd_below = interleaved(third, fourth)
@@ -31,7 +33,7 @@ def byte_columns(rows):
 
 @triton.jit
 def interleaved(above, below):
-    """Bytes 0 and 2 of both words, and bytes 1 and 3: each beside the other word's."""
+    """Two words: bytes 0 and 2 of both arguments interleaved, and bytes 1 and 3 interleaved."""
     even = (above & 0x00FF00FF) | ((below & 0x00FF00FF) << 8)
     return even, ((above >> 8) & 0x00FF00FF) | (below & ~0x00FF00FF)
 
@@ -41,14 +43,12 @@ def transpose_values_kernel(
     v_ptr, out_ptr, cu_seqlens, seqlen, num_heads, tiles_per_head, v_strides,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """V (strides of batch, head, row), or packed rows with cu_seqlens, into tiles (slot, D, BLOCK_N).
+    """Transpose V (strides of batch, head, row), or packed rows with cu_seqlens, into tiles (slot, D, BLOCK_N).
 
-    Memory is read and written as words of four bytes, and strides count those: four channels of a key there, four keys
-    of a channel here. Moved one by one, 33.5 million bytes took 23 us at D = 256, now 19.
-
-    One program per (tile, head, sequence), all along the first side of the grid: the others end at 65535.
-    Keys past the sequence's end and channels past HEAD_DIM are 0. Where a tile of a sequence goes is what `value_slot`
-    in fp8_forward.py says.
+    Memory is accessed as words of four bytes, and strides count words: four channels of a key are read, four keys of a
+    channel are written. One program per (tile, head, sequence), all in the first dimension of the grid, because the
+    others end at 65535. Keys past the sequence's end and channels past HEAD_DIM are 0. Slots are numbered as by
+    `value_slot` in fp8_forward.py.
     """
     tiles = tl.cdiv(seqlen, BLOCK_N)
     tile, item = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -61,11 +61,11 @@ def transpose_values_kernel(
         length = tl.load(cu_seqlens + batch_idx + 1) - start
         first = start.to(tl.int64) * v_strides[2]
         slot = head * tiles_per_head + start // BLOCK_N + batch_idx + tile
-    # A sequence without keys has one tile, of zeros: the forward multiplies it by a P of 0.
+    # A sequence without keys has one tile of zeros, which the forward multiplies by P = 0.
     if tile * BLOCK_N < max(length, 1):
         WIDTH: tl.constexpr = BLOCK_N // 4
         place, channel = tl.arange(0, WIDTH), tl.arange(0, D // 4)
-        # Of each word's four places; see above.
+        # The first key of each word; the others are key + 1, + 8 and + 9 (operand order, see above).
         key = tile * BLOCK_N + place // 4 * 16 + place % 4 * 2
         v_ptr += first + head.to(tl.int64) * v_strides[1]
         rows = (
@@ -82,7 +82,7 @@ def transpose_values_kernel(
 
 @triton.jit
 def load_words(v_ptr, key, length, channel, stride, HEAD_DIM: tl.constexpr):
-    """Four channels each of some keys, 0 past the end."""
+    """Words of four channels of each key, 0 past the end."""
     inside = (key < length)[:, None] & (channel < HEAD_DIM // 4)[None, :]
     at = v_ptr + key[:, None].to(tl.int64) * stride + channel[None, :]
     return tl.load(at, mask=inside, other=0)

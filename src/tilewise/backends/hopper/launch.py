@@ -1,5 +1,7 @@
-"""From canonical operands to the forward kernel: everything but addresses is prepared once for a problem and its
-strides.
+"""Launch plans of the forward: from canonical operands to kernel calls.
+
+A plan (`ForwardPass`) holds tensor maps, sizes, grid and workspace: everything except addresses. It is made once per
+problem and strides, and cached. Figures: bench/results/hopper-forward-choices.csv.
 """
 
 from __future__ import annotations
@@ -55,15 +57,14 @@ GLUON_DTYPES = {
     torch.int32: gl.int32,
     torch.float8_e4m3fn: gl.float8e4nv,
 }
-# TMA takes addresses and strides that are multiples of this.
+# TMA needs addresses and strides that are multiples of this.
 TMA_BYTES = 16
-# The extra dimensions of a packed descriptor, see layouts.tile_at: any coordinate is inside, and 2^30 steps of 2^34
-# elements are a multiple of 2^64 bytes.
+# The extra dimensions of a packed descriptor (layouts.tile_at): every coordinate is in bounds, and 2^30 steps of 2^34
+# elements are a multiple of 2^64 bytes, so they do not change the address.
 PACKED_EXTENT, PACKED_ROWS, PACKED_STRIDE = 0x7FFF0000, 1 << 30, 1 << 34
-# Heads walked together under a causal mask: their K and V in this much of the 50 MiB of L2, and at most so many.
+# A wave of heads under a mask: their K and V fit into this much of the 50 MiB of L2, and there are at most so many.
 L2_BYTES, MAX_WAVE_ITEMS = 48 << 20, 64
-# Programs of an SM that compute lost rows again: so many run at a time. Of D=128 causal, N=4096, 4 take 0.4 % of a call
-# that loses none, 8 take 1 %.
+# Programs per SM that recompute overflowed rows. More would cost calls without overflow.
 AGAIN_PROGRAMS = 2
 # Programs that clear packed rows past the last sequence.
 TAIL_PROGRAMS = 132
@@ -83,7 +84,7 @@ def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: boo
 def forward_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = HEADS_FIRST
 ) -> ForwardPass:
-    """The pass, prepared by the first call that needs it."""
+    """The launch plan of a problem with these strides, cached."""
     views, made = named_views(Operands._fields, raw), result_allocations(problem)
     copies = unaddressable(problem, views, ("q", "k", "v"))
     calls = [] if copies else forward_calls(problem, device, views | {name: a.view for name, a in made.items()})
@@ -92,7 +93,7 @@ def forward_pass(
 
 
 def unaddressable(problem: AttentionProblem, views: dict[str, View], names: Sequence[str]) -> list[str]:
-    """Which of these TMA cannot address, and a table of pages whose rows the kernels cannot read."""
+    """The operands that must be copied: those that TMA cannot address, and a block table without contiguous rows."""
     shapes = shapes_of(problem)
     rows = {name: packed_rows(problem, name, views[name]) for name in names}
     found = [name for name in names if not addressable(rows[name], shapes[name], shared=True)]
@@ -102,12 +103,12 @@ def unaddressable(problem: AttentionProblem, views: dict[str, View], names: Sequ
 
 
 def work_allocation(problem: AttentionProblem, config: ForwardConfig | Fp8Config, itemsize: int) -> Allocation | None:
-    """Room for the list of packed sequences' blocks."""
+    """The workspace for the list of packed blocks; None for dense problems."""
     return list_allocation(sizes_of(problem, config, itemsize).num_blocks) if config.IS_VARLEN else None
 
 
 def result_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
-    """What the forward makes: out and lse."""
+    """The tensors that the forward allocates: out and lse."""
     out = rows_allocation(problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
     return {"out": out, "lse": Allocation.contiguous(problem.lse_shape, torch.float32)}
 
@@ -124,7 +125,7 @@ def shapes_of(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
 
 
 def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
-    """The forward kernel, after the one that lists the blocks of packed sequences."""
+    """All kernels in order: list the packed blocks, compute, recompute overflowed rows (AT_ONCE)."""
     config = forward_config(problem)
     sizes = sizes_of(problem, config, problem.dtype.itemsize)
     work = Address("work", torch.int32) if config.IS_VARLEN else None
@@ -156,7 +157,7 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
 def _again_call(
     problem: AttentionProblem, config: ForwardConfig, sizes: Sizes, device: DeviceSpec, views: dict[str, View]
 ) -> KernelCall:
-    """Compute the rows again that the forward has marked in lse."""
+    """Recompute the rows that the forward has marked in lse as overflowed."""
     names = ("q", "k", "v", "out")
     lse_rows = math.prod(problem.lse_shape)
     widths = (problem.head_dim, problem.head_dim_v)
@@ -186,17 +187,17 @@ def _again_call(
 
 
 def _row_strides(problem: AttentionProblem, view: View) -> tuple[Multiple, ...]:
-    """(batch, head, row) strides; TMA addresses the same rows, so that all are multiples of 16 bytes."""
+    """(batch, head, row) strides. All are multiples of 16 bytes, because TMA addresses the same rows."""
     batch, head, row = view.strides[:3] if problem.kind == "dense" else (0, view.strides[1], view.strides[0])
     step = ALIGNMENT // view.dtype.itemsize
-    # Those of a dimension of size 1 may be anything, and are multiplied by 0.
+    # The stride of a dimension of size 1 may be anything; it is multiplied by 0.
     return tuple(Multiple(stride // step * step, step, wide=True) for stride in (batch, head, row))
 
 
 def listing_call(
     problem: AttentionProblem, config: ForwardConfig | Fp8Config, sizes: Sizes, itemsize: int
 ) -> KernelCall:
-    """List the blocks of packed queries at "work", and clear the rows of no sequence."""
+    """List the blocks of packed queries in the workspace "work"; clear the rows that belong to no sequence."""
     row_bytes, banded = _row_bytes(problem, itemsize), config.HAS_RIGHT or config.HAS_LEFT
     return list_call(
         problem,
@@ -208,9 +209,9 @@ def listing_call(
 
 
 def sizes_of(problem: AttentionProblem, config: ForwardConfig | Fp8Config, itemsize: int) -> Sizes:
-    """The numbers of a launch; those of packed sequences are bounds of what is listed on the device.
+    """The sizes of a launch. For packed sequences, blocks and tiles are upper bounds of what the device lists.
 
-    K and V have elements of `itemsize` bytes.
+    `itemsize`: bytes of an element of K and V.
     """
     sizes = _grid_sizes(problem, config, itemsize)
     if not config.IS_VARLEN:
@@ -227,12 +228,12 @@ def sizes_of(problem: AttentionProblem, config: ForwardConfig | Fp8Config, items
 
 
 def _row_bytes(problem: AttentionProblem, itemsize: int) -> int:
-    """Of a row of K and V."""
+    """Bytes of a row of K and a row of V together."""
     return (problem.head_dim + problem.head_dim_v) * itemsize
 
 
 def _grid_sizes(problem: AttentionProblem, config: ForwardConfig | Fp8Config, itemsize: int) -> Sizes:
-    """Of a grid for the longest sequence."""
+    """Sizes of a grid in which every sequence is as long as the longest."""
     num_blocks = -(-problem.seqlen_q // (64 * config.NUM_WARPGROUPS))
     num_items = problem.batch * problem.num_heads
     head_bytes = problem.seqlen_k * _row_bytes(problem, itemsize)
@@ -255,10 +256,7 @@ def _grid_sizes(problem: AttentionProblem, config: ForwardConfig | Fp8Config, it
 
 
 def _wave_items(head_bytes: int, num_items: int) -> int:
-    """Heads walked together: a power of two, which mostly makes all waves equal.
-
-    Causal, 16k, D=256 (8 heads): 3, 3 and 2 heads 1580 us, 2 at a time 1529; D=128 4 instead of 6 1720 -> 1710; 4k,
-    D=128 16 instead of 24 417 -> 411.
+    """Heads of a wave: a power of two, because that mostly makes all waves equal.
 
     >>> _wave_items(16 << 20, 8), _wave_items(2 << 20, 64), _wave_items(1 << 30, 8)
     (2, 16, 1)
@@ -268,7 +266,7 @@ def _wave_items(head_bytes: int, num_items: int) -> int:
 
 
 def _descriptors(problem: AttentionProblem, config: ForwardConfig, views: dict[str, View]) -> dict[str, Any]:
-    """Of both column parts, None where there is no second one."""
+    """Tensor maps of q, k, v and out for both column parts; None where there is no second part."""
     shapes = shapes_of(problem)
     shapes["out"] = (*shapes["q"][:-1], problem.head_dim_v)
     tiles = {
@@ -288,14 +286,14 @@ def _descriptors(problem: AttentionProblem, config: ForwardConfig, views: dict[s
 
 
 def index_address(views: dict[str, View], name: str) -> Address | None:
-    """The lengths of packed sequences, if the problem has any."""
+    """The address of an int32 operand (sequence lengths, block table); None if the problem has none."""
     return Address(name, torch.int32, aligned=False) if name in views else None
 
 
 def clear_tail_call(
     name: str, shape: tuple[int, int, int], problem: AttentionProblem, cu_seqlens: str, *, with_lse: bool
 ) -> KernelCall:
-    """Zero the packed rows of tensor `name` past the last sequence, and set their lse: no tile covers them."""
+    """Zero the packed rows of tensor `name` past the last sequence and set their lse, because no tile covers them."""
     total, heads, width = shape
     arguments = {
         "rows_ptr": Address(name, problem.dtype, aligned=False),
@@ -310,7 +308,7 @@ def clear_tail_call(
 
 
 class ForwardPass(NamedTuple):
-    """A forward call with everything but addresses, or the operands that TMA cannot address as they are: `copies`."""
+    """A launch plan without addresses. If TMA cannot address some operands, `copies` names them, and there is none."""
 
     copies: tuple[str, ...]
     kernels: Pass | None
@@ -329,7 +327,7 @@ def prepared(
     wish: Wish,
     num_counters: int = 1,
 ) -> ForwardPass:
-    """A pass of these calls, which make out, lse and what only they read; their counters are called "counter"."""
+    """The plan of these calls. `made` are the results and the workspace; the calls' tile counter is "counter"."""
     if copies:
         return ForwardPass(tuple(copies), None)
     kernels = pass_of(
@@ -339,7 +337,7 @@ def prepared(
 
 
 def run_pass(prepare: Prepare, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) of canonical operands; `prepare` remembers the passes it made."""
+    """(out, lse) of canonical operands; `prepare` caches its plans."""
     if operands.sinks is not None:
         operands = operands._replace(sinks=operands.sinks.contiguous())
     copies, kernels = _prepared_for(prepare, problem, operands, HEADS_FIRST)
@@ -352,7 +350,7 @@ def run_pass(prepare: Prepare, problem: AttentionProblem, operands: Operands) ->
 
 
 def bind_pass(prepare: Prepare, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
-    """The pass for operands that lie like these; None if some must be copied in every call."""
+    """The plan for operands with these strides and alignment; None if some must be copied in every call."""
     if operands.sinks is not None and not operands.sinks.is_contiguous():
         return None
     return _prepared_for(prepare, problem, operands, Wish(in_layout=True, also=("lse",) if want_lse else ())).kernels
@@ -364,9 +362,9 @@ def _prepared_for(prepare: Prepare, problem: AttentionProblem, operands: Operand
 
 
 def addressable(view: View, shape: tuple[int, ...], *, shared: bool = False) -> bool:
-    """Whether TMA can address a tensor (else it is copied): base and strides multiples of 16 bytes.
+    """Whether TMA can address a tensor: its base and strides are multiples of 16 bytes. Others are copied.
 
-    `shared`: those of heads and sequences may be 0, which is one, too.
+    `shared`: strides of heads and sequences may be 0 (broadcast).
     """
     step, rows = TMA_BYTES // view.dtype.itemsize, 2 if len(shape) == 4 else 0
     sides = enumerate(zip(shape[:-1], view.strides, strict=False))
@@ -376,7 +374,9 @@ def addressable(view: View, shape: tuple[int, ...], *, shared: bool = False) -> 
 
 
 def packed_rows(problem: AttentionProblem, name: str, view: View) -> View:
-    """The view of q, k or v; of pages, the view of all their rows, unaligned if TMA cannot step from page to page."""
+    """The view of q, k or v. Pages become one view of all their rows, marked unaligned if a page does not start a
+    whole number of rows after the one before.
+    """
     if problem.page_size is None or name not in ("k", "v"):
         return view
     _, row, head, column = view.strides
@@ -386,7 +386,7 @@ def packed_rows(problem: AttentionProblem, name: str, view: View) -> View:
 
 
 def page_rows(problem: AttentionProblem, view: View) -> int:
-    """Rows from the beginning of a page to that of the next one; 0 if that is no whole number."""
+    """Rows from the start of a page to the start of the next; 0 if that is no whole number."""
     assert problem.page_size is not None
     page, row = view.strides[:2]
     if problem.total_k == problem.page_size:  # one page
@@ -395,14 +395,14 @@ def page_rows(problem: AttentionProblem, view: View) -> int:
 
 
 def describe(name: str, view: View, shape: tuple[int, ...], rows: int, columns: int) -> Tile:
-    """A descriptor for tiles of a (batch, head, row, column) tensor, or of packed (row, head, column) rows."""
+    """A tensor map for tiles of a (batch, head, row, column) tensor, or of packed (row, head, column) rows."""
     packed = len(shape) == 3
     strides = view.strides
     if packed:
         (_, heads, width), (row, head, _) = shape, strides
         shape = (PACKED_EXTENT, PACKED_EXTENT, heads, PACKED_ROWS, width)
         strides = (PACKED_STRIDE - row, row, head, row, 1)
-    # The stride of a dimension of size 1 is never used, but TMA checks it.
+    # The stride of a dimension of size 1 is never used, but the driver checks it.
     strides = (*(TMA_BYTES if n == 1 else s for n, s in zip(shape[:-1], strides, strict=False)), 1)
     box, layout = _box(rows, columns, packed, view.dtype)
     return Tile(Address(name, view.dtype), shape, strides, box, layout)
@@ -415,13 +415,13 @@ def _box(rows: int, columns: int, packed: bool, dtype: torch.dtype) -> tuple[tup
 
 
 def describe_flat(address: Address, shape: tuple[int, ...], box: list[int]) -> Tile:
-    """A descriptor for blocks of contiguous scratch memory."""
+    """A tensor map for blocks of contiguous workspace."""
     strides = tuple(Allocation.contiguous(shape, address.dtype).strides)
     return Tile(address, shape, strides, tuple(box), smem_layout(box, GLUON_DTYPES[address.dtype]))
 
 
 def rows_allocation(problem: AttentionProblem, heads: int, seqlen: int, total: int, head_dim: int) -> Allocation:
-    """A new tensor of token rows in canonical shape, over the memory order of the problem's layout."""
+    """A tensor of token rows: canonical shape, memory order of the problem's layout."""
     if problem.kind != "dense":
         return Allocation.contiguous((total, heads, head_dim), problem.dtype)
     if problem.layout == "bshd":

@@ -1,4 +1,8 @@
-"""From canonical operands to the backward kernels: prepare rows, main kernel, finish dQ (or compute it in order)."""
+"""Launch plans of the backward: row statistics, main kernel, then dQ.
+
+As in launch.py, a plan (`BackwardPass`) holds everything except addresses and is cached per problem and strides.
+backward_plan.py lays out the workspace. Figures: bench/results/hopper-backward-choices.csv.
+"""
 
 from __future__ import annotations
 
@@ -69,15 +73,14 @@ __all__ = [
 
 # The kernels of backward_rows take strides in units of 16 bytes, 8 elements.
 STRIDE_UNIT = 8
-# Keys that a program of bound_keys_kernel reads at a time. N=1024, 64/32/16: D=64 51.6/48.8/43.8 us, D=128
-# 57.5/49.3/47.3; N=16384: 47.2/47.6/45.3 and 60.4/63.1/67.1 of 5 ms.
+# Keys that a program of bound_keys_kernel reads at a time: fastest for short sequences, where its time weighs most.
 BOUND_BLOCK_N = 16
-# An edge that no row has: more than any number of keys.
+# A window edge that hides nothing: larger than any number of keys.
 NO_EDGE = 1 << 30
 
 
 class BackwardPass(NamedTuple):
-    """A backward call with everything but addresses, or the tensors that TMA cannot address as they are: `copies`."""
+    """A launch plan without addresses. If TMA cannot address some tensors, `copies` names them, and there is none."""
 
     copies: tuple[str, ...]
     plan: BackwardPlan
@@ -125,7 +128,7 @@ def bind_backward(
 def backward_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_dq: bool, wish: Wish = HEADS_FIRST
 ) -> BackwardPass:
-    """The pass, prepared by the first call that needs it."""
+    """The launch plan of a problem with these strides, cached."""
     views = named_views(BACKWARD_GIVEN, raw)
     plan = backward_plan(problem, device)
     shapes = shapes_of(problem)
@@ -143,7 +146,7 @@ def backward_pass(
 
 
 def gradient_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
-    """What the backward makes: dq, dk and dv."""
+    """The tensors that the backward allocates: dq, dk and dv."""
     keys = (problem.num_kv_heads, problem.seqlen_k, problem.total_k)
     return {
         "dq": rows_allocation(problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim),
@@ -153,7 +156,7 @@ def gradient_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
 
 
 def backward_calls(plan: BackwardPlan, views: dict[str, View]) -> Iterator[KernelCall]:
-    """All kernels in order; without a view of dq, none that only dQ needs."""
+    """All kernels in order; without a view of dq, not those that only dQ needs."""
     if plan.config.FIXED_POINT:
         yield _bound_call(plan, views)
     if (keys := plan.at("key list")) is not None:
@@ -171,7 +174,7 @@ def backward_calls(plan: BackwardPlan, views: dict[str, View]) -> Iterator[Kerne
 
 
 def _list_call(plan: BackwardPlan, work: Address, views: dict[str, View], *, of_keys: bool) -> KernelCall:
-    """List packed blocks; with those of keys, clear the gradients of rows past the last sequence."""
+    """List packed blocks; the call for key blocks also clears gradients of rows past the last sequence."""
     problem, config = plan.problem, plan.config
     counts = plan.at("counts")
     return list_call(
@@ -187,7 +190,7 @@ def _list_call(plan: BackwardPlan, work: Address, views: dict[str, View], *, of_
 
 
 def _bound_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
-    """How large keys and values are, for the units of a sum in fixed point."""
+    """Bound the lengths of K and V rows, for the units of a sum in fixed point."""
     problem = plan.problem
     arguments = {
         "k_ptr": Address("k", problem.dtype),
@@ -218,7 +221,7 @@ def _power_of_two(width: int) -> int:
 
 
 def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
-    """Row statistics, and zeros into the accumulator, of all heads or of those that the main kernel leaves over."""
+    """Row statistics and zeros for dQ's accumulator: of all heads, or of those that idle warps do not prepare."""
     problem, config = plan.problem, plan.config
     front = plan.front_items * problem.group_size
     stats = front if config.STATS_AHEAD else plan.query_items
@@ -268,7 +271,7 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
 def _tiles(
     plan: BackwardPlan, views: dict[str, View], rows: dict[str, int], *, in_parts: bool
 ) -> dict[str, Tile | None]:
-    """Descriptors of operands and gradients, by rows of a tile; in parts, of both column parts or None."""
+    """Tensor maps of operands and gradients with `rows` rows a tile; with in_parts also of the second column part."""
     config, shapes = plan.config, shapes_of(plan.problem)
     shapes |= {"dq": shapes["q"], "dk": shapes["k"], "dv": shapes["v"]}
     shapes["out"] = shapes["dout"] = (*shapes["q"][:-1], plan.problem.head_dim_v)
@@ -283,7 +286,7 @@ def _tiles(
 
 
 def _key_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
-    """dK, dV and, if not WIDE, the sums of dQ."""
+    """The main kernel: dK, dV and, unless WIDE, the sums of dQ."""
     config = plan.config
     queries, keys = config.BLOCK_M, 64
     rows = {"q": queries, "dout": queries, "k": keys, "v": keys, "dk": keys, "dv": keys}
@@ -300,7 +303,7 @@ def _key_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall
 
 
 def _pieces_call(plan: BackwardPlan, line: Line, views: dict[str, View]) -> KernelCall:
-    """The last round of tiles."""
+    """The last round of tiles, in pieces."""
     queries, keys = plan.config.BLOCK_M, 64
     rows = {"q": queries, "dout": queries, "k": keys, "v": keys}
     arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=False) | _shared(plan) | _sums(plan)
@@ -315,7 +318,7 @@ def _pieces_call(plan: BackwardPlan, line: Line, views: dict[str, View]) -> Kern
 
 
 def _join_call(plan: BackwardPlan, line: Line, views: dict[str, View]) -> KernelCall:
-    """DK and dV of the last round."""
+    """Sum the pieces: dK and dV of the last round."""
     problem = plan.problem
     arguments = {
         "parts_ptr": plan.at("pieces"),
@@ -352,7 +355,7 @@ def _sums(plan: BackwardPlan) -> dict[str, Any]:
 
 
 def _ahead(plan: BackwardPlan, views: dict[str, View]) -> dict[str, Any]:
-    """What preparing.py needs."""
+    """Arguments of the preparer (preparing.py, finishing.py); None for what it does not use."""
     config = plan.config
     rows = {"out": config.BLOCK_M} if config.STATS_AHEAD else {}
     dlse = Address("dlse", torch.float32, aligned=False) if "dlse" in views else None
@@ -370,7 +373,7 @@ def _ahead(plan: BackwardPlan, views: dict[str, View]) -> dict[str, Any]:
 
 
 def _lead(plan: BackwardPlan, views: dict[str, View]) -> Ahead:
-    """How far ahead, and where dQ lies."""
+    """The preparer's lead, and the strides of dQ."""
     strides = _stride_units(views["dq"]) if "dq" in views else (0, 0, 0)
     return Ahead(
         plan.front_items,
@@ -394,7 +397,7 @@ def _shared(plan: BackwardPlan) -> dict[str, Any]:
 
 
 def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
-    """DQ out of its accumulator, of the heads that the main kernel leaves over."""
+    """Convert dQ from its accumulator, of the heads that the main kernel has not converted."""
     problem, config = plan.problem, plan.config
     finished = plan.finished_items * problem.group_size
     items = plan.query_items - finished
@@ -424,7 +427,7 @@ def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
 
 
 def _query_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
-    """DQ alone, every row summed in order."""
+    """WIDE: compute dQ in a kernel of its own, every row summed in order."""
     rows = {"q": 64, "dout": 64, "k": plan.config.BLOCK_N, "v": plan.config.BLOCK_N, "dq": 64}
     arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=True) | _shared(plan)
     arguments |= {
@@ -436,7 +439,7 @@ def _query_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCa
 
 
 def _sink_gradient(plan: BackwardPlan, sinks: Tensor | None, workspace: Tensor) -> Tensor | None:
-    """Sum over rows of exp(sink - lse) * (dlse - delta), from the packed statistics."""
+    """Sum over rows of exp(sink - lse) * (dlse - delta), from the row statistics in the workspace."""
     if sinks is None:
         return None
     shape = (-1, plan.problem.num_heads, plan.key_sizes.row_tiles, 2, plan.config.BLOCK_M)
@@ -446,7 +449,7 @@ def _sink_gradient(plan: BackwardPlan, sinks: Tensor | None, workspace: Tensor) 
 
 
 def _stride_units(view: View) -> tuple[int, int, int]:
-    """Strides of (batch, head, row) in units of 16 bytes; those of dimensions of size 1 do not matter."""
+    """Strides of (batch, head, row) in units of 16 bytes; the stride of a dimension of size 1 does not matter."""
     strides = view.strides
     batch, head, row = (0, strides[1], strides[0]) if len(strides) == 3 else strides[:3]
     return batch // STRIDE_UNIT, head // STRIDE_UNIT, row // STRIDE_UNIT

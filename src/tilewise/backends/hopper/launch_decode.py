@@ -1,6 +1,4 @@
-"""From canonical operands to the decode kernel: everything but addresses is prepared once for a problem and its
-strides.
-"""
+"""Launch plans of decoding: from canonical operands to kernel calls; see launch.py for what a plan holds."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["bind_decode", "decode_arguments", "decode_calls", "part_sizes", "run_decode"]
 
-# Bytes of a row that lie together in a swizzled tile: what TMA fetches of a page at a time.
+# Contiguous bytes of a row in a swizzled tile: the width of the boxes that TMA fetches from a page.
 PANEL_BYTES = 128
 
 
@@ -54,7 +52,7 @@ def bind_decode(problem: AttentionProblem, operands: Operands, *, want_lse: bool
 def decode_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = HEADS_FIRST
 ) -> ForwardPass:
-    """The pass, prepared by the first call that needs it."""
+    """The launch plan of a problem with these strides, cached."""
     views, made = named_views(Operands._fields, raw), result_allocations(problem)
     copies = unaddressable(problem, views, ("k", "v"))
     calls = [] if copies else decode_calls(problem, device, views | {name: a.view for name, a in made.items()})
@@ -65,13 +63,13 @@ def decode_pass(
 
 
 def part_sizes(config: DecodeConfig, programs: int) -> tuple[int, int]:
-    """Numbers of the workspace: two parts a program, of O, and of maxima and sums."""
+    """fp32 words of the workspace for O, and for maxima and sums: two parts a program."""
     parts = 2 * programs * config.LANES
     return parts * config.ROWS * config.DV, parts * 2 * config.ROWS
 
 
 def decode_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
-    """The decode kernel, after the one that clears packed rows past the last sequence."""
+    """All kernels in order: clear packed rows past the last sequence, then decode."""
     config = decode_config(problem, packed_queries="cu_seqlens_q" in views)
     programs = num_programs(problem, config, device)
     call = KernelCall(decode_kernel, (programs, 1, 1), decode_arguments(problem, config, programs, views))
@@ -84,7 +82,7 @@ def decode_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str,
 def decode_arguments(
     problem: AttentionProblem, config: DecodeConfig, programs: int, views: dict[str, View]
 ) -> dict[str, Any]:
-    """What the kernel is started with; `programs` of them share the work."""
+    """The arguments of the decode kernel; `programs` CTAs share the work."""
     paged = config.IS_PAGED
     left, right = problem.band
     return {
@@ -135,7 +133,7 @@ def _scale(name: str, views: dict[str, View]) -> tuple[Any, ...] | None:
 def _rows(problem: AttentionProblem, name: str, view: View) -> tuple[Any, ...]:
     """(address, stride of a sequence, of a head, of a token).
 
-    The kernel multiplies tokens by theirs in 32 bits, unless one is so far behind the first that the stride is wide.
+    The kernel computes token offsets in 32 bits; if they may exceed that, the token stride is passed as 64 bits.
     """
     sequence, head, token = 0, view.strides[1], view.strides[0]
     if problem.kind == "dense":

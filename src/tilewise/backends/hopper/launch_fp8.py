@@ -1,4 +1,4 @@
-"""From canonical FP8 operands to the kernels: V is transposed into scratch memory, then the forward runs."""
+"""Launch plans of the FP8 forward: transpose V into the workspace, then compute. launch.py says what a plan holds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tilewise.problem import AttentionProblem
 __all__ = ["bind_fp8_forward", "fp8_allocations", "fp8_calls", "fp8_pass", "run_fp8_forward"]
 
 E4M3 = torch.float8_e4m3fn
-# Bytes that V's transposition moves at a time.
+# Bytes that the transposition of V moves at a time.
 WORD = 4
 
 
@@ -56,7 +56,7 @@ def fp8_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = HEADS_FIRST,
     tile: Fp8Tile | None = None,
 ) -> ForwardPass:  # fmt: skip
-    """The pass, prepared by the first call that needs it; `tile` to try another one."""
+    """The launch plan of a problem with these strides, cached; `tile` replaces the table's choice."""
     views, made = named_views(Operands._fields, raw), fp8_allocations(problem)
     copies = unaddressable(problem, views, ("q", "k", "v"))
     views |= {name: allocation.view for name, allocation in made.items()}
@@ -66,7 +66,7 @@ def fp8_pass(
 
 
 def fp8_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
-    """What a call makes: out, lse, and room for the tiles of V^T."""
+    """The tensors that a call allocates: out, lse, and the tiles of V^T."""
     config = fp8_config(problem)
     slots = problem.num_kv_heads * _tiles_per_head(problem, config)
     slots *= 1 if config.IS_VARLEN else problem.batch
@@ -77,7 +77,7 @@ def fp8_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
 def fp8_calls(
     problem: AttentionProblem, device: DeviceSpec, views: dict[str, View], tile: Fp8Tile | None = None
 ) -> list[KernelCall]:
-    """The list of packed sequences' blocks, V's transposition, the forward."""
+    """All kernels in order: list the packed blocks, transpose V, compute."""
     config = fp8_config(problem, tile)
     sizes = sizes_of(problem, config, itemsize=1)
     tiles_per_head = _tiles_per_head(problem, config)
@@ -100,7 +100,7 @@ def fp8_calls(
 
 
 def _tiles_per_head(problem: AttentionProblem, config: Fp8Config) -> int:
-    """Tiles of V^T that a head has room for; packed sequences start on a tile of their own."""
+    """Tiles of V^T that a head has space for; every packed sequence starts on a tile of its own."""
     if config.IS_VARLEN:
         return problem.total_k // config.BLOCK_N + problem.batch
     return -(-problem.seqlen_k // config.BLOCK_N)
@@ -114,7 +114,7 @@ def _descriptors(problem: AttentionProblem, config: Fp8Config, views: dict[str, 
 
 
 def _scales(problem: AttentionProblem, views: dict[str, View]) -> dict[str, tuple[Any, ...]]:
-    """Pointers and the strides of (batch entry, head, block); 0 along what shares a scale."""
+    """(pointer, strides of batch entry, head, block) of each scale; a stride is 0 where a scale is shared."""
     found: dict[str, tuple[Any, ...]] = {}
     for name, block in zip(("q_scale", "k_scale", "v_scale"), problem.scale_blocks, strict=True):
         batch, head, step = views[name].strides
@@ -125,7 +125,7 @@ def _scales(problem: AttentionProblem, views: dict[str, View]) -> dict[str, tupl
 def _transposition(
     problem: AttentionProblem, config: Fp8Config, views: dict[str, View], tiles_per_head: int
 ) -> KernelCall:
-    # A dimension of size 1 may have any stride, which is never used.
+    # The stride of a dimension of size 1 may be anything; it is never used.
     sides = zip(shapes_of(problem)["v"][:-1], views["v"].strides, strict=False)
     strides = tuple(Multiple((TMA_BYTES if size == 1 else stride) // WORD, TMA_BYTES // WORD) for size, stride in sides)
     arguments = {

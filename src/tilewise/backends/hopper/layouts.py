@@ -1,7 +1,7 @@
-"""Where tiles live: wgmma register layouts, swizzled shared-memory layouts, and the address trick for packed rows.
+"""Where tiles live: wgmma register layouts, swizzled shared-memory layouts, and tensor-map coordinates of packed rows.
 
-A warpgroup (4 warps) owns 64 rows of every product. Its accumulator layout and that of a 16-bit left operand in
-registers agree element for element, so P goes from the softmax into P @ V without moving between threads.
+A warpgroup (4 warps) owns 64 rows of every product. The register layout of its accumulator equals that of a 16-bit left
+operand, so P goes from the softmax into P V without moving between threads.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -38,7 +38,7 @@ def left_operand_layout(accumulator):
 
 
 def tile_box(rows: int, columns: int, *, packed: bool) -> list[int]:
-    """The block of a descriptor over (batch, head, row, column), or over packed rows as `tile_at` addresses them."""
+    """The box of a tensor map over (batch, head, row, column), or over packed rows as `tile_at` addresses them."""
     return [1] * (3 if packed else 2) + [rows, columns]
 
 
@@ -49,7 +49,7 @@ def smem_layout(box: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
 
 @gluon.constexpr_function
 def slots_shape(slots, rows, columns, packed):
-    """Shared memory of a ring of tiles, each in the shape TMA wants."""
+    """The shape of a ring of tiles in shared memory, each with the dimensions of its TMA box."""
     return [slots] + [1] * (3 if packed else 2) + [rows, columns]
 
 
@@ -57,9 +57,9 @@ def slots_shape(slots, rows, columns, packed):
 def tile_at(span, head, row, col: gl.constexpr, PACKED: gl.constexpr):
     """TMA coordinates of the tile whose first row is `row` of a sequence; span is (batch_idx, start, length).
 
-    Packed rows are seen through a five-dimensional descriptor whose two extra dimensions cancel (they add a multiple of
-    2^64 to the address): the sequence's end lies at row 2^30, the edge of the box, so TMA fills rows past the end with
-    zeros and drops stores there, although the next sequence's rows follow in memory.
+    Packed rows are addressed through a five-dimensional tensor map. Its two extra dimensions cancel: they add a
+    multiple of 2^64 to the address. They move the sequence's end to row 2^30, where the map ends. So TMA fills rows
+    past the end with zeros and drops stores there, although the next sequence's rows follow in memory.
     """
     batch_idx, start, length = span
     if PACKED:

@@ -1,4 +1,4 @@
-"""The kernels of a problem, described without tensors: for compiling ahead of time."""
+"""The kernel calls of a problem, described without tensors, for compiling ahead of time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ __all__ = ["calls_of"]
 
 
 def calls_of(problem: AttentionProblem, device: DeviceSpec, config: BackwardConfig | None = None) -> list[KernelCall]:
-    """Forward, and backward if the problem wants gradients, with contiguous operands; `config` to try another one."""
+    """Forward, and backward if the problem needs gradients, with contiguous operands; `config` replaces the backward's
+    configuration.
+    """
     decoding = decodes(problem)
     views = operand_views(problem, packed_queries=problem.seqlen_q > 1 or not decoding)
     views |= {name: made.view for name, made in result_allocations(problem).items()}

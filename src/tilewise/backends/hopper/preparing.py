@@ -1,23 +1,24 @@
-"""What the main backward kernel reads and adds to, made ready beside it by two warps that have nothing else to do.
+"""Two otherwise idle warps of the main backward kernel prepare the rows of later heads.
 
-A head of keys needs the row statistics of its query heads (row_statistics.py) and zeros in their sums of dQ. The row
-kernel prepares the first `front_items` heads. All others are prepared in shares: to every tile belongs the part with
-the number of its block of its head's query tiles. Whoever takes tile t from the counter prepares the share of tile
-t - num_programs + front_items * num_blocks (without num_programs, where the first tiles come from the counter as well)
-and counts it for its head; the producer of a tile waits until all shares of its head are counted. Hence sums are
-cleared, and dO is read, shortly before they are used, and are still in L2. Where dQ is finished here, too
-(finishing.py), zeros come from there.
+A K/V head needs the row statistics of its query heads (row_statistics.py) and zeros in their sums of dQ.
+prepare_rows_kernel prepares the first `front_items` heads, the lead. All others are prepared in shares. A share belongs
+to a tile: block b of a head owns the b-th part of the head's query tiles. Whoever takes tile t from the counter
+prepares the share of tile t - num_programs + front_items * num_blocks and counts it for that share's head. (Without
+num_programs where the first tiles come from the counter too.) The producer of a tile waits until all shares of its head
+are counted. So sums are cleared and dO is read shortly before they are used, while they are still in L2. Where the same
+warps also convert dQ (finishing.py), the zeros come from there.
 
-Nobody waits in a circle: the last share of the head of tile t belongs to a tile less than a wave after t, and the host
-sees to it that the front is at least the largest wave and num_programs long (backward_plan.front_items). So that share
-went to a tile with a smaller number than t, which was taken before t, by a CTA that runs. Preparers wait for TMA alone,
-but where they finish dQ, too: for whom, finishing.py says.
+Deadlock-free: each tile waits only for shares that were handed out with lower-numbered tiles. The last share of the
+head of tile t belongs to a tile less than a wave after t, and the lead is at least the largest wave plus num_programs
+(backward_plan.front_items). So the share went to a tile with a smaller number than t, which was taken earlier, by a CTA
+that runs. Preparers themselves wait only for TMA, or as finishing.py says.
 
-Packed, a head of a sequence takes the place of a head, an entry of the list is a tile, and all tiles come from the
-counter. A share is prepared `front_tiles` numbers before its tile: as many as heads that are walked together may have,
-and a round of CTAs (backward_plan.front_tiles). Which heads of sequences that serves only the device knows, and says of
-each (work_list.mark_beside): not those that the list begins with, and not one whose companions, walked together with
-it, have more entries, whose last share would be handed out after its first tile. The row kernel prepares these.
+Packed: a (sequence, head) pair takes the role of a head, a list entry is a tile, and all tiles come from the counter. A
+share is prepared `front_tiles` numbers before its tile: as many as heads that are walked together may have, and a round
+of CTAs (backward_plan.front_tiles). Only the device knows which pairs this serves, and marks them
+(work_list.mark_beside). Not served are the pairs at the start of the list, and a pair whose last share would be handed
+out after its first tile, because pairs that are walked together with it have more entries. prepare_rows_kernel prepares
+those.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -39,7 +40,7 @@ __all__ = ["Ahead", "await_listed", "await_prepared", "preparer"]
 
 
 class Ahead(NamedTuple):
-    """How far ahead heads are prepared, how far behind finished, and where dQ lies: strides and width in 8 elements."""
+    """The lead of preparation, the lag of dQ's conversion, and dQ's strides and width in units of 8 elements."""
 
     front_items: int
     front_tiles: int
@@ -57,7 +58,9 @@ def prepare_tiles(
     block, num_blocks, item, kv_head, span, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr,
     row_tiles, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """The query tiles that belong to one of `num_blocks` blocks of keys, of every query head; turn of the row tiles."""
+    """Prepare the query tiles that belong to one of `num_blocks` key blocks, of every query head of the group; returns
+    the next cursor of row_tiles.
+    """
     seqlen_q = span[2]
     num_tiles = gl.cdiv(seqlen_q, C.BLOCK_M) if C.IS_VARLEN else sizes.row_tiles
     count = gl.cdiv(num_tiles, num_blocks)
@@ -86,7 +89,7 @@ def prepare_share(
     share, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, counts_ptr, sizes,
     C: gl.constexpr,
 ):  # fmt: skip
-    """One share of a head of dense tensors, counted; the turn of the row tiles."""
+    """Prepare and count one share of a dense head; returns the next cursor of row_tiles."""
     block, item = place_of(share, sizes, False, C.ENDING)
     batch_idx = item // sizes.num_heads
     span = (batch_idx, 0, sizes.seqlen_q)
@@ -103,7 +106,7 @@ def prepare_listed(
     share, work_ptr, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, counts_ptr, sizes,
     C: gl.constexpr,
 ):  # fmt: skip
-    """One share of a head of a packed sequence, counted if that one is prepared beside; the turn of the tiles."""
+    """Prepare and count one share of a packed (sequence, head), if that is marked for it; returns the next cursor."""
     block, head, span, num_keys = listed_rows(share, work_ptr)
     counts = counts_of(span[0], head, counts_ptr, sizes)
     if gl.load(counts) != 0:
@@ -117,7 +120,7 @@ def prepare_listed(
 
 @gluon.jit
 def counts_of(sequence, head, counts_ptr, sizes):
-    """Where it is said whether a head of a packed sequence is prepared here, and then how many shares are."""
+    """Address of two words of a packed (sequence, head): whether it is prepared here, and how many shares are done."""
     return counts_ptr + (sequence * sizes.num_items + head) * 2
 
 
@@ -126,7 +129,7 @@ def preparer(
     out_desc, dout_desc, dq_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, sums_ptr, scale, row_tiles, counts_ptr,
     work_ptr, ahead, tiles, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """For every tile that this CTA takes, a share of a head that comes later and one of a head that is done."""
+    """For every tile that this CTA takes: prepare a share of a later head, convert a share of a completed one."""
     turn = start(1)
     tile_turn = first_turn(C)
     tile = gl.program_id(0) * 0

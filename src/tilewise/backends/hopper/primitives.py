@@ -1,4 +1,7 @@
-"""Single instructions and small register arithmetic that Gluon has no name for."""
+"""Single instructions and small register arithmetic that Gluon has no name for.
+
+Figures: bench/results/hopper-forward-choices.csv.
+"""
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
@@ -32,8 +35,8 @@ __all__ = [
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
-# lse, in nats, from which the backward takes rows for empty: it is a multiple of 4 there, and P, 2^(score - lse), a
-# power of two of anything.
+# The backward treats rows with a larger |lse| (in nats) as empty. Such an lse is a multiple of 4, so the rounding of
+# score - lse makes P meaningless.
 LARGEST_LSE = gl.constexpr(2.0**25)
 
 
@@ -51,20 +54,20 @@ def log2(x):
 
 @gluon.jit
 def power_over(x):
-    """The least power of two that is not below x > 0."""
+    """The smallest power of two that is at least x, for x > 0."""
     bits = gl.cast(gl.to_tensor(x), gl.int32, bitcast=True)
     return gl.cast((bits + 0x7FFFFF) & 0x7F800000, gl.float32, bitcast=True)
 
 
 @gluon.jit
 def rounded_product(x, y):
-    """X * y, rounded: no compiler makes one instruction of it and an addition."""
+    """X * y, rounded: the compiler cannot fuse it with an addition."""
     return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def tanh(x):
-    """1 - 2 / (1 + e^2x), absolute error under 2e-7 (tanh.approx is off by 5e-4, a softcap of 50 would see 0.025)."""
+    """1 - 2 / (1 + e^2x), with an absolute error below 2e-7. tanh.approx is off by 5e-4, too much for a softcap."""
     e = exp2(x * (2.0 * LOG2E))
     inverse = gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1.0], dtype=gl.float32, is_pure=True, pack=1
@@ -74,10 +77,9 @@ def tanh(x):
 
 @gluon.jit
 def pin(x):
-    """X >= 0, unchanged, with a side effect that never happens but depends on x.
+    """X >= 0, unchanged, with a side effect that depends on x but never happens.
 
-    It keeps ptxas from hoisting the next wgmma wait above the computation of x: with P carried in fp32, D=128 full went
-    from 538/645/661 to 565/651/672 TFLOP/s at N = 1k/4k/16k.
+    It keeps ptxas from hoisting the next wgmma wait above the computation of x.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred q; setp.lt.f32 q, $1, 0fBF800000; @q bar.arrive 15, 128; mov.f32 $0, $1; }",
@@ -91,7 +93,7 @@ def pin(x):
 
 @gluon.jit
 def uniform(x):
-    """x, known to ptxas to be equal in the whole warp, so that it lives in uniform registers."""
+    """x, which ptxas then knows to be equal in the whole warp and keeps in uniform registers."""
     return gl.inline_asm_elementwise(
         "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -99,10 +101,10 @@ def uniform(x):
 
 @gluon.jit
 def anew(index, slot, WANTED: gl.constexpr):
-    """index, WANTED so that it seems to depend on a ring's slot, of which there are fewer than 2^16.
+    """index, unchanged. If WANTED it seems to depend on a ring's slot: slot >> 16 is added, which is 0.
 
-    The descriptors of a tile that stays (up to 16 of 64 bits) are then not computed before the loop and kept, which
-    takes registers from the accumulators, but in the loop, by the uniform datapath.
+    A tile that stays during a loop has up to 16 wgmma descriptors of 64 bits. As loop invariants, they are computed
+    once and take registers from the accumulators. With this index the loop rebuilds them on the uniform datapath.
     """
     if WANTED:
         index += gl.inline_asm_elementwise("shr.u32 $0, $1, 16;", "=r,r", [slot], dtype=gl.int32, is_pure=True, pack=1)
@@ -111,7 +113,7 @@ def anew(index, slot, WANTED: gl.constexpr):
 
 @gluon.constexpr_function
 def _or_asm(count):
-    """PTX of a, the OR of $0 .. $count-1: four chains, because each step waits for the one before."""
+    """PTX of a, the OR of $0 .. $count-1, in four chains, because the steps of a chain depend on each other."""
     chains = [f"or.b32 o{i}, ${i}, ${i + 4};" for i in range(4)]
     chains += [f"lop3.b32 o{i // 2 % 4}, o{i // 2 % 4}, ${i}, ${i + 1}, 0xFE;" for i in range(8, count, 2)]
     return ".reg .b32 o<4>; " + " ".join(chains) + " lop3.b32 o0, o0, o1, o2, 0xFE; or.b32 a, o0, o3;"
@@ -119,7 +121,7 @@ def _or_asm(count):
 
 @gluon.constexpr_function
 def _count_asm(count, marks):
-    """PTX of integers $0.. out of products of $count.. and $2count..; marks: of rows $3count.. at $4count.., too."""
+    """PTX of integers $0.. from products of $count.. and $2count..; marks: store NaN for rows $3count.. at $4count.."""
     x, units, rows, ptr = (count * i for i in (1, 2, 3, 4))
     quick = " ".join(f"fma.rn.f32 ${i}, ${x + i}, ${units + i}, 0f40400000;" for i in range(count))
     exact = " ".join(
@@ -148,16 +150,20 @@ def _count_constraints(count, marks):
 
 @gluon.jit
 def count_units(x, units, rows, ptr, COUNT: gl.constexpr):
-    """COUNT_BIAS + the integer nearest to x * units * 2^22, of COUNT elements a thread at a time.
+    """COUNT_BIAS + the integer nearest to x * units * 2^22, for COUNT elements a thread at a time.
 
-    A float between 2 and 4 counts 2^-22: one addition of 3 rounds, and its bits are the integer. That is right if all
-    results lie there, which the OR of their exponents tells: 128 is a bit that no other number below 256 has alone. (A
-    result of 0 would be missed; units with an odd last bit, so no divisor of 3, make none.) Else, in a warp with a part
-    beyond 2^22, a float near 1536 counts 512s first, and what is left is exact in the second addition: up to 2^31.
-    The unit that converts is an eighth as fast as these, and shared with exp2.
+    Why not a conversion: its unit is an eighth as fast as an addition, and shared with exp2.
 
-    With ptr also, in such a warp: NaN is stored at ptr + row for each of a thread's two rows, its first and third
-    element, that is not finite.
+    Short path: floats between 2 and 4 are multiples of 2^-22. A multiply-add that adds 3 rounds to one of them, and its
+    bits are the integer plus a bias. This is right if all results lie between 2 and 4, that is, if all biased exponents
+    are 128. Their OR is 128 only if each is 128 or 0. (A result of 0 cannot occur: the last bit of units is set, so
+    their product with x is never -3.)
+
+    Long path, taken by a warp with an element beyond 2^22: a float near 1536 first counts multiples of 512, and then a
+    second addition counts the remainder exactly. It is right up to 2^31.
+
+    With ptr the long path also stores NaN at ptr + row for each of a thread's two rows (those of its first and third
+    element) that is not finite.
     """
     MARKS: gl.constexpr = ptr is not None
     ASM: gl.constexpr = _count_asm(COUNT, MARKS)
@@ -189,14 +195,14 @@ def _barrier_at_asm(operation, threads):
 
 @gluon.jit
 def barrier_at(OPERATION: gl.constexpr, index, THREADS: gl.constexpr):
-    """At a named barrier whose number is known at run time: "sync" or "arrive"."""
+    """Call bar.OPERATION ("sync" or "arrive") on a named barrier whose number is known at run time."""
     ASM: gl.constexpr = _barrier_at_asm(OPERATION, THREADS)
     gl.inline_asm_elementwise(ASM, "=r,r", [index], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def barrier_arrive(INDEX: gl.constexpr, THREADS: gl.constexpr):
-    """This warpgroup's part of a named barrier, without waiting: what it has stored is seen by those who sync."""
+    """Arrive at a named barrier without waiting. Those who sync there see what this warpgroup has stored."""
     ASM: gl.constexpr = _barrier_asm("arrive", INDEX, THREADS)
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -218,9 +224,10 @@ def _unless_constraints(count):
 
 @gluon.jit
 def unless_neutral(x, y, OPERATION: gl.constexpr, NEUTRAL: gl.constexpr, COUNT: gl.constexpr):
-    """Compute x OPERATION y, but not in a warp all of whose y, one for each row, are NEUTRAL (as PTX writes it).
+    """Compute x OPERATION y, except in a warp all of whose y, one for each row, are NEUTRAL (in PTX notation).
 
-    A thread has COUNT registers of x, of two rows in an accumulator's order: those of the second begin with the third.
+    A thread has COUNT registers of x, of two rows in accumulator order: registers 0 and 1 belong to the first row, 2
+    and 3 to the second, and so on.
     """
     ASM: gl.constexpr = _unless_asm(OPERATION, NEUTRAL, COUNT)
     CONSTRAINTS: gl.constexpr = _unless_constraints(COUNT)
@@ -229,10 +236,10 @@ def unless_neutral(x, y, OPERATION: gl.constexpr, NEUTRAL: gl.constexpr, COUNT: 
 
 @gluon.constexpr_function
 def _where_rows_pass(bound, step):
-    """PTX of growths $0, $1 and factors $2, $3 of two rows, whose bits are $4, $5.
+    """PTX of the growths $0, $1 and factors $2, $3 of a thread's two rows, whose bits are $4, $5.
 
-    They are 0 and 1 unless a row of the warp passes `bound`; else `step` makes them of `a`, the largest of the four
-    threads that share the row.
+    They are 0 and 1 unless a row of the warp exceeds `bound`. Then `step` computes them from `a`, the maximum of the
+    four threads that share the row.
     """
     steps = ""
     for bits, growth, factor in (("$4", "$0", "$2"), ("$5", "$1", "$3")):
@@ -259,8 +266,8 @@ def _growth_asm():
 def growth_of(top):
     """(growth, 2^-growth) of rows: the largest of the four threads' `top`, or 0 where that is at most 8.
 
-    `top` [64, 4] holds the bits of floats. They are compared as integers, in whose order positive floats lie; how
-    negative ones compare does not matter. A warp that finds nothing over 8 exchanges nothing.
+    `top` [64, 4] holds the bits of floats. They are compared as integers, which is right for positive floats; how
+    negative ones compare does not matter. A warp that finds nothing above 8 exchanges nothing.
     """
     ASM: gl.constexpr = _growth_asm()
     return gl.inline_asm_elementwise(
@@ -282,9 +289,9 @@ def _renormalised_asm(bound, kept):
 def renormalised(total, MENDS: gl.constexpr = False):
     """(e, 2^-e) of rows: the exponent of the largest of the four threads' `total`, or 0 where that is at most 2^20.
 
-    MENDS: the exponent less 7, or 0 where the sum is at most 2^15. `total` [64, 4] holds the bits of sums, none of them
-    negative; of infinity and NaN e is 126 (119). Not pure, so that it stays behind the products issued before it, and
-    what depends on it too: ptxas moves nothing across its branch.
+    MENDS: the exponent minus 7, or 0 where the sum is at most 2^15. `total` [64, 4] holds the bits of non-negative
+    sums; for infinity and NaN e is 126 (119). It is not pure, so that it and what depends on it stay behind the
+    products issued before: ptxas moves nothing across its branch.
     """
     ASM: gl.constexpr = _renormalised_asm("0x47000000", 7) if MENDS else _renormalised_asm("0x49800000", 0)
     return gl.inline_asm_elementwise(

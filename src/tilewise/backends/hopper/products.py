@@ -1,4 +1,4 @@
-"""Products of tiles: Q K^T and P V of the forward, dO V^T of dQ's kernel; what goes with them, and a tile's copy."""
+"""wgmma products of the forward and of query_gradient.py: Q K^T, P V, dO V^T; rescaling of O, and loading of a tile."""
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
@@ -25,7 +25,7 @@ __all__ = [
 
 @gluon.jit
 def load_tile(desc, smem, slot, ready, span, head, row, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr):
-    """Start the copy of a tile, all its columns, into a slot."""
+    """Start the copy of a tile, both column parts, into a slot."""
     async_load(desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), ready, smem[0].index(slot))
     if D_REST:
         async_load(desc[1], tile_at(span, head, row, D, C.IS_VARLEN), ready, smem[1].index(slot))
@@ -67,7 +67,7 @@ def issue_output(p, v_smem, slot, acc, acc_rest, C: gl.constexpr):
 
 @gluon.jit
 def wait_output(acc, acc_rest, p, C: gl.constexpr):
-    """O after every product issued so far; naming p keeps its registers alive until then."""
+    """Wait for all products issued so far; p is a dependency so that its registers stay alive until then."""
     if C.DV_REST:
         acc, acc_rest, p = warpgroup_mma_wait(0, deps=[acc, acc_rest, p])
     else:
@@ -77,7 +77,7 @@ def wait_output(acc, acc_rest, p, C: gl.constexpr):
 
 @gluon.jit
 def scale_output(acc, acc_rest, factor, C: gl.constexpr):
-    """Multiply the rows of O."""
+    """Multiply the rows of O by a factor [64]."""
     acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, accumulator_layout(C.DV)))[:, None]
     if C.DV_REST:
         acc_rest = acc_rest * gl.convert_layout(factor, gl.SliceLayout(1, accumulator_layout(C.DV_REST)))[:, None]
@@ -86,7 +86,7 @@ def scale_output(acc, acc_rest, factor, C: gl.constexpr):
 
 @gluon.jit
 def rescale_output(acc, acc_rest, factor, C: gl.constexpr):
-    """Multiply the rows of O by what a tile of scores left of them."""
+    """Multiply the rows of O by the factor [64, 4] of scores.soften."""
     acc = rescale(acc, factor, C.DV, C)
     if C.DV_REST:
         acc_rest = rescale(acc_rest, factor, C.DV_REST, C)

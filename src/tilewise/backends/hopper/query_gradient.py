@@ -1,8 +1,8 @@
-"""dQ in a fixed order: one CTA per 128 queries of a head, K and V streamed past them.
+"""dQ of heads over 128 columns, in a fixed order: one CTA per 128 queries of a head, K and V streamed past them.
 
-Roles as in the forward: one producer warp, two consumer warpgroups of 64 queries. S and dP are computed once more (7
-products instead of the fused kernel's 5), but every row of dQ is summed by one warpgroup from right to left, and no
-sums travel through L2. Head dims come in two column parts as in the forward.
+Roles as in the forward: one producer warp, two consumer warpgroups of 64 queries. S and dP are recomputed (with
+backward_wide.py 7 products instead of backward.py's 5), but one warpgroup sums every row of dQ, from right to left, and
+no sums travel through L2. Head dims come in two column parts as in the forward.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -50,7 +50,7 @@ class Pipeline:
 
 @gluon.jit
 def producer(q_desc, dout_desc, k_desc, v_desc, work_ptr, sizes, pipe, C: gl.constexpr):
-    """Load the queries once, then the key tiles they see."""
+    """Load Q and dO once, then the key tiles that they see."""
     QUERY_BYTES: gl.constexpr = 2 * 64 * (C.D + C.D_REST + C.DV + C.DV_REST)
     K_BYTES: gl.constexpr = 2 * C.BLOCK_N * (C.D + C.D_REST)
     V_BYTES: gl.constexpr = 2 * C.BLOCK_N * (C.DV + C.DV_REST)
@@ -76,7 +76,7 @@ def producer(q_desc, dout_desc, k_desc, v_desc, work_ptr, sizes, pipe, C: gl.con
 
 @gluon.jit
 def add_product(ds, k_smem, slot, dq, dq_rest, C: gl.constexpr):
-    """Finish dQ += dS K."""
+    """Compute dQ += dS K and wait for it."""
     D: gl.constexpr = C.D
     D_REST: gl.constexpr = C.D_REST
     operand = gl.convert_layout(ds, left_operand_layout(accumulator_layout(D)))
@@ -117,7 +117,7 @@ def step(
 
 @gluon.jit
 def load_statistics(stats_ptr, row_tile, row, seqlen_q, C: gl.constexpr):
-    """(lse, delta) of 64 queries; row_tile is where their sequence's first tile lies."""
+    """(lse, delta) of 64 queries; row_tile is the index of their sequence's first tile of statistics."""
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
     at = stats_ptr + (row_tile + rows // C.BLOCK_M).to(gl.int64) * (2 * C.BLOCK_M) + rows % C.BLOCK_M
     lse = gl.load(at, mask=rows < seqlen_q, other=float("inf"))

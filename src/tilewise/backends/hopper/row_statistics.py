@@ -1,6 +1,6 @@
-"""The row statistics of a query tile, computed beside the main backward kernel: [lse * log2(e) | delta - dlse].
+"""The row statistics of a query tile, computed by idle warps of the backward: [lse * log2(e) | delta - dlse].
 
-delta is the sum of dO * O over a row. Both tiles come by TMA into shared memory that no other role uses, because two
+delta is the sum of dO * O over a row. TMA loads both tiles into shared memory that no other role uses, because two
 warps with 24 registers a thread cannot keep enough loads in flight themselves. Rows past the end and rows without keys
 get lse = +inf, as in backward_rows.py.
 """
@@ -25,7 +25,7 @@ ROWS = gl.constexpr(8)
 
 @aggregate
 class RowTiles:
-    """A tile of O and one of dO, and who may use them."""
+    """Buffers for a tile of O and one of dO, and the barriers that guard them."""
 
     out_smem: gl.shared_memory_descriptor
     dout_smem: gl.shared_memory_descriptor
@@ -40,7 +40,7 @@ class RowTiles:
 
 @gluon.jit
 def make_row_tiles(dout_desc, C: gl.constexpr):
-    """Allocate them; the caller fences before the roles start."""
+    """Allocate the buffers. The caller must fence before the roles start."""
     SHAPE: gl.constexpr = slots_shape(1, C.BLOCK_M, C.D, C.IS_VARLEN)
     out_smem = gl.allocate_shared_memory(dout_desc.dtype, SHAPE, dout_desc.layout)
     dout_smem = gl.allocate_shared_memory(dout_desc.dtype, SHAPE, dout_desc.layout)
@@ -49,7 +49,7 @@ def make_row_tiles(dout_desc, C: gl.constexpr):
 
 @gluon.jit
 def load_rows(out_desc, dout_desc, tiles, at, span, head, row, C: gl.constexpr):
-    """Start the copies of a tile."""
+    """Start the copies of a tile of O and dO."""
     ready = tiles.ring.acquire(at, 2 * dout_desc.block_type.nbytes)
     place = tile_at(span, head, row, 0, C.IS_VARLEN)
     async_load(out_desc, place, ready, tiles.out_smem.index(0))
@@ -58,7 +58,7 @@ def load_rows(out_desc, dout_desc, tiles, at, span, head, row, C: gl.constexpr):
 
 @gluon.jit
 def partial_sums(out, dout, STEP: gl.constexpr, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """Sums of 8 products of O and dO: what a thread has of a row, in one register and not in 8 of its 24."""
+    """Sums of 8 products of O and dO: a thread's part of a row takes one register instead of 8 of its 24."""
     o = out.slice(STEP * ROWS, ROWS, dim=0).slice(HALF * 64, 64, dim=1).load(LAYOUT)
     do = dout.slice(STEP * ROWS, ROWS, dim=0).slice(HALF * 64, 64, dim=1).load(LAYOUT)
     return gl.sum(gl.reshape(o.to(gl.float32) * do.to(gl.float32), [ROWS, 8, 8]), 2)
@@ -66,7 +66,7 @@ def partial_sums(out, dout, STEP: gl.constexpr, HALF: gl.constexpr, LAYOUT: gl.c
 
 @gluon.jit
 def compute_statistics(lse_ptr, dlse_ptr, stats_ptr, tiles, at, first_row, left, C: gl.constexpr):
-    """Statistics of a tile, to stats_ptr; first_row: of the tile, in lse; left: rows from there to the head's end."""
+    """Write a tile's statistics to stats_ptr; first_row: the tile's first row in lse; left: rows up to the end."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     FEW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     ALL: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])

@@ -1,13 +1,14 @@
-"""Which tile comes next, and which keys it sees: the device side of tilewise.masks, and the persistent tile counter.
+"""Which tile comes next, and which keys it sees: the tile counter, and the device mirror of tilewise.masks.
 
-One CTA per SM starts with the tile of its own number and takes every further one from a counter in global memory, so
-that a CTA with cheap tiles simply takes more of them. Under a causal mask the late query blocks are the expensive ones
-and come first; heads are walked in groups whose K and V fit into L2. D=128 causal, N = 1k/4k/16k: 394/514/567 TFLOP/s
-with a fixed assignment, 430/590/654 with the counter.
+A persistent CTA starts with the tile of its own number. It takes every further tile from a counter in global memory, so
+a CTA with cheap tiles takes more of them. Under a causal mask the heavy query blocks, those with many keys, come first.
+Heads are walked in waves whose K and V fit into L2.
 
-Packed sequences have different numbers of blocks. A small kernel lists their blocks first (work_list.py), heavy ones
-first; a tile is then an entry of the list and a head, and its words travel to the consumers through the mailbox, so
-that nobody else has to look for its sequence.
+Packed sequences have different numbers of blocks. A small kernel lists the blocks first (gpu/work_list.py), heavy ones
+first. A tile is then an entry of the list and a head. The producer sends its words through the mailbox, so that no
+consumer searches for the sequence.
+
+Figures: bench/results/hopper-forward-choices.csv and hopper-backward-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -50,18 +51,18 @@ __all__ = [
     "whole_tiles",
 ]
 
-# Words of an entry of the list, and of the mailbox: the tile's number, block, head, sequence, first query row, query
-# rows, first key row, keys. The number is not part of an entry, the head only where every one has entries of its own.
+# Words of a list entry and of the mailbox: tile number, block, head, sequence, first query row, query rows, first key
+# row, keys. The list leaves the number unset, and also the head unless every head has entries of its own.
 LIST_WORDS = gl.constexpr(8)
-# The words of a tile stay until its consumers are done; the producer is at most two tiles ahead of them.
+# Slots of the mailbox: consumers read a tile's words until they finish it, and the producer is up to two tiles ahead.
 LIST_SLOTS = gl.constexpr(3)
 
 
 class Sizes(NamedTuple):
-    """The numbers of a launch that no kernel is specialised on; an item is a (batch, head) pair, packed a head.
+    """The sizes of a launch, on which no kernel is specialised. An item is a (batch, head) pair; packed, a head.
 
-    Packed, num_blocks and num_tiles are bounds of what the list on the device says. row_tiles: query tiles of the
-    backward's row statistics that an item has room for.
+    Packed: num_blocks and num_tiles are upper bounds of the list on the device. row_tiles: query tiles of row
+    statistics (backward) that an item has space for.
     """
 
     num_heads: int
@@ -80,9 +81,10 @@ class Sizes(NamedTuple):
 
 @gluon.jit
 def place_of(tile, sizes, LAST_FIRST: gl.constexpr, ENDING: gl.constexpr = 1):
-    """(block, item) of a tile number: waves of `items_per_wave` items, within a wave all items of a block together.
+    """(block, item) of a tile number: waves of `items_per_wave` items; a wave walks one block of all its items, then
+    the next block.
 
-    ENDING: how many of the last waves are one.
+    ENDING: how many of the last waves are merged into one.
     """
     block, item = _place(tile, sizes.num_blocks, sizes, ENDING)
     if LAST_FIRST:
@@ -110,7 +112,7 @@ def _place(tile, num_blocks, sizes, ENDING: gl.constexpr = 1):
 
 @gluon.jit
 def make_tiles(NUM_CONSUMERS: gl.constexpr, C: gl.constexpr):
-    """The mailbox of a kernel's tiles: a number or, of packed sequences, the words of an entry."""
+    """The mailbox for tiles: a number or, for packed sequences, the words of a list entry."""
     if C.IS_VARLEN:
         return make_mailbox(NUM_CONSUMERS, LIST_SLOTS, LIST_WORDS)
     else:
@@ -119,7 +121,7 @@ def make_tiles(NUM_CONSUMERS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def first_turn(C: gl.constexpr):
-    """Where in the mailbox a role starts."""
+    """The cursor with which a role starts in the mailbox."""
     if C.IS_VARLEN:
         return start(LIST_SLOTS)
     else:
@@ -138,7 +140,7 @@ def first_tile(tiles, at, C: gl.constexpr):
 
 @gluon.jit
 def following_tile(tiles, at, C: gl.constexpr):
-    """Consumer: the next tile and its place in the mailbox; this one's words are not read any more."""
+    """Consumer: the next tile and its cursor in the mailbox. Releases this tile's words."""
     if C.IS_VARLEN:
         tiles.release(at)
         following = at.next()
@@ -150,7 +152,7 @@ def following_tile(tiles, at, C: gl.constexpr):
 
 @gluon.jit
 def announce(tile, num_entries, work_ptr, tiles, at, sizes, BY_HEAD: gl.constexpr = False):
-    """Producer: send a tile of the list; its number, or sizes.num_tiles if the list has no such tile."""
+    """Producer: send a tile of the list; returns its number, or sizes.num_tiles past the list's end."""
     number, words = listed_words(tile, num_entries, work_ptr, sizes, BY_HEAD)
     tiles.send(at, words)
     return number
@@ -158,9 +160,9 @@ def announce(tile, num_entries, work_ptr, tiles, at, sizes, BY_HEAD: gl.constexp
 
 @gluon.jit
 def listed_words(tile, num_entries, work_ptr, sizes, BY_HEAD: gl.constexpr = False):
-    """(number, words) of a tile of the list; the number is sizes.num_tiles if the list has no such tile.
+    """(number, words) of a tile of the list; past the list's end the number is sizes.num_tiles.
 
-    BY_HEAD: a tile is an entry, of one head.
+    BY_HEAD: every head has entries of its own, and a tile is one entry.
     """
     WORDS: gl.constexpr = LIST_WORDS
     words = gl.arange(0, WORDS, gl.BlockedLayout([1], [32], [1], [0]))
@@ -180,7 +182,7 @@ def listed_words(tile, num_entries, work_ptr, sizes, BY_HEAD: gl.constexpr = Fal
 
 @gluon.jit
 def listed_rows(tile, work_ptr):
-    """(block, head, span of queries, number of keys) of a tile that a list by heads has."""
+    """(block, head, span of queries, number of keys) of a tile in a list with entries for every head."""
     WORDS: gl.constexpr = LIST_WORDS
     at = work_ptr + (tile + 1) * WORDS
     return gl.load(at + 1), gl.load(at + 2), (gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)), gl.load(at + 7)
@@ -191,7 +193,7 @@ def place_at(
     tile, tiles, at, sizes, LAST_FIRST: gl.constexpr, NUM_WARPS: gl.constexpr, C: gl.constexpr,
     ENDING: gl.constexpr = 1,
 ):  # fmt: skip
-    """(block, item) of the tile whose words lie at `at` or, of dense tensors, that has this number."""
+    """(block, item) of a tile: from its words at `at` in the mailbox or, dense, from its number."""
     if C.IS_VARLEN:
         return tiles.word(at, 1, NUM_WARPS), tiles.word(at, 2, NUM_WARPS)
     else:
@@ -213,7 +215,7 @@ def spans_at(item, tiles, at, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def own_tile(work_ptr, sizes, LAST_FIRST: gl.constexpr, C: gl.constexpr):
-    """(block, item, head, queries, keys) of the tile with the program's number; no rows if the list is shorter."""
+    """(block, item, head, queries, keys) of the tile with the program's number; empty spans past the list's end."""
     tile = gl.program_id(0)
     if C.IS_VARLEN:
         WORDS: gl.constexpr = LIST_WORDS
@@ -234,16 +236,16 @@ def own_tile(work_ptr, sizes, LAST_FIRST: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def row_tile_of(item, q_span, sizes, C: gl.constexpr):
-    """Where the row statistics of a query item's first tile lie; packed sequences start on a tile of their own."""
+    """Index of the first row-statistics tile of a query item; every packed sequence starts on a tile of its own."""
     if C.IS_VARLEN:
         return item * sizes.row_tiles + q_span[1] // C.BLOCK_M + q_span[0]
-    else:  # as sizes.row_tiles, but so that the hot loops of the backward have fewer spills (D=128 causal: 16, else 22)
+    else:  # equals item * sizes.row_tiles, but the hot loops of the backward spill less with this expression
         return item * gl.cdiv(sizes.seqlen_q, C.BLOCK_M)
 
 
 @gluon.jit
 def right_of(sizes, C: gl.constexpr):
-    """Keys visible right of the diagonal; causal masks know it at compile time (a register of D=256's last one)."""
+    """Keys visible right of the diagonal. A causal mask knows it at compile time, which saves a register."""
     if C.IS_CAUSAL:
         return 0
     else:
@@ -254,7 +256,7 @@ def right_of(sizes, C: gl.constexpr):
 def key_tiles(block, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
     """(last key tile that a query block sees, number of key tiles down to the first one).
 
-    At least one, so that a block that sees nothing runs one wholly masked tile and writes zeros.
+    The number is at least one: a block that sees nothing runs one fully masked tile and writes zeros.
     """
     BLOCK_M: gl.constexpr = 64 * C.NUM_WARPGROUPS
     stop = gl.cdiv(seqlen_k, C.BLOCK_N)
@@ -272,22 +274,22 @@ def key_tiles(block, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
 
 @gluon.jit
 def hidden_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
-    """Steps, counted from the rightmost tile, before the first that any of 64 rows from `row` on sees: not all."""
+    """Tiles, counted from the rightmost one, that none of 64 rows from `row` on sees; at most count - 1."""
     edge = min(row + 64 + seqlen_k - seqlen_q + right_of(sizes, C), seqlen_k)
     return min(max(last + 1 - gl.cdiv(max(edge, 0), C.BLOCK_N), 0), count - 1)
 
 
 @gluon.jit
 def whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr, SEEN: gl.constexpr = False):
-    """(begin, end) of the steps, counted from the rightmost tile, that need no mask for 64 rows from `row` on.
+    """(begin, end) of the tiles, counted from the rightmost one, that need no mask for 64 rows from `row` on.
 
-    SEEN: and all of these rows have seen a key in the steps before.
+    SEEN: in addition, all of these rows have seen a key in the tiles before.
     """
     begin = 1
     end = count
     if C.HAS_RIGHT:
-        # Tile j is whole on the right iff (j + 1) * BLOCK_N <= min(row + 1 + diagonal + window_right, seqlen_k); the
-        # first row sees a key right of it iff it is less than the first of these.
+        # Tile j is whole on the right iff (j + 1) * BLOCK_N <= min(row + 1 + diagonal + window_right, seqlen_k). The
+        # first row sees a key right of the tile iff (j + 1) * BLOCK_N is less than the first of these.
         FURTHER: gl.constexpr = 0 if SEEN else 1
         whole = max(min(row + FURTHER + seqlen_k - seqlen_q + right_of(sizes, C), seqlen_k), 0) // C.BLOCK_N
         begin = min(max(last + 1 - whole, 1), count)
@@ -302,15 +304,15 @@ def whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr, SE
 def seen_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
     """(hidden, begin, end) of tiles counted from the rightmost one, for 64 rows from `row` on.
 
-    The first `hidden` lie right of all that these rows see; begin .. end-1 need no mask. IS_LAZY: and all of these rows
-    have seen a key before them.
+    The first `hidden` tiles lie right of all that these rows see; begin .. end-1 need no mask. IS_LAZY: in addition,
+    all of these rows have seen a key before `begin`.
     """
     FIRST_MASKED: gl.constexpr = 1 if C.IS_LAZY else 0
     hidden = 0
     end = count
     whole = seqlen_k // C.BLOCK_N
     if C.HAS_RIGHT:
-        edge = row + 1 + seqlen_k - seqlen_q + right_of(sizes, C)  # keys that the first row sees, the last one 63 more
+        edge = row + 1 + seqlen_k - seqlen_q + right_of(sizes, C)  # the first row sees so many keys, the last 63 more
         whole = max(min(edge - FIRST_MASKED, seqlen_k), 0) // C.BLOCK_N
         seen = gl.cdiv(max(min(edge + 63, seqlen_k), 0), C.BLOCK_N)
         hidden = min(max(last + 1 - seen, 0), count)
@@ -329,10 +331,10 @@ def next_tile(counter_ptr, sizes):
 
 @gluon.jit
 def take_tile(counter_ptr, num_tiles, RELAXED: gl.constexpr = False):
-    """Take one of num_tiles from the counter.
+    """Take a tile number from the counter; the first num_programs numbers are the programs' own.
 
-    A launch takes exactly num_tiles times, once for every tile it has had, so whoever takes last finds num_tiles - 1
-    and leaves 0 for the next launch on this counter.
+    A launch takes exactly num_tiles times, once after every tile. Whoever takes last finds num_tiles - 1 and resets the
+    counter to 0 for the next launch.
     """
     ORDER: gl.constexpr = "relaxed" if RELAXED else "acq_rel"
     taken = gl.atomic_add(counter_ptr, 1, sem=ORDER)
@@ -343,7 +345,10 @@ def take_tile(counter_ptr, num_tiles, RELAXED: gl.constexpr = False):
 
 @gluon.jit
 def take_any(counter_ptr, num_tiles):
-    """Take one of num_tiles from a counter that gives out the first ones, too; every program takes one too many."""
+    """Take a tile number from a counter that hands out all numbers, the first ones too.
+
+    Every program takes one number past the end, so the last take finds num_tiles + num_programs - 1 and resets it.
+    """
     taken = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     if taken == num_tiles + gl.num_programs(0) - 1:
         gl.atomic_xchg(counter_ptr, 0, sem="relaxed")
@@ -365,14 +370,14 @@ def query_tiles(first, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
 
 @gluon.jit
 def first_seeing_tile(key, lo, hi, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
-    """The first of the query tiles lo .. hi-1 that sees a key or one after it."""
+    """The first of the query tiles lo .. hi-1 that sees this key or a later one."""
     edge = max(key - (seqlen_k - seqlen_q) - right_of(sizes, C), 0)
     return min(max(edge // C.BLOCK_M, lo), hi)
 
 
 @gluon.jit
 def whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
-    """(begin, end) of those of the query tiles lo .. hi-1 that see all of BLOCK_N keys from `first` on."""
+    """(begin, end) of the query tiles among lo .. hi-1 that see all of BLOCK_N keys from `first` on."""
     begin = lo
     end = hi
     if C.HAS_RIGHT:

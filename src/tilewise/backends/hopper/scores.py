@@ -1,28 +1,33 @@
 """Between the two products: softcap, mask, softmax, and the end of a row.
 
-The softmax of a row is kept relative to `row_ref`, a power of two: P = 2^(score - row_ref), lse = row_ref +
-log2(row_sum) whatever row_ref is. The plain choice is the row's largest score so far, which moves with many tiles and
-takes O along. With IS_LAZY it stays where it is until a score is more than 2^8 above it; a warp none of whose rows
-moves leaves O alone. With VOTES a thread looks for such scores among its own, as integers, three at a time, and only a
-warp in which one is found exchanges maxima. P reaches 2^8 then instead of 1, and the largest P of a row is rounded like
-any other: the error of O has 1.06 times the RMS for N(0, 1) inputs, up to 1.16 where one key takes all.
+The softmax of a row is relative to a reference `row_ref` (a log2): P = 2^(score - row_ref) and lse = row_ref +
+log2(row_sum) hold for any reference. There are four policies for choosing it:
 
-With AT_ONCE no maximum is looked for. The sums of the tiles before say how far scores have outgrown the reference: over
-2^20 their exponent moves into it, before the next tile; P meanwhile is as large as it is. fp32 and bf16 reach to 2^127,
-and scores that are further above the reference in one tile are lost: O or the row's sum is not finite then. Rows whose
-sums end over 2^100 are given up, too: nearer to 2^126 the last factors, of a sink or the reciprocal of a sum, would be
-subnormal, which the GPU takes for 0. A lost row is marked in its lse, and computed again by the next kernel (again.py).
+eager    row_ref is the row's largest score so far. Each new maximum rescales O.
+IS_LAZY  row_ref moves only when a score exceeds it by more than 8, so P reaches 2^8 instead of 1. A warp none of whose
+         rows moves leaves O as it is. The largest P of a row is rounded like any other instead of being exactly 1,
+         which makes the error of O slightly larger.
+VOTES    lazy, but each thread compares only its own scores with row_ref + 8, as integers, three at a time. Only a warp
+         with a hit exchanges maxima between threads.
+AT_ONCE  skip the maximum: P is computed with the reference of the tiles so far, and the row sums tell how far scores
+         have outgrown it. When a sum exceeds 2^20, its exponent moves into row_ref before the next tile. Until then P
+         is as large as it is. fp32 and bf16 end at 2^128, so a row overflows if scores of one tile lie further above
+         the reference: O or the row's sum is not finite. Rows whose sums end above 2^100 count as overflowed too:
+         nearer to 2^126 the last factors, of a sink or the reciprocal of the sum, would be subnormal, which the GPU
+         flushes to 0. An overflowed row is marked in its lse, and the next kernel recomputes it (again.py).
 
-With MENDS_P the sums are looked at before the P of the same tile are rounded, and what moves into the reference leaves
-these, too: over 2^15 in a thread, which has 16 or 32 of a row's keys, all but 2^7 of it. So P fit into fp16, which ends
-at 2^16. They reach down to 2^-24 there, with all bits to 2^-14: the reference is at most log2(keys) - 9 above the
-largest score so far, 2^8 with 131072 keys, and what is lost below is 2^-17 of the row's largest P. Only scores 2^127
-above the reference are lost, for no sum stays over 2^15.
+MENDS_P (with AT_ONCE) checks the sums before P of the same tile is rounded. A thread holds 16 or 32 of a row's keys. If
+its sum exceeds 2^15, all of it but 2^7 moves into the reference, and P shrinks as well. So P fits into fp16, which ends
+at 2^16. fp16 reaches down to 2^-24, with all bits down to 2^-14. The reference is at most log2(keys) - 9 above the
+largest score so far, which is 8 with 131072 keys, so what underflows is below 2^-17 of the row's largest P. Only scores
+127 above the reference overflow, because no sum stays above 2^15.
 
-Scores of 1e9 and more (HUGE) are wrong where a multiply-add subtracts a rounded reference. AT_ONCE such rows are lost,
-too. With VOTES a masked tile rounds its products, and later ones that outgrow the reference move it: what is largest
-has P = 1. Otherwise they are right if EXACT, which a large scale asks for; large q and k alone give NaN there.
-row_ref and row_sum are [64, 4]: a row has four threads, each with a quarter of its keys.
+Scores of 2^30 and more (HUGE) come out wrong where a multiply-add subtracts a rounded reference. AT_ONCE: such rows
+count as overflowed. VOTES: masked tiles round their products first, and later tiles that outgrow the reference move it,
+so the largest score has P = 1. Otherwise they are right with EXACT, which large scales select; with a smaller scale,
+large q and k may give NaN.
+
+row_ref and row_sum are [64, 4]: four threads share a row, each holding a quarter of its keys.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -62,20 +67,22 @@ __all__ = [
     "whole_rows",
 ]
 
-# Sums from here on are not trusted AT_ONCE, nor those over FEW where a sink is FAR (log2) above the reference: what
-# they weigh against it, 2^(20 - 100) or more, may be a subnormal times a large sum.
+# AT_ONCE: a row overflows if its sum reaches LOST, or if it exceeds FEW while a sink lies FAR (log2) above the
+# reference: its weight against the sink, 2^(20 - 100) or more, may be a subnormal factor times a large sum.
 LOST, FEW, FAR = gl.constexpr(2.0**100), gl.constexpr(2.0**20), gl.constexpr(100.0)
-# Scores from here on (log2) are multiples of 64, and their products with the scale are rounded by as much: row_scale.
+# From here on scores (log2) are multiples of 64 in fp32, and their products with the scale are rounded by as much: see
+# row_scale.
 HUGE = gl.constexpr(2.0**30)
 
 
 @gluon.jit
 def row_scale(row_ref, scale_log2, C: gl.constexpr):
-    """What scores of rows are multiplied by: if EXACT, a power of two where their reference is HUGE.
+    """What the scores of rows are multiplied by: the scale or, with EXACT and a HUGE reference, a power of two.
 
-    The reference is a rounded product, and scores times the scale are not rounded before it is subtracted: from 2^31 on
-    the largest of a row may leave 128, and its P be infinite, or -128, and 0. Times a power of two nothing is rounded:
-    equal scores have equal P, and any other is 2^64 times smaller, as it is by the scale itself.
+    The reference is a rounded product, but a multiply-add does not round score * scale before it subtracts. From 2^31
+    on, the difference may be 128 for the largest score of a row, whose P is then infinite, or -128, whose P is 0. A
+    power of two rounds nothing: equal scores have equal P, and any other P is at least 2^64 times smaller, as it would
+    be with the scale itself.
     """
     if C.EXACT:
         return gl.where(gl.abs(row_ref) < HUGE, scale_log2, power_over(scale_log2))
@@ -85,7 +92,7 @@ def row_scale(row_ref, scale_log2, C: gl.constexpr):
 
 @gluon.jit
 def capped(scores, cap_scale, C: gl.constexpr):
-    """tanh(S * scale / softcap); the softmax scale is softcap then."""
+    """tanh(S * scale / softcap); the softmax then scales by softcap."""
     if C.HAS_SOFTCAP:
         return tanh(scores * cap_scale)
     else:
@@ -94,7 +101,7 @@ def capped(scores, cap_scale, C: gl.constexpr):
 
 @gluon.jit
 def through_cap(p, capped_scores, C: gl.constexpr):
-    """P times the softcap's derivative 1 - tanh^2: what dS = P (dP - delta) needs in P's place, in P's registers."""
+    """P times the softcap's derivative 1 - tanh^2: dS = P (dP - delta) uses it instead of P, in P's registers."""
     if C.HAS_SOFTCAP:
         return p * (1.0 - capped_scores * capped_scores)
     else:
@@ -103,7 +110,7 @@ def through_cap(p, capped_scores, C: gl.constexpr):
 
 @gluon.jit
 def mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
-    """-inf for keys past the end, right of the band or left of it; row is the warpgroup's first query."""
+    """Scores with -inf for keys past the end, right of the band or left of it; row is the warpgroup's first query."""
     LAYOUT: gl.constexpr = accumulator_layout(C.BLOCK_N)
     col = n_block * C.BLOCK_N
     cols = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, LAYOUT))
@@ -127,20 +134,20 @@ def quads(x, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def over(x, like):
-    """A value [64, 4] for each thread of a row, to go with the elements of `like`, which are in quads."""
+    """Broadcast a value [64, 4], one for each thread of a row, over the elements of `like`, which are in quads."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, like.type.layout))
     return gl.convert_layout(x, LAYOUT)[:, None, :][:, :, :, None]
 
 
 @gluon.jit
 def beside(x, like):
-    """A value [64] for each row, to go with those of its threads in `like` [64, 4]."""
+    """Broadcast a value [64], one for each row, over its four threads as in `like` [64, 4]."""
     return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout))[:, None]
 
 
 @gluon.jit
 def sum_rows(p, C: gl.constexpr):
-    """Row sums [64, 4], the four threads that share a row apart, so that none of them needs a shuffle."""
+    """Row sums [64, 4]: one for each of the four threads that share a row, so that none needs a shuffle."""
     return gl.sum(gl.sum(quads(p, C.BLOCK_N), axis=3), axis=1)
 
 
@@ -154,14 +161,14 @@ def no_rows(C: gl.constexpr):
 
 @gluon.jit
 def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.constexpr):
-    """(P, factor by which all before shrinks, row_ref, row_sum) after one more tile of scores.
+    """One tile of the online softmax: (P, factor that rescales O so far, row_ref, row_sum).
 
-    A tile without a mask wants rows that have seen a key.
+    Not MASKED: every row must have seen a key before.
     """
     BLOCK_N: gl.constexpr = C.BLOCK_N
     LAYOUT: gl.constexpr = row_sum.type.layout
     x = quads(scores, BLOCK_N)
-    if C.MENDS_P and not MASKED:  # all that has to shrink does so with P, in `mended`
+    if C.MENDS_P and not MASKED:  # `mended` rescales later, together with P
         new_ref = row_ref
         factor = gl.full([64, 4], 1.0, gl.float32, LAYOUT)
         x = x * scale_log2 - over(row_ref, x)
@@ -200,7 +207,7 @@ def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.con
 
 @gluon.jit
 def mended(p, row_ref, row_sum, C: gl.constexpr):
-    """(P, factor by which all before shrinks, row_ref, row_sum) of a tile AT_ONCE, such that its P fit into fp16."""
+    """(P, factor that rescales O so far, row_ref, row_sum): a tile's P rescaled before rounding, to fit into fp16."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     LAYOUT: gl.constexpr = row_sum.type.layout
     growth, factor = renormalised(gl.cast(row_sum, gl.int32, bitcast=True), True)
@@ -213,7 +220,7 @@ def mended(p, row_ref, row_sum, C: gl.constexpr):
 
 @gluon.jit
 def rescale(acc, factor, COLUMNS: gl.constexpr, C: gl.constexpr):
-    """The rows of O times what `soften` says, which is 1 for most tiles and then costs nothing."""
+    """The rows of O times the factor of `soften`; IS_LAZY: a warp whose factors are all 1 multiplies nothing."""
     x = quads(acc, COLUMNS)
     ONE: gl.constexpr = "0f3F800000"
     rows = over(factor, x)
@@ -223,12 +230,12 @@ def rescale(acc, factor, COLUMNS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def lost_rows(acc, acc_rest, row_ref, row_sum, sinks_ptr, item, sizes, C: gl.constexpr):
-    """Whether a row's O or sum is LOST or not finite: AT_ONCE, its last scores were so far over its reference."""
+    """AT_ONCE: which rows overflowed, because O or the sum is not finite or at least LOST."""
     total = gl.convert_layout(gl.sum(acc, axis=1), row_sum.type.layout)
     if C.DV_REST:
         total += gl.convert_layout(gl.sum(acc_rest, axis=1), row_sum.type.layout)
     lost = gl.where(gl.maximum(total, -total) + row_sum < LOST, 0, 1)
-    # Fused products of HUGE scores leave anything (row_scale). Not of rows that see no key.
+    # Multiply-adds of HUGE scores may give any result (row_scale). Rows without keys (-inf) are fine.
     lost = gl.where((gl.abs(row_ref) >= HUGE) & (row_ref > NEG_INF), 1, lost)
     if C.HAS_SINKS:
         above = load_sink(sinks_ptr, item, sizes) - row_ref
@@ -244,7 +251,7 @@ def load_sink(sinks_ptr, item, sizes):
 
 @gluon.jit
 def whole_rows(row_ref, row_sum, scale_log2, C: gl.constexpr):
-    """(row_ref, row_sum) of whole rows, [64]; references in log2 again."""
+    """(row_ref, row_sum) of whole rows, [64], from those of their four threads; row_ref in log2 also if EXACT."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
     total = gl.sum(row_sum, axis=1) if C.SPLIT_SUM else gl.max(row_sum, axis=1)
     ref = gl.max(row_ref, axis=1)
@@ -255,13 +262,13 @@ def whole_rows(row_ref, row_sum, scale_log2, C: gl.constexpr):
 
 @gluon.jit
 def sink_weight(sink, shift):
-    """2^(sink - shift); 1 of a sink that is the shift, which holds for +inf as well."""
+    """2^(sink - shift); 1 if they are equal, also if both are +inf."""
     return gl.where(sink == shift, 1.0, exp2(sink - shift))
 
 
 @gluon.jit
 def finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C: gl.constexpr):
-    """(factor that normalises O, lse) of finished rows; a row that saw nothing gets 0 and -inf."""
+    """(factor that normalises O, lse) of finished rows; a row without keys gets 0 and -inf."""
     if C.HAS_SINKS:
         sink = load_sink(sinks_ptr, item, sizes)
         top = gl.maximum(row_ref, sink)

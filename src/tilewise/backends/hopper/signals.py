@@ -1,4 +1,4 @@
-"""Order between CTAs through global memory, where no mbarrier reaches."""
+"""Memory order between CTAs, through global memory: mbarriers work only within a CTA."""
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
@@ -14,7 +14,7 @@ __all__ = ["await_writes", "let_next_start", "load_acquire", "order_copies", "pu
 
 @gluon.jit
 def load_acquire(at):
-    """A 32-bit integer at an address; what was published before it was written is seen afterwards."""
+    """Load a 32-bit integer with acquire order: what was published before it was written is visible afterwards."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -27,16 +27,16 @@ def _with_result(instructions):
 
 @gluon.jit
 def _issue(INSTRUCTIONS: gl.constexpr):
-    """Instructions for what they do; assembly has a result, which nobody reads."""
+    """Run instructions for their side effects; inline assembly must have a result, which is not used."""
     ASM: gl.constexpr = _with_result(INSTRUCTIONS)
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def publish():
-    """Order what this role has stored in global memory, also for TMA of other CTAs, before what it does next."""
+    """Make this role's stores to global memory visible to other CTAs and their TMA before what it does next."""
     _issue("fence.proxy.async; fence.acq_rel.gpu;")
-    barrier()  # what one thread says next is said for all
+    barrier()  # one thread may now signal for all
 
 
 @gluon.constexpr_function
@@ -46,18 +46,18 @@ def _waiting(pending):
 
 @gluon.jit
 def await_writes(PENDING: gl.constexpr):
-    """Wait until all but the last PENDING of this role's TMA stores and additions are there for all who hear of it."""
+    """Wait until all but the last PENDING of this role's TMA stores and additions have arrived in global memory."""
     INSTRUCTIONS: gl.constexpr = _waiting(PENDING)
     _issue(INSTRUCTIONS)
 
 
 @gluon.jit
 def order_copies():
-    """Order what was heard of before what this role's TMA reads next."""
+    """Order what this role has acquired before what its TMA reads next."""
     _issue("fence.proxy.async;")
 
 
 @gluon.jit
 def let_next_start():
-    """The kernel after this one may start, if it waits for the end of this one itself, once all CTAs have said so."""
+    """Allow the next kernel to start once all CTAs have called this; it must wait for this kernel's end itself."""
     _issue("griddepcontrol.launch_dependents;")
