@@ -3,7 +3,8 @@
 import { localPlan } from "tilewise/engine/localplan.js";
 import { fill, h, setText } from "tilewise/ui/dom.js";
 import { Form, paramsOf, valuesFrom } from "tilewise/ui/form.js";
-import { heading } from "tilewise/ui/parts.js";
+import { grouped, plural } from "tilewise/ui/format.js";
+import { folded, heading } from "tilewise/ui/parts.js";
 import { backendPart, comparisonPart, memoryPart, rooflinePart, timePart } from "tilewise/views/problemparts.js";
 
 /**
@@ -16,6 +17,7 @@ import { backendPart, comparisonPart, memoryPart, rooflinePart, timePart } from 
 const SHAPE = ["heads", "kv", "dim", "layers"];
 /** Keystrokes come faster than answers are wanted. */
 const PATIENCE_MS = 120;
+const WAIT_MS = 150;
 
 /** @param {any} data @returns {Spec[]} */
 function specs(data) {
@@ -125,6 +127,8 @@ class ProblemView {
     this.problem = h("p", { class: "message bad", role: "alert", hidden: true });
     this.answer = h("div", { class: "answer", "aria-live": "polite" });
     this.asked = 0;
+    this.sizes = folded("Problem", [this.form.element]);
+    this.sizes.element.open = true;
     this.element = h(
       "div",
       {},
@@ -132,7 +136,7 @@ class ProblemView {
         "What will my problem cost?",
         "Attention of one layer, from its sizes and the datasheet of a device: a lower bound that no kernel can beat, and what naive attention would take. Every number with a dotted line explains itself on hover and on focus.",
       ),
-      this.form.element,
+      this.sizes.element,
       this.problem,
       this.answer,
     );
@@ -161,19 +165,39 @@ class ProblemView {
   async #ask() {
     const { values } = this.form;
     this.context.save(paramsOf(this.specs, values));
+    this.sizes.describe(
+      `${grouped(values.context)} tokens, ${values.heads} query heads, ${values.kv} K/V heads, d = ${values.dim}, ${values.device}`,
+    );
     this.asked += 1;
     const own = this.asked;
-    const [plan, wrong] = await this.#plan(values);
+    const kv = divisor(values.heads, values.kv);
+    const ratio =
+      kv === values.kv
+        ? ""
+        : `Query heads (${values.heads}) must be a multiple of K/V heads (${values.kv}). Shown for ${plural(kv, "K/V head")}.`;
+    // A long context takes Python seconds: say so before the answer, not after.
+    const waiting = setTimeout(() => this.#wait(values), WAIT_MS);
+    const [plan, wrong] = await this.#plan({ ...values, kv });
+    clearTimeout(waiting);
     if (own !== this.asked || !this.answer) return;
-    this.problem.hidden = wrong === "";
-    setText(this.problem, wrong);
-    if (plan !== null) this.#show(plan, values);
+    this.answer.removeAttribute("aria-busy");
+    const message = wrong || ratio;
+    this.problem.hidden = message === "";
+    this.problem.classList.add("bad");
+    setText(this.problem, message);
+    if (plan !== null) this.#show(plan, { ...values, kv });
+  }
+
+  /** @param {Values} values */
+  #wait(values) {
+    this.answer.setAttribute("aria-busy", "true");
+    this.problem.hidden = false;
+    this.problem.classList.remove("bad");
+    setText(this.problem, `Planning ${grouped(values.context)} tokens …`);
   }
 
   /** The plan, or what is wrong. @param {Values} values @returns {Promise<[any, string]>} */
   async #plan(values) {
-    if (values.heads % values.kv !== 0)
-      return [null, `Query heads (${values.heads}) must be a multiple of K/V heads (${values.kv}).`];
     const question = questionOf(values);
     if (!this.data.served) return [localPlan(question, this.data), ""];
     try {
@@ -208,6 +232,13 @@ class ProblemView {
     clearTimeout(this.timer);
     this.asked = -1;
   }
+}
+
+/** The largest number of K/V heads up to the wanted one that divides the query heads. @param {number} heads @param {number} wanted */
+function divisor(heads, wanted) {
+  let kv = Math.min(heads, wanted);
+  while (heads % kv !== 0) kv -= 1;
+  return kv;
 }
 
 /** @param {Values} values @returns {Question} */
