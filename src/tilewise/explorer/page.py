@@ -10,8 +10,8 @@ from typing import Any
 
 from tilewise import device
 from tilewise.device import DEVICES, DeviceSpec
-from tilewise.explorer.kernels import kernel_table
 from tilewise.errors import InvalidProblem
+from tilewise.explorer.kernels import kernel_table
 from tilewise.explorer.presets import CHIPS, PRESETS
 from tilewise.explorer.questions import HEAD_DIMS, LIMITS
 from tilewise.version import __version__
@@ -90,7 +90,8 @@ def served_page(files: dict[str, str]) -> str:
 def exported_page(chapter: str | None = None) -> str:
     """Everything, or one chapter, in one file that works from a disk, without a server and without a network."""
     if chapter is not None and chapter not in chapter_names():
-        raise InvalidProblem("chapter", "one of " + ", ".join(chapter_names()), chapter, "Name a chapter of the lesson.")
+        names = ", ".join(chapter_names())
+        raise InvalidProblem("chapter", f"one of {names}", chapter, "Name a chapter of the lesson.")
     files = assets()
     page = _with_data(files["index.html"], page_data(served=False, chapter=chapter))
     page = STYLE.sub(lambda found: f"<style>\n{files[found[1]]}</style>", page)

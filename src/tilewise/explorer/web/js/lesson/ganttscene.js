@@ -4,6 +4,7 @@ import { UNITS, busyShare, pipeline, timeline } from "tilewise/engine/pipeline.j
 import { Picture, box, words } from "tilewise/lesson/picture.js";
 import { h } from "tilewise/ui/dom.js";
 import { grouped } from "tilewise/ui/format.js";
+import { legend } from "tilewise/ui/parts.js";
 
 /** @typedef {import("tilewise/engine/pipeline.js").Span} Span */
 /** @typedef {import("tilewise/ui/form.js").Values} Values */
@@ -12,9 +13,9 @@ import { grouped } from "tilewise/ui/format.js";
 const LOOK = {
   load_k: ["K", "loaded"],
   load_v: ["V", "loaded"],
-  scores: ["QKᵀ", "computing"],
-  softmax: ["exp", "rescaled"],
-  values: ["PV", "stored"],
+  scores: ["S", "computing"],
+  softmax: ["P", "rescaled"],
+  values: ["O", "stored"],
 };
 
 export class GanttScene {
@@ -25,7 +26,17 @@ export class GanttScene {
       (narrow) => this.#draw(narrow),
       () => this.description(),
     );
-    this.element = h("div", { class: "scene" }, this.picture.element);
+    this.element = h(
+      "div",
+      { class: "scene" },
+      this.picture.element,
+      legend([
+        ["loaded", "load a tile of K or V"],
+        ["computing", "S = Q Kᵀ"],
+        ["rescaled", "P: exponentials of the softmax"],
+        ["stored", "O = O + P V"],
+      ]),
+    );
   }
 
   /** @param {Values} values */
@@ -82,13 +93,13 @@ export class GanttScene {
       shown.filter(/** @type {any} */ (belongs)).map((span) => {
         const [name_, kind] = LOOK[span.task];
         const [x, wide] = [left + span.start * scale, (span.stop - span.start) * scale];
-        const label = index === 3 ? `${(span.consumer ?? 0) + 1}` : wide > 26 ? `${name_}${sub(span.tile)}` : `${span.tile}`;
+        const label = index === 3 ? `${(span.consumer ?? 0) + 1}` : `${name_}${sub(span.tile)}`;
         return [
           box(`span ${kind} ${span === last ? "newest" : ""}`, x + 0.5, y(index), wide - 1, lane - 22, {
             rx: 2,
             "data-tip": `${name_}${sub(span.tile)}: cycles ${grouped(span.start)} to ${grouped(span.stop)}`,
           }),
-          wide > 14 && words(`value ${wide < 40 ? "tight" : ""}`, x + wide / 2, y(index) + (lane - 22) / 2 + 4, label),
+          wide > 12 && words(`value ${wide < 30 ? "tight" : ""}`, x + wide / 2, y(index) + (lane - 22) / 2 + 4, label),
         ];
       }),
     ]);

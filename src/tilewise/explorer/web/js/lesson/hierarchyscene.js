@@ -81,7 +81,7 @@ export class HierarchyScene {
       ),
       words("note mid", chipBox.x + chipBox.width / 2, chipBox.y + (narrow ? 60 : 74), formatCount(chip.fast_bandwidth, "B/s")),
       box("dot-scale", chipBox.x + chipBox.width / 2 - side[0] / 2, chipBox.y + (narrow ? 70 : 86), side[0], side[1]),
-      words("note mid", chipBox.x + chipBox.width / 2, chipBox.y + (narrow ? 92 : 112), "this dot: its size to scale"),
+      words("note mid", chipBox.x + chipBox.width / 2, chipBox.y + (narrow ? 92 : 112), narrow ? "dot: to scale" : "this dot: its size to scale"),
       box("alu", chipBox.x + 10, chipBox.y + chipBox.height - (narrow ? 32 : 46), chipBox.width - 20, narrow ? 26 : 38, { rx: 5 }),
       words(
         "note mid strong",
@@ -111,7 +111,7 @@ export class HierarchyScene {
     ]);
     const most = Math.max(...rows.map(([, seconds]) => seconds));
     const left = narrow ? 8 : 180;
-    const room = width - left - (narrow ? 120 : 190);
+    const room = width - left - (narrow ? 150 : 190);
     const step = narrow ? 50 : 44;
     return rows.slice(0, this.at).map(([name, seconds, amount, kind], at) => {
       const y = top + at * step + (narrow ? 16 : 0);

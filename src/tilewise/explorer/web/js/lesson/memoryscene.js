@@ -99,11 +99,11 @@ export class MemoryScene {
       .map(([name, spec]) => ({ name, rows: spec.rows, cols: spec.cols }));
     const hbm = fitted(arrays, width - 24, narrow ? 230 : 118, narrow ? 14 : 17);
     const room = !narrow && this.map ? width - 24 - 178 : width - 24;
-    const sram = fitted(this.slots, room, narrow ? 250 : 132, 36);
+    const sram = fitted(this.slots, room, narrow ? 260 : 200, 36);
     const hbmHeight = hbm.height + 34;
     const top = hbmHeight + 44;
     const sramHeight = Math.max(sram.height + 50, !narrow && this.map ? 180 : 0);
-    const mapPlace = narrow ? { x: 110, y: top + sramHeight + 24 } : { x: width - 168, y: top + 24 };
+    const mapPlace = narrow ? { x: 110, y: top + sramHeight + 24 } : { x: width - 156, y: top + 24 };
     this.layout = {
       width,
       height: top + sramHeight + (narrow && this.map ? 210 : 2),
@@ -162,6 +162,8 @@ export class MemoryScene {
     return [
       svg("rect", { class: "hbm-box", x: 1, y: 1, width: width - 2, height: hbmHeight - 2, rx: 8 }),
       svg("text", { class: "box-name", x: 12, y: 18 }, "HBM: large and slow"),
+      this.replay.written.size > 0 &&
+        svg("text", { class: "note", x: width - 12, y: 18, "text-anchor": "end" }, "2×: written twice so far"),
       svg("rect", { class: "sram-box", x: 1, y: top, width: sramWidth - 2, height: sramHeight - 2, rx: 8 }),
       svg("text", { class: "box-name", x: 12, y: top + 18 }, "SRAM: small and fast"),
       svg("text", { class: `note ${over ? "over" : ""}`, x: 12, y: top + sramHeight - 10 }, over ? `${use}: it does not fit` : use),
@@ -175,14 +177,13 @@ export class MemoryScene {
     const matrix = /** @type {Matrix} */ (this.replay.machine.slow.get(name));
     const writes = Math.max(0, ...(this.replay.written.get(name) ?? []));
     return [
-      svg("text", { class: "name", x: place.x + (place.cols * place.cell) / 2, y: place.y - 4 }, symbol(name)),
+      svg(
+        "text",
+        { class: "name", x: place.x + (place.cols * place.cell) / 2, y: place.y - 4 },
+        symbol(name),
+        writes > 0 && svg("tspan", { class: "times", dx: 4 }, `${writes}×`),
+      ),
       this.#cells(matrix, place, "", null),
-      writes > 0 &&
-        svg(
-          "text",
-          { class: "note mid", x: place.x + (place.cols * place.cell) / 2, y: place.y + place.rows * place.cell + 12 },
-          `written ${writes}×`,
-        ),
     ];
   }
 
@@ -240,13 +241,12 @@ export class MemoryScene {
    */
   #cells(matrix, grid, state, explain) {
     const most = Math.max(1e-9, ...Array.from(matrix.data, (value) => (Number.isFinite(value) ? Math.abs(value) : 0)));
-    const digits = grid.cell >= 34 ? 2 : 1;
     return Array.from(matrix.data, (value, at) => {
       const [row, col] = [Math.floor(at / matrix.cols), at % matrix.cols];
       const [x, y] = [grid.x + col * grid.cell, grid.y + row * grid.cell];
       const there = !Number.isNaN(value);
       const heat = there && Number.isFinite(value) ? (0.4 * Math.abs(value)) / most : 0;
-      const text = Number.isInteger(value) ? String(value) : shortNumber(value, digits);
+      const text = fitting(value, grid.cell);
       return svg(
         "g",
         explain ? { "data-tip": explain(row, col) } : {},
@@ -258,7 +258,7 @@ export class MemoryScene {
           svg(
             "text",
             { class: `value ${grid.cell < 28 ? "tight" : ""}`, x: x + grid.cell / 2, y: y + grid.cell / 2 + 4 },
-            text.length > 5 ? shortNumber(value, 0) : text,
+            text,
           ),
       );
     });
@@ -369,7 +369,7 @@ export class MemoryScene {
       svg("text", { class: "name", x: mapPlace.x + 70, y: mapPlace.y - 6 }, stored ? "scores: stored above" : "scores: never stored"),
       tiles,
       masked,
-      svg("text", { class: "note mid", x: mapPlace.x + 70, y: mapPlace.y + 156 }, "keys across, queries down"),
+      svg("text", { class: "note mid", x: mapPlace.x + 70, y: mapPlace.y + 157 }, "queries ↓   keys →"),
     ];
   }
 
@@ -410,6 +410,14 @@ export class MemoryScene {
   destroy() {
     this.observer.disconnect();
   }
+}
+
+/** A number with as many digits as its cell has room for. @param {number} value @param {number} cell */
+function fitting(value, cell) {
+  const room = (cell - 2) / (cell < 28 ? 6 : 7.2);
+  if (Number.isInteger(value)) return shortNumber(value, 0);
+  const texts = [2, 1, 0].map((digits) => shortNumber(value, digits));
+  return texts.find((text) => text.length <= room) ?? texts[2];
 }
 
 /** @param {import("tilewise/engine/timeline.js").Counters} counters */

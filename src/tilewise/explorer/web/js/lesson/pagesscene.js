@@ -104,7 +104,7 @@ export class PagesScene {
       width,
       height: tableTop + (narrow ? 108 : 96),
       parts: [
-        words("name start", 8, 18, `reserved for the longest: ${contiguous.reservedPages} of ${SIZES.pages} pages, ${contiguous.wastedPages} empty`),
+        words("name start", 8, 18, `reserved: ${contiguous.reservedPages} of ${SIZES.pages} pages, ${contiguous.wastedPages} of them empty`),
         this.#pool(reserved, 8, 28, side),
         words("name start", second.x, second.y + 18, `in pages: ${paged.reservedPages} of ${SIZES.pages} taken, ${paged.free.length} free`),
         this.#pool(onDemand, second.x, second.y + 28, side),

@@ -75,7 +75,7 @@ export class SoftmaxScene {
     const gap = narrow ? 12 : 20;
     const x = (/** @type {number} */ at) => left + at * cell + (at >= BLOCK ? gap : 0);
     const top = 34;
-    const valueRow = this.values.length > 0 ? 34 : 0;
+    const valueRow = this.values.length > 0 ? 46 : 0;
     const barsTop = top + 52 + valueRow + 24;
     const tall = narrow ? 110 : 130;
     const seen = now ? now.seen : 0;
@@ -96,12 +96,12 @@ export class SoftmaxScene {
       row.map((score, at) => [
         box(`cell ${mark(at)}`, x(at), top, cell - 4, 40, { rx: 6 }),
         words("value large", x(at) + cell / 2 - 2, top + 26, text(score)),
-        valueRow > 0 && words("value", x(at) + cell / 2 - 2, top + 66, `(${this.values[at].join(", ")})`),
+        valueRow > 0 && words("value", x(at) + cell / 2 - 2, top + 78, `(${this.values[at].join(", ")})`),
         words("note mid", x(at) + cell / 2 - 2, barsTop + tall + 16, known[at] > 0 ? known[at].toFixed(narrow ? 2 : 4) : "–"),
         box("bar-fill rescaled", x(at) + cell / 2 - 18, barsTop + tall * (1 - known[at]), 15, tall * known[at]),
         box("bar-fill stored", x(at) + cell / 2, barsTop + tall * (1 - truth[at]), 15, tall * truth[at]),
       ]),
-      valueRow > 0 && words("note", left, top + 54, narrow ? "" : "v, the value of each key:"),
+      valueRow > 0 && words("note", left, top + 58, "the value v of each key, two numbers"),
       svg("path", { class: "axis-line", d: `M${left} ${barsTop + tall}H${x(row.length - 1) + cell}` }),
       words("note", left, barsTop - 8, "weights: purple as known now, green in truth"),
     ];

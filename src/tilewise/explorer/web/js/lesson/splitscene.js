@@ -99,7 +99,7 @@ export class SplitScene {
         const active = at === read[part] - 1 && !done;
         return [
           box(`worker r${part} ${at < read[part] ? "read" : ""} ${active ? "active" : ""}`, x + 1, 34, page - 2, 44, { rx: 4 }),
-          words("note mid", x + page / 2, 92, `${(one.first + at) * PAGE}–${(one.first + at) * PAGE + PAGE - 1}`, narrow ? { class: "note mid tiny" } : {}),
+          words("note mid", x + page / 2, 92, narrow ? (one.first + at) * PAGE : `${(one.first + at) * PAGE}–${(one.first + at) * PAGE + PAGE - 1}`),
         ];
       }),
     );
@@ -122,7 +122,7 @@ export class SplitScene {
       width,
       height: 344,
       parts: [
-        words("note", left, 22, `${KEYS} keys of the cache, in pages of ${PAGE}; the query is compared with all of them`),
+        words("note", left, 22, narrow ? `${KEYS} keys of the cache, in pages of ${PAGE}` : `${KEYS} keys of the cache, in pages of ${PAGE}; the query is compared with all of them`),
         pages,
         boxes,
         weighed && words("note", left, 208, "e^(lse − largest lse)"),

@@ -63,7 +63,13 @@ class ChapterView {
       h(
         "div",
         { class: "chapter-text" },
-        h("p", { class: "eyebrow" }, `Chapter ${chapter.number}`),
+        h(
+          "p",
+          { class: "eyebrow" },
+          `Chapter ${chapter.number}`,
+          before && h("a", { href: `#${before.id}`, "aria-label": `Back: ${before.title}` }, "‹ Back"),
+          after && h("a", { href: `#${after.id}`, "aria-label": `Next: ${after.title}` }, "Next ›"),
+        ),
         h("h2", {}, chapter.title),
         chapter.text.map((sentence) => h("p", {}, marked(sentence, { known }))),
       ),

@@ -29,6 +29,9 @@ const NAMES = {
   ds: "dS",
   dq: "dQ",
   dq_sum: "dQ sum",
+  a: "A",
+  b: "B",
+  c: "C",
   out_partial: "O part",
   lse_partial: "lse part",
 };

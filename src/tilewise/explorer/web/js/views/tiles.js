@@ -139,7 +139,7 @@ class TilesView {
       { class: "bench" },
       heading(
         "The score matrix, tile by tile",
-        "Naive attention writes the N × N scores to slow memory and reads them back. FlashAttention never stores them: tiles of Q, K and V come into the small fast memory, and their scores are used and thrown away. FA-1 and FA-2 differ in which loop is outside.",
+        "Naive attention writes the N × N scores to slow memory and reads them back. FlashAttention computes them tile by tile in fast memory and throws them away; FA-1 and FA-2 differ in which loop is outside.",
       ),
       this.sizes.element,
       this.problem,
@@ -188,7 +188,8 @@ class TilesView {
           : []),
       ],
       PHASES,
-      230,
+      // Figure and memory on one screen, also on a projector.
+      innerHeight < 850 ? 140 : 260,
     );
     const box = new MemoryBox(id, { rowState: statistics !== null });
     const text = caption();
@@ -206,11 +207,11 @@ class TilesView {
       "section",
       { class: "panel", "aria-label": title },
       h("h3", {}, title, h("small", {}, order)),
-      figure.element,
       text,
+      figure.element,
+      box.element,
       meter,
       versus,
-      box.element,
       code.element,
     );
     return {

@@ -26,7 +26,7 @@ export const naiveChapter = {
   say: (scene) => {
     const { counters, written } = scene.replay;
     const scores = ["s", "p"].reduce((sum, name) => sum + (written.get(name) ?? []).reduce((/** @type {number} */ a, /** @type {number} */ b) => a + b, 0), 0) * WORK.seqlen_k;
-    const sofar = scores > 0 ? ` ${plural(scores, "number")} of S and P have been written so far, of ${counters.writes} in all.` : "";
+    const sofar = scores > 0 ? ` Of ${plural(counters.writes, "number")} written so far, ${scores} belong to S and P.` : "";
     return naiveCaption(scene.replay) + sofar;
   },
   result: (scene) => {

@@ -38,7 +38,7 @@ export const tiledMatmul = {
         trace: (how === "naive" ? matmulNaive : matmulTiled)(WORK),
         inputs: INPUTS,
         racers: [
-          ["element by element", "naive", matmulNaive(WORK)],
+          ["one by one", "naive", matmulNaive(WORK)],
           ["in tiles", "fa2", matmulTiled(WORK)],
         ],
       }),
