@@ -314,7 +314,7 @@ def test_online_softmax_with_values_is_attention(open_page: Any, exported: Path)
         spoken = page.locator(".scene svg").get_attribute("aria-label") or ""
         panel = svg_text(page, ".value.large.end")
         assert f"m = {panel[0]}, l = {panel[1]}" in spoken
-        if at > 0 and "Block 2 is read" not in caption(page):
+        if at > 0 and "is read" not in caption(page):
             assert panel[1] in caption(page) or panel[0] in caption(page), at
 
 
@@ -368,7 +368,7 @@ def test_pages_tell_the_articles_story(open_page: Any, exported: Path) -> None:
     assert "Contiguous: refused" in caption(page)
     go(page, "pages?story=shared&step=4")
     assert "page 2 is copied to 3 before it writes" in caption(page)
-    assert "Sharing saves 5 of 9 pages, 56 %" in caption(page)
+    assert "Sharing saves 5 of 10 pages, 50 %" in caption(page)
 
 
 def test_recomputed_gradients_are_the_simulators(open_page: Any, exported: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tilewise.explorer.questions import Question, plan_of
-from tilewise.simulator import Workload, counts_after_each, schedule
+from tilewise.simulator import Workload, count, counts_after_each, schedule
 from tilewise.simulator.events import Algorithm
 
 # One browser for all of them.
@@ -154,6 +154,38 @@ def test_bad_input_is_named_and_changes_nothing(open_page: Any) -> None:
     expect(page.get_by_text("4,096 tiles are more than")).to_be_visible()
 
 
+def test_too_many_tiles_by_link_are_refused_and_nothing_breaks(open_page: Any) -> None:
+    page: Page = open_page("tiles?n=128&bm=1&bn=1")
+    expect(page.get_by_text("16,384 tiles are more than the 1,024")).to_be_visible()
+    expect(page.get_by_role("button", name="Play or pause")).to_be_disabled()
+    press(page, " ", "ArrowRight", "End")
+    page.get_by_label("Query block").fill("16")
+    page.get_by_label("Key block").fill("16")
+    press(page, "Tab", "Escape")
+    expect(page.locator("[data-summary]")).to_contain_text("64 tiles")
+    page.evaluate("location.hash = 'backward?n=64&bm=1&bn=1'")
+    expect(page.get_by_text("4,096 tiles are more than the 1,024")).to_be_visible()
+    press(page, " ", "ArrowRight")
+
+
+def test_the_defaults_show_the_thesis_and_a_sentence_says_when_it_fails(open_page: Any) -> None:
+    page: Page = open_page("tiles")
+    expect(page.locator("[data-verdict]")).to_contain_text("moves 192 elements, FA-1 132, FA-2 96.")
+    page.evaluate("location.hash = 'tiles?d=4'")
+    expect(page.locator("[data-verdict]")).to_contain_text("moves 240 elements, FA-1 264, FA-2 192.")
+    expect(page.locator("[data-verdict]")).to_contain_text("Here FA-1 does not save traffic")
+    page.evaluate("location.hash = 'backward'")
+    work = Workload(16, 16, 2, 2, block_m=4, block_n=4)
+    tiled, naive = (count(schedule(one, work)) for one in ("backward", "naive_backward"))
+    assert tiled.flops > naive.flops
+    assert tiled.bytes_read + tiled.bytes_written < naive.bytes_read + naive.bytes_written
+    verdict = page.locator("[data-verdict]")
+    expect(verdict).to_contain_text(f"{tiled.flops / naive.flops:.2f}× the FLOP")
+    expect(verdict).to_contain_text("It would fail with tiny blocks")
+    page.evaluate("location.hash = 'backward?n=64&d=64&bm=4&bn=4'")
+    expect(verdict).to_contain_text("at these sizes recomputing moves more")
+
+
 def test_an_address_with_nonsense_opens_the_defaults(open_page: Any) -> None:
     page: Page = open_page("tiles?n=banana&mask=x&step=-4&bm=0")
     expect(page.locator("[data-summary]")).to_contain_text("9 tiles")
@@ -272,6 +304,20 @@ def test_sharing_copies_on_write_and_buttons_write_the_story(open_page: Any) -> 
     expect(page.get_by_text("line 2 to make sense: Z is not there")).to_be_visible()
 
 
+def test_a_new_request_keeps_the_story(open_page: Any) -> None:
+    page: Page = open_page("paging")
+    unfold(page)
+    before = page.get_by_label("What happens").input_value()
+    page.get_by_role("button", name="New request").click()
+    expect(page.get_by_label("What happens")).to_have_value(f"F arrives 6\n{before}")
+    expect(page.locator(".step-counter")).to_have_text("step 1 of 10")
+
+
+def test_a_shared_request_that_ends_frees_no_page(open_page: Any) -> None:
+    page: Page = open_page("paging?script=A+arrives+8%0AB+shares+A%0AA+finishes&step=3")
+    expect(page.locator(".caption")).to_contain_text("Paged: no page is free: others still hold them.")
+
+
 # --- my problem
 
 
@@ -291,6 +337,58 @@ def test_my_problem_shows_what_explain_says(open_page: Any) -> None:
     expect(page.locator(".tip")).to_contain_text("Bound by arithmetic")
     page.get_by_label("K/V heads").fill("7")
     expect(page.get_by_text("must be a multiple of K/V heads (7). Shown for 4 K/V heads.")).to_be_visible()
+
+
+def test_a_bad_ratio_by_link_is_named_and_still_answered(open_page: Any) -> None:
+    page: Page = open_page("problem?heads=32&kv=7&model=own")
+    expect(page.get_by_text("must be a multiple of K/V heads (7). Shown for 4 K/V heads.")).to_be_visible()
+    expect(page.locator("[data-fact=backend]")).to_have_text("hopper")
+
+
+def test_a_long_plan_says_that_it_is_being_made(open_page: Any) -> None:
+    page: Page = open_page("softmax")
+    held: list[Any] = []
+    page.route("**/api/plan", held.append)
+    page.evaluate("location.hash = 'problem?context=4194304'")
+    expect(page.get_by_text("Planning 4,194,304 tokens …")).to_be_visible()
+    held[0].continue_()
+    expect(page.locator("[data-fact=backend]")).to_have_text("hopper", timeout=60_000)
+    expect(page.get_by_text("Planning")).to_be_hidden()
+
+
+def test_three_ways_on_one_device(open_page: Any, exported: Path) -> None:
+    page: Page = open_page("problem", base=exported.as_uri())
+    plan = plan_of(Question(1, 8192, 32, 32, 128, "bfloat16", "h100", "prefill", True, None))
+    assert plan.tiled.seconds is not None
+    expect(page.locator('[data-way="fa2"]')).to_have_text(f"{plan.tiled.seconds * 1e6:.0f} µs")
+    expect(page.locator('[data-way="fa1"]')).to_have_text(f"{plan.tiled.seconds * 1e6:.0f} µs")
+    # SDPA has no window: it computes every pair.
+    page.get_by_label("Mask").select_option("window")
+    page.get_by_label("Window").fill("1023")
+    expect(page.get_by_text("SDPA has no sliding window")).to_be_visible()
+    expect(page.locator('[data-way="fa1"]')).to_have_text(f"{plan.naive.flops / 989e12 * 1e3:.2f} ms")
+    expect(page.get_by_text("an estimate: the least time, not a measurement")).to_be_visible()
+
+
+def test_numbers_read_as_a_person_writes_them(open_page: Any, exported: Path) -> None:
+    page: Page = open_page("matmul?n=1&t=1", base=exported.as_uri())
+    expect(page.locator("[data-verdict]")).to_contain_text("naive 1 step and 2 element loads, tiled 1 step and 2")
+    texts = page.evaluate(
+        """async () => {
+          const {formatSeconds} = await import("tilewise/ui/format.js");
+          return [999, 5000, 9549783, 4e9, 1e5].map(formatSeconds);
+        }"""
+    )
+    assert texts == ["999 s", "83 min", "111 days", "127 years", "28 h"]
+
+
+def test_an_n_slider_moves_the_bars(open_page: Any, exported: Path) -> None:
+    page: Page = open_page("traffic", base=exported.as_uri())
+    assert page.locator('[data-race-value="naive"]').inner_text() == "17,301,504"
+    page.get_by_label("Tokens N").fill("8")
+    assert page.locator('[data-race-value="naive"]').inner_text() == "327,680"
+    assert page.locator('[data-race-value="fa2"]').inner_text() == "98,304"
+    expect(page).to_have_url(re.compile(r"#traffic\?n=256$"))
 
 
 # --- keys, address, themes

@@ -44,7 +44,7 @@ function pagedAnswer({ kind, request }, { paged, fresh, refusedPaged }) {
   if (refusedPaged.has(request)) return "it was refused and is not here.";
   const [copied] = pages("copy");
   const copy = copied
-    ? `its last page is shared, so page ${copied.source} is copied to ${copied.page} before it writes. `
+    ? `its last page is shared, so page ${copied.source} is copied to ${copied.page} before it writes`
     : "";
   const before = paged.events.slice(0, fresh.paged).filter((event) => event.kind === "free");
   const reused = pages("take")
@@ -55,8 +55,8 @@ function pagedAnswer({ kind, request }, { paged, fresh, refusedPaged }) {
     return pages("free").length === 0
       ? "no page is free: others still hold them."
       : `${list(pages("free"))} ${pages("free").length === 1 ? "is" : "are"} free at once.`;
-  if (pages("take").length === 0) return copy || "there is room in its last page.";
-  return `${copy}${list(pages("take"))} ${pages("take").length === 1 ? "goes" : "go"} out${reused.length > 0 ? `; ${reused.map((event) => `page ${event.page} was ${event.request}'s`).join(", ")}` : ""}.`;
+  if (pages("take").length === 0) return copy ? `${copy}.` : "there is room in its last page.";
+  return `${copy && `${copy}, and `}${list(pages("take"))} ${pages("take").length === 1 ? "goes" : "go"} out${reused.length > 0 ? `; ${reused.map((event) => `page ${event.page} was ${event.request}'s`).join(", ")}` : ""}.`;
 }
 
 /** @param {PageEvent[]} events */
