@@ -348,7 +348,7 @@ def test_a_bad_ratio_by_link_is_named_and_still_answered(open_page: Any) -> None
 def test_a_long_plan_says_that_it_is_being_made(open_page: Any) -> None:
     page: Page = open_page("softmax")
     held: list[Any] = []
-    page.route("**/api/plan", held.append)
+    page.route("**/api/plan", lambda route: held.append(route))
     page.evaluate("location.hash = 'problem?context=4194304'")
     expect(page.get_by_text("Planning 4,194,304 tokens …")).to_be_visible()
     held[0].continue_()

@@ -70,7 +70,7 @@ CHIPS = (
     _gpu("h200", "HBM"),
     # Eight cores of 3.5 GHz with two 32-byte multiply-adds a cycle, two channels of LPDDR5-6400.
     Chip(
-        key="laptop", name="Laptop CPU, 8 cores", cores=8, slow_name="DRAM", slow_bytes=16 * 10**9,
+        key="laptop", name="Laptop CPU, 8 cores, fp32", cores=8, slow_name="DRAM", slow_bytes=16 * 10**9,
         bandwidth=102.4e9, fast_name="L2 cache", fast_bytes=1280 << 10, fast_bandwidth=8 * 3.5e9 * 64,
         flops=8 * 3.5e9 * 32,
     ),

@@ -241,7 +241,11 @@ class App {
 
   #startHelp() {
     const keys = KEYS.map(([names, what]) => [
-      h("dt", {}, names.split(" ").flatMap((key) => [h("kbd", {}, key), " "])),
+      h(
+        "dt",
+        {},
+        names.split(" ").flatMap((key) => [h("kbd", {}, key), " "]),
+      ),
       h("dd", {}, what),
     ]);
     fill(element("help"), h("dl", {}, keys.flat()));

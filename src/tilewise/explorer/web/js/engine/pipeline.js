@@ -83,7 +83,11 @@ function needs(pipe, { task, consumer, tile }) {
     return tile < pipe.stages ? [] : everybody.map((one) => ({ task: user, consumer: one, tile: tile - pipe.stages }));
   }
   /** @type {Record<string, [Task, number] | null>} */
-  const steps = { scores: tile > 0 ? ["values", tile - 1] : null, softmax: ["scores", tile], values: ["softmax", tile] };
+  const steps = {
+    scores: tile > 0 ? ["values", tile - 1] : null,
+    softmax: ["scores", tile],
+    values: ["softmax", tile],
+  };
   const before = steps[task];
   const who = pipe.ping_pong ? [consumer] : everybody;
   /** @type {Item[]} */

@@ -51,7 +51,9 @@ export function moments(row, block, values = []) {
   const dims = values[0]?.length ?? 0;
   let state = { rowMax: -Infinity, rowSum: 0, out: new Array(dims).fill(0), seen: 0 };
   /** @type {Moment[]} */
-  const found = [{ kind: "start", block: 0, oldMax: -Infinity, blockMax: -Infinity, correction: 1, added: 0, ...state }];
+  const found = [
+    { kind: "start", block: 0, oldMax: -Infinity, blockMax: -Infinity, correction: 1, added: 0, ...state },
+  ];
   for (let start = 0, at = 0; start < row.length; start += block, at++) {
     const scores = row.slice(start, start + block);
     const oldMax = state.rowMax;

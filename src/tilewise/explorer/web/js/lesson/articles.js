@@ -60,12 +60,19 @@ export function articleTable() {
         ],
         [
           link("traffic", "size of the score matrix"),
-          [1024, 4096, 16384].map((n) => `${grouped(n)}: ${formatBytes(scoreMatrixBytes(n, 4))}, m and l ${formatBytes(statisticsBytes(n))}`).join("; "),
+          [1024, 4096, 16384]
+            .map(
+              (n) =>
+                `${grouped(n)}: ${formatBytes(scoreMatrixBytes(n, 4))}, m and l ${formatBytes(statisticsBytes(n))}`,
+            )
+            .join("; "),
           "one head, 4-byte numbers; KiB, MiB and GiB are powers of 1,024",
         ],
         [
           link("tiles", "tile sizes for 96, 164, 228 KB"),
-          [96, 164, 228].map((size) => `${size} KB: ${blockRule(size, 64).keys} keys × ${blockRule(size, 64).queries} queries`).join("; "),
+          [96, 164, 228]
+            .map((size) => `${size} KB: ${blockRule(size, 64).keys} keys × ${blockRule(size, 64).queries} queries`)
+            .join("; "),
           "FA-1's rule, keys = M / 4d, queries = min(keys, d), with M 2-byte numbers of SRAM and d = 64; scores and statistics are not counted, so real tiles are smaller",
         ],
         [

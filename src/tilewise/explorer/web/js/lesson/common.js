@@ -21,7 +21,11 @@ export function attention(n, d, block, more = {}) {
 
 /** The three ways on one problem; the first is shown. @param {any} work @param {any} shown */
 export function raceStory(work, shown, { capacity = 0, racers = ["naive", "fa1", "fa2"] } = {}) {
-  const all = /** @type {Record<string, [string, any]>} */ ({ naive: ["naive", naive], fa1: ["FA-1", fa1], fa2: ["FA-2", fa2] });
+  const all = /** @type {Record<string, [string, any]>} */ ({
+    naive: ["naive", naive],
+    fa1: ["FA-1", fa1],
+    fa2: ["FA-2", fa2],
+  });
   return {
     trace: shown(work),
     inputs: headInputs(work),

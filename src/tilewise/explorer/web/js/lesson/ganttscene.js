@@ -61,8 +61,18 @@ export class GanttScene {
     const shown = spans.slice(0, this.at);
     const end = (/** @type {Span[]} */ all) => Math.max(0, ...all.map((span) => span.stop));
     const last = shown[shown.length - 1] ?? null;
-    const beside = last ? shown.filter((span) => span !== last && span.stop > last.start && span.consumer !== null) : [];
-    return { shown, last, beside, cycles: end(spans), otherCycles: end(other), share: busyShare(spans), otherShare: busyShare(other) };
+    const beside = last
+      ? shown.filter((span) => span !== last && span.stop > last.start && span.consumer !== null)
+      : [];
+    return {
+      shown,
+      last,
+      beside,
+      cycles: end(spans),
+      otherCycles: end(other),
+      share: busyShare(spans),
+      otherShare: busyShare(other),
+    };
   }
 
   description() {
@@ -88,7 +98,10 @@ export class GanttScene {
     const parts = lanes.map(([name, role, belongs], index) => [
       narrow
         ? words("note", left, y(index) - 4, `${name} (${role})`)
-        : [words("name end", left - 10, y(index) + 18, String(name)), words("note end", left - 10, y(index) + 34, String(role))],
+        : [
+            words("name end", left - 10, y(index) + 18, String(name)),
+            words("note end", left - 10, y(index) + 34, String(role)),
+          ],
       box("lane", left, y(index), right - left, lane - 22, { rx: 3 }),
       shown.filter(/** @type {any} */ (belongs)).map((span) => {
         const [name_, kind] = LOOK[span.task];

@@ -81,7 +81,9 @@ export function marked(text, { focusable = true, known = new Set() } = {}) {
     if (known.has(term)) continue;
     known.add(term);
     nodes.push(text.slice(from, found.index));
-    nodes.push(focusable ? explained(term, GLOSSARY[term]) : h("span", { class: "term", "data-tip": GLOSSARY[term] }, term));
+    nodes.push(
+      focusable ? explained(term, GLOSSARY[term]) : h("span", { class: "term", "data-tip": GLOSSARY[term] }, term),
+    );
     from = (found.index ?? 0) + term.length;
   }
   nodes.push(text.slice(from));

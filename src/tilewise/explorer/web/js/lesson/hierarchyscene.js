@@ -71,18 +71,47 @@ export class HierarchyScene {
       words("big", hbm.x + hbm.width / 2, middle, formatCount(chip.slow_bytes, "B")),
       words("note mid", hbm.x + hbm.width / 2, middle + 20, `${formatCount(chip.bandwidth, "B/s")}`),
       box("sram-box", chipBox.x, chipBox.y, chipBox.width, chipBox.height, { rx: 8 }),
-      words("name", chipBox.x + chipBox.width / 2, chipBox.y - 8, narrow ? "on the chip" : "on the chip: small and fast"),
-      words("big", chipBox.x + chipBox.width / 2, chipBox.y + (narrow ? 26 : 34), formatBytes(chip.cores * chip.fast_bytes)),
+      words(
+        "name",
+        chipBox.x + chipBox.width / 2,
+        chipBox.y - 8,
+        narrow ? "on the chip" : "on the chip: small and fast",
+      ),
+      words(
+        "big",
+        chipBox.x + chipBox.width / 2,
+        chipBox.y + (narrow ? 26 : 34),
+        formatBytes(chip.cores * chip.fast_bytes),
+      ),
       words(
         "note mid",
         chipBox.x + chipBox.width / 2,
         chipBox.y + (narrow ? 44 : 54),
-        narrow ? `${chip.cores} × ${formatBytes(chip.fast_bytes)}` : `${chip.fast_name}: ${chip.cores} × ${formatBytes(chip.fast_bytes)}`,
+        narrow
+          ? `${chip.cores} × ${formatBytes(chip.fast_bytes)}`
+          : `${chip.fast_name}: ${chip.cores} × ${formatBytes(chip.fast_bytes)}`,
       ),
-      words("note mid", chipBox.x + chipBox.width / 2, chipBox.y + (narrow ? 60 : 74), formatCount(chip.fast_bandwidth, "B/s")),
+      words(
+        "note mid",
+        chipBox.x + chipBox.width / 2,
+        chipBox.y + (narrow ? 60 : 74),
+        formatCount(chip.fast_bandwidth, "B/s"),
+      ),
       box("dot-scale", chipBox.x + chipBox.width / 2 - side[0] / 2, chipBox.y + (narrow ? 70 : 86), side[0], side[1]),
-      words("note mid", chipBox.x + chipBox.width / 2, chipBox.y + (narrow ? 92 : 112), narrow ? "dot: to scale" : "this dot: its size to scale"),
-      box("alu", chipBox.x + 10, chipBox.y + chipBox.height - (narrow ? 32 : 46), chipBox.width - 20, narrow ? 26 : 38, { rx: 5 }),
+      words(
+        "note mid",
+        chipBox.x + chipBox.width / 2,
+        chipBox.y + (narrow ? 92 : 112),
+        narrow ? "dot: to scale" : "this dot: its size to scale",
+      ),
+      box(
+        "alu",
+        chipBox.x + 10,
+        chipBox.y + chipBox.height - (narrow ? 32 : 46),
+        chipBox.width - 20,
+        narrow ? 26 : 38,
+        { rx: 5 },
+      ),
       words(
         "note mid strong",
         chipBox.x + chipBox.width / 2,
@@ -90,12 +119,18 @@ export class HierarchyScene {
         narrow ? formatCount(chip.flops, "FLOP/s") : `arithmetic: ${formatCount(chip.flops, "FLOP/s")}`,
       ),
       svg("path", { class: "pipe", d: `M${hbm.x + hbm.width} ${middle}H${chipBox.x}`, "stroke-width": thick }),
-      svg("path", { class: "flow", d: `M${hbm.x + hbm.width} ${middle}H${chipBox.x}`, "stroke-width": Math.max(2, thick / 2) }),
+      svg("path", {
+        class: "flow",
+        d: `M${hbm.x + hbm.width} ${middle}H${chipBox.x}`,
+        "stroke-width": Math.max(2, thick / 2),
+      }),
       words(
         "note mid",
         (hbm.x + hbm.width + chipBox.x) / 2,
         middle - thick / 2 - 8,
-        narrow ? `${(chip.fast_bandwidth / chip.bandwidth).toFixed(0)}× slower` : `${(chip.fast_bandwidth / chip.bandwidth).toFixed(0)}× slower than the chip's own`,
+        narrow
+          ? `${(chip.fast_bandwidth / chip.bandwidth).toFixed(0)}× slower`
+          : `${(chip.fast_bandwidth / chip.bandwidth).toFixed(0)}× slower than the chip's own`,
       ),
     ];
     return { width, height: narrow ? 350 : 372, parts: [...parts, this.#bars(narrow, width, narrow ? 186 : 232)] };

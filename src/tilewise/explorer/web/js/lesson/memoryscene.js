@@ -133,7 +133,15 @@ export class MemoryScene {
         ["loaded", "stored"].map((kind) =>
           svg(
             "marker",
-            { id: `arrow-${kind}`, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" },
+            {
+              id: `arrow-${kind}`,
+              viewBox: "0 0 8 8",
+              refX: 7,
+              refY: 4,
+              markerWidth: 7,
+              markerHeight: 7,
+              orient: "auto",
+            },
             svg("path", { d: "M0 0L8 4L0 8z", class: `arrow ${kind}` }),
           ),
         ),
@@ -166,9 +174,20 @@ export class MemoryScene {
         svg("text", { class: "note", x: width - 12, y: 18, "text-anchor": "end" }, "2×: written twice so far"),
       svg("rect", { class: "sram-box", x: 1, y: top, width: sramWidth - 2, height: sramHeight - 2, rx: 8 }),
       svg("text", { class: "box-name", x: 12, y: top + 18 }, "SRAM: small and fast"),
-      svg("text", { class: `note ${over ? "over" : ""}`, x: 12, y: top + sramHeight - 10 }, over ? `${use}: it does not fit` : use),
+      svg(
+        "text",
+        { class: `note ${over ? "over" : ""}`, x: 12, y: top + sramHeight - 10 },
+        over ? `${use}: it does not fit` : use,
+      ),
       gauge > 0 &&
-        svg("rect", { class: `gauge ${over ? "over" : ""}`, x: 12, y: top + sramHeight - 32, width: gauge, height: 6, rx: 3 }),
+        svg("rect", {
+          class: `gauge ${over ? "over" : ""}`,
+          x: 12,
+          y: top + sramHeight - 32,
+          width: gauge,
+          height: 6,
+          rx: 3,
+        }),
     ];
   }
 
@@ -201,7 +220,13 @@ export class MemoryScene {
       if (!held) {
         return [
           label,
-          svg("rect", { class: "slot", x: slot.x, y: slot.y, width: slot.cols * slot.cell, height: slot.rows * slot.cell }),
+          svg("rect", {
+            class: "slot",
+            x: slot.x,
+            y: slot.y,
+            width: slot.cols * slot.cell,
+            height: slot.rows * slot.cell,
+          }),
         ];
       }
       const state = held.stored ? "stored" : held.how === "held" ? "held" : held.how;
@@ -350,23 +375,24 @@ export class MemoryScene {
     for (let row = 0; row < rows; row++) {
       for (let col = 0; col < cols; col++) {
         masked.push(
-          svg(
-            "rect",
-            {
-              class: band.sees(row, col) ? "pair" : "pair masked",
-              x: mapPlace.x + col * cell,
-              y: mapPlace.y + row * cell,
-              width: cell,
-              height: cell,
-              "data-tip": pairText(this.replay, row, col),
-            },
-          ),
+          svg("rect", {
+            class: band.sees(row, col) ? "pair" : "pair masked",
+            x: mapPlace.x + col * cell,
+            y: mapPlace.y + row * cell,
+            width: cell,
+            height: cell,
+            "data-tip": pairText(this.replay, row, col),
+          }),
         );
       }
     }
     const stored = algorithm === "naive";
     return [
-      svg("text", { class: "name", x: mapPlace.x + 70, y: mapPlace.y - 6 }, stored ? "scores: stored above" : "scores: never stored"),
+      svg(
+        "text",
+        { class: "name", x: mapPlace.x + 70, y: mapPlace.y - 6 },
+        stored ? "scores: stored above" : "scores: never stored",
+      ),
       tiles,
       masked,
       svg("text", { class: "note mid", x: mapPlace.x + 70, y: mapPlace.y + 157 }, "queries ↓   keys →"),

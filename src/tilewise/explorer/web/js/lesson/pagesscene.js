@@ -52,15 +52,32 @@ export class PagesScene {
     const { paged } = this.state;
     const errors = [...paged.tables].map(([request, table], index) => {
       const tokens = paged.tokens.get(request) ?? 0;
-      const work = workload({ seqlen_q: 1, seqlen_k: tokens, head_dim: DIM, head_dim_v: DIM, block_m: 1, block_n: paged.pageSize });
-      const inputs = { q: someNumbers(1, DIM, index + 1), k: someNumbers(tokens, DIM, index + 2), v: someNumbers(tokens, DIM, index + 3) };
+      const work = workload({
+        seqlen_q: 1,
+        seqlen_k: tokens,
+        head_dim: DIM,
+        head_dim_v: DIM,
+        block_m: 1,
+        block_n: paged.pageSize,
+      });
+      const inputs = {
+        q: someNumbers(1, DIM, index + 1),
+        k: someNumbers(tokens, DIM, index + 2),
+        v: someNumbers(tokens, DIM, index + 3),
+      };
       // Written to the pages of the table, and read back through it.
-      const store = { k: new Float64Array(paged.numPages * paged.pageSize * DIM), v: new Float64Array(paged.numPages * paged.pageSize * DIM) };
-      const slot = (/** @type {number} */ token) => table[Math.floor(token / paged.pageSize)] * paged.pageSize + (token % paged.pageSize);
+      const store = {
+        k: new Float64Array(paged.numPages * paged.pageSize * DIM),
+        v: new Float64Array(paged.numPages * paged.pageSize * DIM),
+      };
+      const slot = (/** @type {number} */ token) =>
+        table[Math.floor(token / paged.pageSize)] * paged.pageSize + (token % paged.pageSize);
       const back = /** @type {const} */ (["k", "v"]).map((name) => {
-        for (let token = 0; token < tokens; token++) store[name].set(inputs[name].data.subarray(token * DIM, (token + 1) * DIM), slot(token) * DIM);
+        for (let token = 0; token < tokens; token++)
+          store[name].set(inputs[name].data.subarray(token * DIM, (token + 1) * DIM), slot(token) * DIM);
         const data = new Float64Array(tokens * DIM);
-        for (let token = 0; token < tokens; token++) data.set(store[name].subarray(slot(token) * DIM, (slot(token) + 1) * DIM), token * DIM);
+        for (let token = 0; token < tokens; token++)
+          data.set(store[name].subarray(slot(token) * DIM, (slot(token) + 1) * DIM), token * DIM);
         return { rows: tokens, cols: DIM, data };
       });
       const through = differenceFromNaive(fa2, work, { q: inputs.q, k: back[0], v: back[1] });
@@ -82,10 +99,15 @@ export class PagesScene {
     const side = narrow ? 384 : 336;
     const filled = paged.fill();
     const fresh_ = (/** @type {any[]} */ events, /** @type {number} */ from, /** @type {number} */ page) =>
-      events.slice(from).filter((event) => event.page === page).map((event) => event.kind).pop() ?? "";
+      events
+        .slice(from)
+        .filter((event) => event.page === page)
+        .map((event) => event.kind)
+        .pop() ?? "";
     const reserved = Array.from({ length: SIZES.pages }, (_, page) => {
       const request = contiguous.slots[Math.floor(page / contiguous.pagesPerSlot)] ?? null;
-      const tokens = request === null ? 0 : (contiguous.tokens.get(request) ?? 0) - (page % contiguous.pagesPerSlot) * SIZES.page;
+      const tokens =
+        request === null ? 0 : (contiguous.tokens.get(request) ?? 0) - (page % contiguous.pagesPerSlot) * SIZES.page;
       return {
         holders: request === null ? [] : [request],
         filled: Math.max(0, Math.min(SIZES.page, tokens)),
@@ -104,11 +126,28 @@ export class PagesScene {
       width,
       height: tableTop + (narrow ? 108 : 96),
       parts: [
-        words("name start", 8, 18, `reserved: ${contiguous.reservedPages} of ${SIZES.pages} pages, ${contiguous.wastedPages} of them empty`),
+        words(
+          "name start",
+          8,
+          18,
+          `reserved: ${contiguous.reservedPages} of ${SIZES.pages} pages, ${contiguous.wastedPages} of them empty`,
+        ),
         this.#pool(reserved, 8, 28, side),
-        words("name start", second.x, second.y + 18, `in pages: ${paged.reservedPages} of ${SIZES.pages} taken, ${paged.free.length} free`),
+        words(
+          "name start",
+          second.x,
+          second.y + 18,
+          `in pages: ${paged.reservedPages} of ${SIZES.pages} taken, ${paged.free.length} free`,
+        ),
         this.#pool(onDemand, second.x, second.y + 28, side),
-        words("note", 8, tableTop, tables.length ? "page tables: which pages hold a request's tokens, in order" : "page tables: no request is here"),
+        words(
+          "note",
+          8,
+          tableTop,
+          tables.length
+            ? "page tables: which pages hold a request's tokens, in order"
+            : "page tables: no request is here",
+        ),
         tables.map(([request, table], at) => {
           const columns = narrow ? 2 : 4;
           const [x, y] = [8 + (at % columns) * ((width - 16) / columns), tableTop + 12 + Math.floor(at / columns) * 30];
@@ -135,11 +174,20 @@ export class PagesScene {
       const colour = holders.length ? this.#colour(holders[0]) : "";
       const slot = (wide - 16) / SIZES.page;
       return [
-        box(`page-box ${colour} ${holders.length > 1 ? "shared" : ""} ${event}`, left + 2, top + 2, wide - 5, tall - 5, { rx: 5 }),
+        box(
+          `page-box ${colour} ${holders.length > 1 ? "shared" : ""} ${event}`,
+          left + 2,
+          top + 2,
+          wide - 5,
+          tall - 5,
+          { rx: 5 },
+        ),
         words("note tiny start", left + 7, top + 15, String(page)),
         words("value end", left + wide - 9, top + 16, holders.join(" ")),
         Array.from({ length: SIZES.page }, (_, at) =>
-          box(`slot-box ${colour} ${at < filled ? "full" : ""}`, left + 6 + at * slot, top + 20, slot - 2, 11, { rx: 2 }),
+          box(`slot-box ${colour} ${at < filled ? "full" : ""}`, left + 6 + at * slot, top + 20, slot - 2, 11, {
+            rx: 2,
+          }),
         ),
       ];
     });

@@ -14,7 +14,11 @@ export function questionBox(question) {
   const reveal = () => {
     const chosen = inputs.findIndex((input) => input.checked);
     const verdict = chosen < 0 ? "" : chosen === question.right ? "Right. " : "Not quite. ";
-    fill(answer, h("b", {}, `${verdict}${question.choices[question.right]}. `), marked(whyOf(question), { focusable: false }));
+    fill(
+      answer,
+      h("b", {}, `${verdict}${question.choices[question.right]}. `),
+      marked(whyOf(question), { focusable: false }),
+    );
     setText(button, "Answer shown");
     box.dataset.revealed = "true";
   };

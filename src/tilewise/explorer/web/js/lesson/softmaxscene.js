@@ -47,7 +47,9 @@ export class SoftmaxScene {
     const truth = /** @type {number[]} */ (this.truth);
     if (this.mode === "online") {
       const now = /** @type {Moment[]} */ (this.moments)[this.at];
-      const known = row.map((score, at) => (at < now.seen && now.rowSum > 0 ? term(score, now.rowMax) / now.rowSum : 0));
+      const known = row.map((score, at) =>
+        at < now.seen && now.rowSum > 0 ? term(score, now.rowMax) / now.rowSum : 0,
+      );
       return { row, truth, known, now, kind: now.kind };
     }
     const kind = RESISTANCE[this.at];
@@ -62,7 +64,9 @@ export class SoftmaxScene {
 
   description() {
     const { row, known, now } = this.state;
-    const state = now ? ` m = ${text(now.rowMax)}, l = ${text(now.rowSum)}${now.out.length ? `, O = ${now.out.map((one) => text(one)).join(", ")}` : ""}.` : "";
+    const state = now
+      ? ` m = ${text(now.rowMax)}, l = ${text(now.rowSum)}${now.out.length ? `, O = ${now.out.map((one) => text(one)).join(", ")}` : ""}.`
+      : "";
     return `Scores ${row.map((score) => text(score)).join(", ")}. Weights known now: ${known.map((p) => p.toFixed(3)).join(", ")}.${state}`;
   }
 
@@ -97,7 +101,12 @@ export class SoftmaxScene {
         box(`cell ${mark(at)}`, x(at), top, cell - 4, 40, { rx: 6 }),
         words("value large", x(at) + cell / 2 - 2, top + 26, text(score)),
         valueRow > 0 && words("value", x(at) + cell / 2 - 2, top + 78, `(${this.values[at].join(", ")})`),
-        words("note mid", x(at) + cell / 2 - 2, barsTop + tall + 16, known[at] > 0 ? known[at].toFixed(narrow ? 2 : 4) : "–"),
+        words(
+          "note mid",
+          x(at) + cell / 2 - 2,
+          barsTop + tall + 16,
+          known[at] > 0 ? known[at].toFixed(narrow ? 2 : 4) : "–",
+        ),
         box("bar-fill rescaled", x(at) + cell / 2 - 18, barsTop + tall * (1 - known[at]), 15, tall * known[at]),
         box("bar-fill stored", x(at) + cell / 2, barsTop + tall * (1 - truth[at]), 15, tall * truth[at]),
       ]),
@@ -119,7 +128,14 @@ export class SoftmaxScene {
       ...(now.out.length ? [["O", `(${now.out.map((one) => text(one, 2)).join(", ")})`, now.kind === "correct"]] : []),
     ];
     return rows.map(([name, value, touched], at) => [
-      box(`cell ${touched ? "rescaled" : now.kind === "add" ? "computing" : now.kind === "divide" ? "stored" : ""}`, x, y + at * 48, width, 42, { rx: 6 }),
+      box(
+        `cell ${touched ? "rescaled" : now.kind === "add" ? "computing" : now.kind === "divide" ? "stored" : ""}`,
+        x,
+        y + at * 48,
+        width,
+        42,
+        { rx: 6 },
+      ),
       words("name start", x + 10, y + at * 48 + 26, String(name)),
       words("value large end", x + width - 10, y + at * 48 + 27, String(value)),
     ]);

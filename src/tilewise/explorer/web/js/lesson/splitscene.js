@@ -98,8 +98,15 @@ export class SplitScene {
         const x = left + (one.first + at) * page;
         const active = at === read[part] - 1 && !done;
         return [
-          box(`worker r${part} ${at < read[part] ? "read" : ""} ${active ? "active" : ""}`, x + 1, 34, page - 2, 44, { rx: 4 }),
-          words("note mid", x + page / 2, 92, narrow ? (one.first + at) * PAGE : `${(one.first + at) * PAGE}–${(one.first + at) * PAGE + PAGE - 1}`),
+          box(`worker r${part} ${at < read[part] ? "read" : ""} ${active ? "active" : ""}`, x + 1, 34, page - 2, 44, {
+            rx: 4,
+          }),
+          words(
+            "note mid",
+            x + page / 2,
+            92,
+            narrow ? (one.first + at) * PAGE : `${(one.first + at) * PAGE}–${(one.first + at) * PAGE + PAGE - 1}`,
+          ),
         ];
       }),
     );
@@ -112,17 +119,37 @@ export class SplitScene {
         svg("path", { class: "wire plain", d: `M${head} 98C${head} 118 ${x + wide / 2} 108 ${x + wide / 2} 126` }),
         box(`worker r${part} frame-only`, x, 126, wide, 66, { rx: 6 }),
         words("name", x + wide / 2, 144, narrow && workers.length > 3 ? `${part + 1}` : `worker ${part + 1}`),
-        words("note mid", x + wide / 2, 162, ready ? `lse ${shortNumber(one.lse, 2)}` : `${read[part]} of ${one.stop - one.first}`),
-        ready && !(narrow && workers.length > 3) && words("note mid", x + wide / 2, 180, `O (${one.out.map((n) => shortNumber(n, 2)).join(", ")})`),
+        words(
+          "note mid",
+          x + wide / 2,
+          162,
+          ready ? `lse ${shortNumber(one.lse, 2)}` : `${read[part]} of ${one.stop - one.first}`,
+        ),
+        ready &&
+          !(narrow && workers.length > 3) &&
+          words("note mid", x + wide / 2, 180, `O (${one.out.map((n) => shortNumber(n, 2)).join(", ")})`),
         weighed && box(`worker r${part} read`, x + wide * 0.2, 270 - 56 * one.weight, wide * 0.6, 56 * one.weight),
-        weighed && words("note mid", x + wide / 2, 284, narrow && workers.length > 3 ? shortNumber(one.share, 2) : `share ${shortNumber(one.share)}`),
+        weighed &&
+          words(
+            "note mid",
+            x + wide / 2,
+            284,
+            narrow && workers.length > 3 ? shortNumber(one.share, 2) : `share ${shortNumber(one.share)}`,
+          ),
       ];
     });
     return {
       width,
       height: 344,
       parts: [
-        words("note", left, 22, narrow ? `${KEYS} keys of the cache, in pages of ${PAGE}` : `${KEYS} keys of the cache, in pages of ${PAGE}; the query is compared with all of them`),
+        words(
+          "note",
+          left,
+          22,
+          narrow
+            ? `${KEYS} keys of the cache, in pages of ${PAGE}`
+            : `${KEYS} keys of the cache, in pages of ${PAGE}; the query is compared with all of them`,
+        ),
         pages,
         boxes,
         weighed && words("note", left, 208, "e^(lse − largest lse)"),

@@ -104,7 +104,11 @@ class ChapterView {
         h("a", { href: `#teacher?chapter=${chapter.id}` }, "Notes for teachers"),
         context.data.served && [
           " · ",
-          h("a", { href: `export/${chapter.id}.html`, download: `${chapter.id}.html` }, "Save this chapter as one file"),
+          h(
+            "a",
+            { href: `export/${chapter.id}.html`, download: `${chapter.id}.html` },
+            "Save this chapter as one file",
+          ),
         ],
       ),
     );

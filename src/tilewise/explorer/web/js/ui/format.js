@@ -24,7 +24,11 @@ export function formatBytes(size) {
 
 /** 1.10 T, 640, 17.2 GFLOP, 0 FLOP. @param {number} count */
 export function formatCount(count, of = "") {
-  return scaled(count, 1000, COUNTS.map((prefix) => prefix + of));
+  return scaled(
+    count,
+    1000,
+    COUNTS.map((prefix) => prefix + of),
+  );
 }
 
 /** 1.24 s, 310 ms, 4.20 µs. @param {number} seconds */

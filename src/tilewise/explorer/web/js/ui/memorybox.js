@@ -91,7 +91,10 @@ export class MemoryBox {
                   ["m", "The largest score of the row so far."],
                   ["l ×", "What l is multiplied by when the maximum rises: e^(old m − new m)."],
                   ["l", "The sum of e^(score − m) so far."],
-                  ["O ×", "What O is multiplied by: the factor of l; in FA-1 order also the old l, by which O was divided."],
+                  [
+                    "O ×",
+                    "What O is multiplied by: the factor of l; in FA-1 order also the old l, by which O was divided.",
+                  ],
                   ["O so far", "The output of the row, as far as its keys have been seen."],
                 ].map(([text, why]) => h("th", { scope: "col", "data-tip": why }, text)),
               ),

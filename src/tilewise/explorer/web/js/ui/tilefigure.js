@@ -64,7 +64,10 @@ export class TileFigure {
   #description() {
     const replay = /** @type {Replay} */ (this.replay);
     const { stop } = replay;
-    const done = this.last.reduce((sum, at, tile) => sum + (at > 0 && replay.at > at && this.kinds[tile] !== "skip" ? 1 : 0), 0);
+    const done = this.last.reduce(
+      (sum, at, tile) => sum + (at > 0 && replay.at > at && this.kinds[tile] !== "skip" ? 1 : 0),
+      0,
+    );
     const all = this.kinds.filter((kind) => kind !== "skip").length;
     const place =
       stop === null
@@ -149,11 +152,7 @@ export class TileFigure {
   /** @param {Frame} frame @param {number} m @param {number} n */
   #tileBox(frame, m, n) {
     const width = this.blockN;
-    const {
-      block_m: height,
-      seqlen_q: rows,
-      seqlen_k: cols,
-    } = /** @type {Replay} */ (this.replay).trace.workload;
+    const { block_m: height, seqlen_q: rows, seqlen_k: cols } = /** @type {Replay} */ (this.replay).trace.workload;
     const [top, left] = [m * height, n * width];
     return {
       x: frame.x + left * frame.cell,
@@ -355,7 +354,9 @@ export function pairText(replay, row, col) {
   const own = product(col);
   const name = `Query ${row}, key ${col}: q·k = ${shortNumber(own, 2)}`;
   if (!band.sees(row, col)) return `${name}, but the pair is masked: its weight is 0.`;
-  const scores = Array.from({ length: work.seqlen_k }, (_, key) => (band.sees(row, key) ? product(key) * work.scale : -Infinity));
+  const scores = Array.from({ length: work.seqlen_k }, (_, key) =>
+    band.sees(row, key) ? product(key) * work.scale : -Infinity,
+  );
   const top = Math.max(...scores);
   const sum = scores.reduce((total, score) => total + Math.exp(score - top), 0);
   const weight = Math.exp(scores[col] - top) / sum;

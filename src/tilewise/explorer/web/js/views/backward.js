@@ -136,9 +136,7 @@ class BackwardView {
     const tiles = Math.ceil(values.n / values.bm) * Math.ceil(values.n / values.bn);
     this.problem.hidden = tiles <= MOST_TILES;
     setText(this.problem, `${grouped(tiles)} tiles are more than the ${grouped(MOST_TILES)} that can be told apart.`);
-    this.sizes.describe(
-      `N = ${values.n}, blocks ${values.bm} × ${values.bn}, d = ${values.d}, mask: ${values.mask}`,
-    );
+    this.sizes.describe(`N = ${values.n}, blocks ${values.bm} × ${values.bn}, d = ${values.d}, mask: ${values.mask}`);
     if (tiles > MOST_TILES) {
       this.sizes.element.open = true;
       return;

@@ -124,7 +124,10 @@ class MatmulView {
       `In the end: naive ${plural(many, "step")} and ${plural(naive.reads, "element load")}, tiled ${plural(few, "step")} and ${grouped(tiled.reads)}: ${(naive.reads / tiled.reads).toFixed(1)}× fewer. Attention does the same with Q, K and V.`,
     );
     const [one, other] = this.panels.map((panel) => slow(finished(panel.schedule(work), inputs), "c"));
-    setText(this.check, `Same result as element by element: largest difference ${difference(largestDifference(one, other))}.`);
+    setText(
+      this.check,
+      `Same result as element by element: largest difference ${difference(largestDifference(one, other))}.`,
+    );
     this.sizes.describe(`${n} × ${n} in tiles of ${tile} × ${tile}`);
     this.player.reset(many, at);
   }
@@ -141,7 +144,9 @@ class MatmulView {
         at > replay.stops.length ? `Done after ${plural(replay.stops.length, "step")}.` : sentence(panel.id, replay),
       );
       panel.figure?.redraw();
-      panel.figure?.describe(`${panel.title}: ${panel.text.textContent} ${plural(replay.counters.reads, "element load")} so far.`);
+      panel.figure?.describe(
+        `${panel.title}: ${panel.text.textContent} ${plural(replay.counters.reads, "element load")} so far.`,
+      );
       panel.code.light(CODE[replay.trace.algorithm].active(replay));
     }
     this.context.save({ ...paramsOf(SPECS, this.form.values), ...(at > 0 && { step: String(at) }) });

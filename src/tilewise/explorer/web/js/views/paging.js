@@ -171,7 +171,9 @@ class PagingView {
       return;
     }
     this.script = parseScript(values.script);
-    this.sizes.describe(`${plural(values.pages, "page")} of ${values.page} tokens; ${plural(this.script.length, "event")}`);
+    this.sizes.describe(
+      `${plural(values.pages, "page")} of ${values.page} tokens; ${plural(this.script.length, "event")}`,
+    );
     this.player.reset(this.script.length, at);
   }
 

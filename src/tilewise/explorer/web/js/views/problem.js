@@ -1,11 +1,21 @@
 /** My problem: sizes in, and out come memory, time, roofline and the backend that would run, each number explained. */
 
+import { fa2 } from "tilewise/engine/attention.js";
+import { differenceFromNaive } from "tilewise/engine/check.js";
 import { localPlan } from "tilewise/engine/localplan.js";
+import { workload } from "tilewise/engine/recorder.js";
 import { fill, h, setText } from "tilewise/ui/dom.js";
 import { Form, paramsOf, valuesFrom } from "tilewise/ui/form.js";
-import { grouped, plural } from "tilewise/ui/format.js";
+import { difference, grouped, plural } from "tilewise/ui/format.js";
 import { folded, heading } from "tilewise/ui/parts.js";
-import { backendPart, comparisonPart, memoryPart, rooflinePart, timePart } from "tilewise/views/problemparts.js";
+import {
+  backendPart,
+  comparisonPart,
+  memoryPart,
+  rooflinePart,
+  timePart,
+  waysPart,
+} from "tilewise/views/problemparts.js";
 
 /**
  * @typedef {import("tilewise/main.js").Context} Context
@@ -18,6 +28,8 @@ const SHAPE = ["heads", "kv", "dim", "layers"];
 /** Keystrokes come faster than answers are wanted. */
 const PATIENCE_MS = 120;
 const WAIT_MS = 150;
+/** Tokens on which the two ways are compared. */
+const SMALL = 64;
 
 /** @param {any} data @returns {Spec[]} */
 function specs(data) {
@@ -221,9 +233,10 @@ class ProblemView {
       h(
         "div",
         { class: "panels loose" },
-        h("div", { class: "stack" }, backendPart(facts), timePart(facts), memoryPart(facts)),
+        h("div", { class: "stack" }, waysPart(facts), backendPart(facts), timePart(facts), memoryPart(facts)),
         h("div", { class: "stack" }, rooflinePart(facts), comparisonPart(facts)),
       ),
+      h("p", { class: "result", "data-check": "" }, check(values)),
     );
     this.answer.dataset.answered = String(this.asked);
   }
@@ -239,6 +252,22 @@ function divisor(heads, wanted) {
   let kv = Math.min(heads, wanted);
   while (heads % kv !== 0) kv -= 1;
   return kv;
+}
+
+/** Both ways on a small problem with the same mask. @param {Values} values */
+function check(values) {
+  const work = workload({
+    seqlen_q: SMALL,
+    seqlen_k: SMALL,
+    head_dim: 8,
+    head_dim_v: 8,
+    block_m: 16,
+    block_n: 16,
+    scale: 1 / Math.sqrt(8),
+    left: values.mask === "window" ? Math.min(values.w, SMALL) : null,
+    right: values.mask === "full" ? null : 0,
+  });
+  return `Same result as naive attention: computed here on ${SMALL} tokens, the largest difference is ${difference(differenceFromNaive(fa2, work))}.`;
 }
 
 /** @param {Values} values @returns {Question} */

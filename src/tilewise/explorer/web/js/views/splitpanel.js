@@ -83,7 +83,14 @@ function splitResult(decode, whole, { "split-keys": keys, "split-page": page, "s
       ["worker", "keys", "lse", "e^(lse − largest)", "share", "O of its part"],
       [
         ...rows,
-        ["merged", `0–${keys - 1}`, shortNumber(split.slow.get("lse")?.data[0] ?? NaN), shortNumber(sum), "1", numbers(merged, 0)],
+        [
+          "merged",
+          `0–${keys - 1}`,
+          shortNumber(split.slow.get("lse")?.data[0] ?? NaN),
+          shortNumber(sum),
+          "1",
+          numbers(merged, 0),
+        ],
       ],
       "Parts and their merge",
     ),

@@ -32,7 +32,15 @@ export const MOST_TILES = 1024;
 function specs(devices) {
   return [
     { key: "n", label: "Tokens N", type: "number", value: 6, min: 1, max: MOST_TOKENS },
-    { key: "bm", label: "Query block", type: "number", value: 2, min: 1, max: MOST_TOKENS, help: "Rows of Q in a tile" },
+    {
+      key: "bm",
+      label: "Query block",
+      type: "number",
+      value: 2,
+      min: 1,
+      max: MOST_TOKENS,
+      help: "Rows of Q in a tile",
+    },
     {
       key: "bn",
       label: "Key block",
@@ -299,7 +307,13 @@ class TilesView {
       this.summary,
       `${plural(all, "tile")}, 3 steps for each one visited: ${plural(this.#steps, "step")}${heads}.${masked}`,
     );
-    setText(this.verdict, verdict(this.panels.map((panel) => panel.total.reads + panel.total.writes), values));
+    setText(
+      this.verdict,
+      verdict(
+        this.panels.map((panel) => panel.total.reads + panel.total.writes),
+        values,
+      ),
+    );
     const device = this.devices[values.device];
     const needs = this.panels.slice(1).map((panel) => peakBytes(panel.replays[0].trace));
     setText(this.capacity, capacity(needs, device, values));
@@ -361,10 +375,7 @@ class TilesView {
 function verdict([naiveTotal, fa1Total, fa2Total], { bm, bn, d }) {
   const totals = `In the end naive attention moves ${grouped(naiveTotal)} elements, FA-1 ${grouped(fa1Total)}, FA-2 ${grouped(fa2Total)}.`;
   const rule = `A tile saves 4 × ${bm} × ${bn} crossings of its scores; it costs FA-1 3 × ${bm} × ${d} (Q in, O in and out) and FA-2 2 × ${bn} × ${d} (K and V in).`;
-  const losers = [
-    ...(fa1Total >= naiveTotal ? ["FA-1"] : []),
-    ...(fa2Total >= naiveTotal ? ["FA-2"] : []),
-  ];
+  const losers = [...(fa1Total >= naiveTotal ? ["FA-1"] : []), ...(fa2Total >= naiveTotal ? ["FA-2"] : [])];
   if (losers.length === 0) return `${totals} ${rule} With tiny blocks or a large d this turns around.`;
   return `${totals} Here ${losers.join(" and ")} ${losers.length > 1 ? "do" : "does"} not save traffic: the blocks are too small for d = ${d}. ${rule} Real kernels take blocks of 64 to 128.`;
 }

@@ -246,7 +246,11 @@ class TrafficView {
           h("b", { "data-race-value": key }, values.unit === "elements" ? grouped(size) : this.#format(size)),
         );
       }),
-      h("p", { class: "small" }, moral(this.#measure(ways.naive), this.#measure(ways.fa1), this.#measure(ways.fa2), values)),
+      h(
+        "p",
+        { class: "small" },
+        moral(this.#measure(ways.naive), this.#measure(ways.fa1), this.#measure(ways.fa2), values),
+      ),
     );
     const small = workload({
       seqlen_q: 64,
@@ -259,7 +263,10 @@ class TrafficView {
       right: values.mask === "causal" ? 0 : null,
     });
     const error = Math.max(...[fa1, fa2].map((schedule) => differenceFromNaive(schedule, small)));
-    setText(this.check, `Same result as naive attention: computed here on 64 tokens, the largest difference is ${difference(error)}.`);
+    setText(
+      this.check,
+      `Same result as naive attention: computed here on 64 tokens, the largest difference is ${difference(error)}.`,
+    );
   }
 
   /** @param {({n: number} & Ways)[]} points */

@@ -67,7 +67,11 @@ export const causal = {
     },
     {
       ask: "At long N the mask makes attention about 1.7 times faster, not 2. Why?",
-      choices: ["tiles on the diagonal are computed whole", "the softmax is slower", "K and V are still loaded for masked tiles"],
+      choices: [
+        "tiles on the diagonal are computed whole",
+        "the softmax is slower",
+        "K and V are still loaded for masked tiles",
+      ],
       right: 0,
       why: "They are half masked but cost as much as others, rows differ in length, and what starts and ends a kernel stays.",
     },

@@ -18,7 +18,8 @@ export const fa1Chapter = {
   controls: blockChoice,
   scene: () =>
     new MemoryScene({
-      story: ({ block }) => raceStory(attention(6, 2, Number(block)), fa1, { capacity: TOY_SRAM, racers: ["naive", "fa1"] }),
+      story: ({ block }) =>
+        raceStory(attention(6, 2, Number(block)), fa1, { capacity: TOY_SRAM, racers: ["naive", "fa1"] }),
       values: { block: "2" },
     }),
   code: CODE.fa1.lines,
@@ -49,6 +50,7 @@ export const fa1Chapter = {
       "Choose 6 × 6: the gauge turns red.",
     ],
     question: "In FA-1 order O is multiplied by l before the correction. Why?",
-    answer: "It was stored divided by l, so that it is a valid output at any time; to add more values, the division has to be undone.",
+    answer:
+      "It was stored divided by l, so that it is a valid output at any time; to add more values, the division has to be undone.",
   },
 };

@@ -49,6 +49,7 @@ export const fa2Chapter = {
       "Compare the three bars at the end.",
     ],
     question: "Why does this order also suit a GPU with a hundred SMs?",
-    answer: "Tiles of queries do not depend on each other: each SM can take one, and nobody has to wait for another's O.",
+    answer:
+      "Tiles of queries do not depend on each other: each SM can take one, and nobody has to wait for another's O.",
   },
 };

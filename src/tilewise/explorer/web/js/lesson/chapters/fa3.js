@@ -51,7 +51,13 @@ export const fa3 = {
   lines: (scene) => {
     const { last } = scene.state;
     if (last === null) return [];
-    const lines = /** @type {Record<string, number[]>} */ ({ load_k: [1], load_v: [1], scores: [3], softmax: [5], values: [6] })[last.task];
+    const lines = /** @type {Record<string, number[]>} */ ({
+      load_k: [1],
+      load_v: [1],
+      scores: [3],
+      softmax: [5],
+      values: [6],
+    })[last.task];
     return last.task === "softmax" && scene.pipe.ping_pong ? [4, ...lines] : lines;
   },
   say: (scene, at) => {
@@ -81,7 +87,8 @@ export const fa3 = {
       choices: ["twice", "about 1.5 times", "not at all"],
       right: 1,
       why: () => {
-        const end = (/** @type {object} */ changes) => Math.max(...timeline(pipeline({ ping_pong: false, ...changes })).map((span) => span.stop));
+        const end = (/** @type {object} */ changes) =>
+          Math.max(...timeline(pipeline({ ping_pong: false, ...changes })).map((span) => span.stop));
         const [half, eight] = [end({}), end({ load: 256, product: 256 })];
         return `${grouped(half)} cycles become ${grouped(eight)}, ${(half / eight).toFixed(2)} times less: the exponentials are as slow as before.`;
       },
@@ -98,6 +105,6 @@ export const fa3 = {
     ],
     question: "Why are exponentials a problem at all, with so few of them?",
     answer:
-      "An H100 multiplies and adds 4,096 times a cycle and SM, but computes only 16 exponentials. A tile has one exponential for every 512 operations of its products.",
+      "An SM of an H100 does 4,096 operations of a matrix product in a cycle, but only 16 exponentials. A tile has one exponential for every 512 operations of its products.",
   },
 };

@@ -38,7 +38,7 @@ export const memory = {
     return [
       `${chip.name}: its ${chip.slow_name} holds ${formatCount(chip.slow_bytes, "B")} and delivers ${formatCount(chip.bandwidth, "B/s")}. On the chip there are ${formatBytes(chip.cores * chip.fast_bytes)} that deliver ${formatCount(chip.fast_bandwidth, "B/s")}.`,
       `The attention of 4,096 tokens in one head with d = 64 takes ${formatCount(facts.flops, "FLOP")}: at ${formatCount(chip.flops, "FLOP/s")} that is ${formatSeconds(facts.compute)}.`,
-      `Naive attention moves ${formatBytes(facts.naive)} for it, which takes ${formatSeconds(facts.naiveTime)}: ${ratio(facts.naiveTime, facts.compute)} times as long as the arithmetic.`,
+      `Naive attention moves ${formatBytes(facts.naive)} for it, which takes ${formatSeconds(facts.naiveTime)}: ${facts.naiveTime > facts.compute ? `${ratio(facts.naiveTime, facts.compute)} times as long as the arithmetic` : "less than the arithmetic, which is slow here"}.`,
       `In tiles of 128 × 128 it is ${formatBytes(facts.tiled)}, or ${formatSeconds(facts.tiledTime)}: ${ratio(facts.naiveTime, facts.tiledTime)} times less.`,
       `The slower of the two decides: ${formatSeconds(Math.max(facts.compute, facts.naiveTime))} for naive attention, ${formatSeconds(Math.max(facts.compute, facts.tiledTime))} in tiles. The next chapters show where the bytes go.`,
     ][at];
@@ -46,7 +46,7 @@ export const memory = {
   result: () => sameAsNaive(fa2, attention(16, 4, 4)),
   questions: [
     {
-      ask: "A chip becomes ten times faster at arithmetic, and its memory stays as it is. How much faster is naive attention?",
+      ask: "A GPU becomes ten times faster at arithmetic, and its memory stays as it is. How much faster is naive attention?",
       choices: ["ten times", "about three times", "hardly at all"],
       right: 2,
       why: "The time is spent moving bytes; the arithmetic units wait.",
@@ -64,7 +64,7 @@ export const memory = {
     script: [
       "Choose the A100 and let the class guess the sizes before you step.",
       "Step through the three bars: arithmetic, naive, tiled.",
-      "Change to the laptop: slower in everything, but the ratio of memory to arithmetic is similar.",
+      "Change to the laptop: its arithmetic is so much slower that computing decides there. The bytes are the same.",
       "Say what the tiled bar does not show yet: how it is done.",
     ],
     question: "Which number on this page would you have to improve to make naive attention faster?",

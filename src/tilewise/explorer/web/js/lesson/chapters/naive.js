@@ -25,8 +25,14 @@ export const naiveChapter = {
   lines: (scene) => CODE.naive.active(scene.replay),
   say: (scene) => {
     const { counters, written } = scene.replay;
-    const scores = ["s", "p"].reduce((sum, name) => sum + (written.get(name) ?? []).reduce((/** @type {number} */ a, /** @type {number} */ b) => a + b, 0), 0) * WORK.seqlen_k;
-    const sofar = scores > 0 ? ` Of ${plural(counters.writes, "number")} written so far, ${scores} belong to S and P.` : "";
+    const scores =
+      ["s", "p"].reduce(
+        (sum, name) =>
+          sum + (written.get(name) ?? []).reduce((/** @type {number} */ a, /** @type {number} */ b) => a + b, 0),
+        0,
+      ) * WORK.seqlen_k;
+    const sofar =
+      scores > 0 ? ` Of ${plural(counters.writes, "number")} written so far, ${scores} belong to S and P.` : "";
     return naiveCaption(scene.replay) + sofar;
   },
   result: (scene) => {
@@ -41,7 +47,8 @@ export const naiveChapter = {
         return Math.exp(sum * WORK.scale);
       });
       const total = scores.reduce((a, b) => a + b, 0);
-      for (let c = 0; c < v.cols; c++) out[i * v.cols + c] = scores.reduce((a, p, j) => a + (p / total) * v.data[j * v.cols + c], 0);
+      for (let c = 0; c < v.cols; c++)
+        out[i * v.cols + c] = scores.reduce((a, p, j) => a + (p / total) * v.data[j * v.cols + c], 0);
     }
     const own = slow(finished(naive(WORK), scene.replay.inputs), "out");
     return `Same result as the formula: largest difference ${difference(largestDifference(own, { rows, cols: v.cols, data: out }))}.`;
@@ -71,6 +78,7 @@ export const naiveChapter = {
       "Count at the end: the small matrices Q, K, V and O are a minor part.",
     ],
     question: "Why is P written, if O is all we want?",
-    answer: "Because each pass is a program of its own (a kernel); what it leaves for the next one has to go through HBM.",
+    answer:
+      "Because each pass is a program of its own (a kernel); what it leaves for the next one has to go through HBM.",
   },
 };

@@ -46,17 +46,30 @@ export const online = {
     "O = O / l",
   ],
   lines: (scene) =>
-    /** @type {Record<string, number[]>} */ ({ start: [0], read: [2], correct: [3], add: [4, 5], divide: [6] })[scene.state.now.kind],
+    /** @type {Record<string, number[]>} */ ({ start: [0], read: [2], correct: [3], add: [4, 5], divide: [6] })[
+      scene.state.now.kind
+    ],
   say: (scene) => {
     const { now } = scene.state;
     const out = `(${now.out.map((/** @type {number} */ one) => text(one)).join(", ")})`;
-    if (now.kind === "divide") return `The row is done: O is divided by l = ${text(now.rowSum)} once and becomes ${out}.`;
-    const more = now.kind === "correct" ? ` O is multiplied by the same ${text(now.correction)}.` : now.kind === "add" ? ` O becomes ${out}.` : "";
+    if (now.kind === "divide")
+      return `The row is done: O is divided by l = ${text(now.rowSum)} once and becomes ${out}.`;
+    const more =
+      now.kind === "correct"
+        ? ` O is multiplied by the same ${text(now.correction)}.`
+        : now.kind === "add"
+          ? ` O becomes ${out}.`
+          : "";
     return sentence(now) + more;
   },
   result: (scene) => {
     const { now, truth } = scene.state;
-    const exact = VALUES[0].map((_, dim) => truth.reduce((/** @type {number} */ sum, /** @type {number} */ p, /** @type {number} */ at) => sum + p * VALUES[at][dim], 0));
+    const exact = VALUES[0].map((_, dim) =>
+      truth.reduce(
+        (/** @type {number} */ sum, /** @type {number} */ p, /** @type {number} */ at) => sum + p * VALUES[at][dim],
+        0,
+      ),
+    );
     const error = Math.max(...exact.map((one, dim) => Math.abs(one - now.out[dim])));
     return now.kind === "divide"
       ? `Same result as the softmax of the whole row: largest difference ${difference(error)}.`

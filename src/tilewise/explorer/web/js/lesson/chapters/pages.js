@@ -42,14 +42,22 @@ export const pages = {
     const { action, paged, fresh } = scene.state;
     if (action === undefined) return [];
     const copied = paged.events.slice(fresh.paged).some((/** @type {any} */ event) => event.kind === "copy");
-    return /** @type {Record<string, number[]>} */ ({ arrives: [0], grows: copied ? [1, 3] : [1], shares: [2], finishes: [4] })[action.kind];
+    return /** @type {Record<string, number[]>} */ ({
+      arrives: [0],
+      grows: copied ? [1, 3] : [1],
+      shares: [2],
+      finishes: [4],
+    })[action.kind];
   },
   say: (scene) => {
     const { action, saved, named } = scene.state;
     const share = saved > 0 ? ` Sharing saves ${saved} of ${named} pages, ${Math.round((100 * saved) / named)} %.` : "";
-    return action === undefined ? "Both caches are empty: 16 pages of 4 tokens each." : happened(action, scene.state) + share;
+    return action === undefined
+      ? "Both caches are empty: 16 pages of 4 tokens each."
+      : happened(action, scene.state) + share;
   },
-  result: (scene) => `Same result as naive attention over the request's own keys, read through the page tables: largest difference ${difference(scene.error)}.`,
+  result: (scene) =>
+    `Same result as naive attention over the request's own keys, read through the page tables: largest difference ${difference(scene.error)}.`,
   questions: [
     {
       ask: "Requests of 5, 14, 3 and 8 tokens, pages of 4 tokens, 16 tokens reserved for each. How many reserved pages stay empty?",

@@ -14,7 +14,12 @@ const WORK = attention(6, 2, 2);
 function inputs() {
   const given = headInputs(WORK);
   const forward = finished(fa2(WORK), given);
-  return { ...given, dout: someNumbers(WORK.seqlen_q, WORK.head_dim_v, 4), out: slow(forward, "out"), lse: slow(forward, "lse") };
+  return {
+    ...given,
+    dout: someNumbers(WORK.seqlen_q, WORK.head_dim_v, 4),
+    out: slow(forward, "out"),
+    lse: slow(forward, "lse"),
+  };
 }
 
 /** @type {import("tilewise/lesson/view.js").Chapter} */
@@ -36,7 +41,9 @@ export const recompute = {
     const given = scene.replay.inputs;
     const p = slow(finished(naive(WORK), given), "p");
     const [own, textbook] = [finished(backward(WORK), given), finished(naiveBackward(WORK), { ...given, p })];
-    const error = Math.max(...["dq", "dk", "dv"].map((name) => largestDifference(slow(own, name), slow(textbook, name))));
+    const error = Math.max(
+      ...["dq", "dk", "dv"].map((name) => largestDifference(slow(own, name), slow(textbook, name))),
+    );
     return `Same gradients as the naive backward: largest difference ${difference(error)}.`;
   },
   questions: [
@@ -66,6 +73,7 @@ export const recompute = {
       "At the end compare the gradients with those of the naive backward.",
     ],
     question: "When does recomputing not pay?",
-    answer: "With tiny tiles or a large d: each tile reads its rows of Q, dO and dQ again. Try 64 tokens, d = 64 and blocks of 4 in the bench.",
+    answer:
+      "With tiny tiles or a large d: each tile reads its rows of Q, dO and dQ again. Try 64 tokens, d = 64 and blocks of 4 in the bench.",
   },
 };

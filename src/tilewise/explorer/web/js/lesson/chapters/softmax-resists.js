@@ -11,7 +11,7 @@ export const resists = {
   number: "4a",
   title: "Why softmax resists",
   text: [
-    "The products S = Q Kᵀ and O = P V can be tiled, but between them stands the softmax: each weight is e^s divided by the sum of e^s over its whole row of scores s.",
+    "The two products, Q Kᵀ and P V, can be tiled, but between them stands the softmax: each weight is e^s divided by the sum of e^s over its whole row of scores s.",
     "So that e^s does not overflow, the largest score m is subtracted first, and the sum is then called l: the weight is e^(s − m) / l.",
     "Both m and l are known only when the whole row has been seen, so a tile by itself gives wrong weights.",
   ],
@@ -53,7 +53,9 @@ export const resists = {
     const { row, truth } = scene.state;
     const plain = row.map((/** @type {number} */ s) => Math.exp(s));
     const sum = plain.reduce((/** @type {number} */ a, /** @type {number} */ b) => a + b, 0);
-    const error = Math.max(...truth.map((/** @type {number} */ p, /** @type {number} */ at) => Math.abs(p - plain[at] / sum)));
+    const error = Math.max(
+      ...truth.map((/** @type {number} */ p, /** @type {number} */ at) => Math.abs(p - plain[at] / sum)),
+    );
     return `Same result as e^s / sum of e^s without subtracting m: largest difference ${difference(error)}.`;
   },
   questions: [

@@ -34,14 +34,17 @@ export const split = {
   },
   say: (scene, at) => {
     const { workers, read, rounds, pages, done, weighed, merged } = scene.state;
-    if (at === 0) return `${plural(pages, "page")} of keys, ${plural(workers.length, "worker")}: it will take ${plural(rounds, "round")}${workers.length > 1 ? ` instead of ${pages}` : ""}.`;
+    if (at === 0)
+      return `${plural(pages, "page")} of keys, ${plural(workers.length, "worker")}: it will take ${plural(rounds, "round")}${workers.length > 1 ? ` instead of ${pages}` : ""}.`;
     if (merged) {
       return workers.length > 1
         ? `The parts are added up with their shares, ${workers.map((/** @type {any} */ one) => shortNumber(one.share)).join(", ")}: O = (${merged.map((/** @type {number} */ one) => shortNumber(one)).join(", ")}).`
         : `The only worker has seen all keys: O = (${merged.map((/** @type {number} */ one) => shortNumber(one)).join(", ")}).`;
     }
-    if (weighed) return `Each lse says how much its part weighs: e^(lse − largest lse) = ${workers.map((/** @type {any} */ one) => shortNumber(one.weight)).join(", ")}.`;
-    if (done) return `All keys have been read after ${plural(rounds, "round")}. Each worker has the O and the lse of its own keys.`;
+    if (weighed)
+      return `Each lse says how much its part weighs: e^(lse − largest lse) = ${workers.map((/** @type {any} */ one) => shortNumber(one.weight)).join(", ")}.`;
+    if (done)
+      return `All keys have been read after ${plural(rounds, "round")}. Each worker has the O and the lse of its own keys.`;
     const sum = read.reduce((/** @type {number} */ a, /** @type {number} */ b) => a + b, 0);
     return `Round ${at}: ${sum} of ${plural(pages, "page")} have been read, by ${plural(workers.length, "worker")} at the same time.`;
   },
