@@ -14,12 +14,13 @@ from tilewise.explorer import exported_page
 
 # File, view, and whether it is dark.
 PICTURES = (
+    ("lesson", "fa2?step=16", False),
     ("tiles", "tiles?n=8&mask=causal&step=14", False),
     ("tiles-dark", "tiles?n=64&bm=4&bn=4&d=8&mask=window&w=20&step=140", True),
-    ("softmax", "softmax?step=5", False),
+    ("softmax", "softmax?step=4", False),
     ("traffic", "traffic", False),
     ("matmul", "matmul?step=6", False),
-    ("backward", "backward?step=12", False),
+    ("backward", "backward?step=22", False),
     ("paging", "paging?step=5", False),
     ("problem", "problem?context=32768&model=70B%2C+GQA+8%3A1+%28Llama+3+70B%29", False),
 )

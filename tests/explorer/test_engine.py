@@ -19,6 +19,7 @@ from tilewise.simulator import Workload, count, schedule, simulate
 from tilewise.simulator.events import Algorithm
 from tilewise.simulator.online import online_softmax
 from tilewise.simulator.paging import ContiguousPool, PagePool
+from tilewise.simulator.pipeline import Pipeline, busy_share, timeline
 
 # One browser for all of them.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
@@ -140,6 +141,27 @@ def test_online_softmax_is_the_simulators(engine: Page) -> None:
         for state, other in zip(mine["states"], theirs.states, strict=True):
             got = (state["rowMax"], state["correction"], state["rowSum"])
             assert got == pytest.approx((other.row_max, other.correction, other.row_sum), rel=1e-14)
+
+
+def test_pipelines_are_the_simulators(engine: Page) -> None:
+    pipes = [
+        Pipeline(ping_pong=ping_pong, product=product, load=load, stages=stages, consumers=consumers, tiles=5)
+        for ping_pong in (True, False)
+        for product, load in ((512, 512), (256, 256), (100, 900))
+        for stages in (1, 2, 3)
+        for consumers in (1, 2, 3)
+    ]
+    found = engine.evaluate(
+        """async (pipes) => {
+          const {timeline, busyShare} = await import("tilewise/engine/pipeline.js");
+          return pipes.map((pipe) => ({spans: timeline(pipe), share: busyShare(timeline(pipe))}));
+        }""",
+        [dataclasses.asdict(pipe) for pipe in pipes],
+    )
+    for pipe, mine in zip(pipes, found, strict=True):
+        theirs = timeline(pipe)
+        assert mine["spans"] == [span._asdict() for span in theirs], pipe
+        assert mine["share"] == pytest.approx(busy_share(theirs))
 
 
 def _story(seed: int) -> list[tuple[str, str, int | str]]:

@@ -161,6 +161,13 @@ def test_other_methods_are_refused(server: ExplorerServer) -> None:
     assert ask(server, "POST", "/js/main.js", b"{}", content_type="application/json").status == 404
 
 
+def test_a_chapter_can_be_saved_as_one_file(server: ExplorerServer) -> None:
+    reply = ask(server, "GET", "/export/fa2.html")
+    assert (reply.status, reply.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert b'"chapter":"fa2"' in reply.body
+    assert ask(server, "GET", "/export/fa9.html").status == 404
+
+
 # --- questions
 
 
@@ -226,7 +233,7 @@ def test_the_shape_of_a_request_is_judged_first(server: ExplorerServer) -> None:
 
 def test_the_exported_page_is_one_small_file_without_outside_addresses(exported: Path) -> None:
     text = exported.read_text(encoding="utf-8")
-    assert len(text.encode()) < 1_000_000
+    assert len(text.encode()) < 600 * 1024
     # The name of SVG is an identifier that is never fetched.
     addresses = set(re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}[^\s\"'`)]*", text))
     assert addresses <= {"http://www.w3.org/2000/svg"}
@@ -242,7 +249,7 @@ def invoke(*arguments: str) -> Result:
 
 
 def test_export_writes_a_page_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilewise.cli.explore.exported_page", lambda: "<!doctype html> µ")
+    monkeypatch.setattr("tilewise.cli.explore.exported_page", lambda _chapter: "<!doctype html> µ")
     target = tmp_path / "new" / "page.html"
     result = invoke("--export", str(target))
     assert result.exit_code == 0, result.output
@@ -250,6 +257,23 @@ def test_export_writes_a_page_and_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
     answer = json.loads(invoke("--export", str(target), "--json").stdout)
     assert answer == {"file": str(target), "bytes": target.stat().st_size}
+
+
+def test_a_chapter_is_exported_alone(tmp_path: Path) -> None:
+    target = tmp_path / "chapter.html"
+    result = invoke("--export", str(target), "--chapter", "online-softmax")
+    assert result.exit_code == 0, result.output
+    text = target.read_text(encoding="utf-8")
+    data = json.loads(re.findall(r'id="tilewise-data">(.*?)</script>', text, re.DOTALL)[0])
+    assert data["chapter"] == "online-softmax"
+    assert "kernels" not in data
+
+
+def test_an_unknown_chapter_is_named_with_the_known_ones() -> None:
+    result = invoke("--chapter", "softmax-online", "--no-browser")
+    assert result.exit_code == 2
+    assert "--chapter: expected one of" in result.stderr
+    assert "online-softmax" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["page.txt", "page", "file/page.html"])
@@ -269,11 +293,13 @@ def test_a_taken_port_is_one_line(server: ExplorerServer) -> None:
 
 @pytest.mark.slow
 def test_the_command_says_where_it_is_and_stops_when_told() -> None:
-    words = [sys.executable, "-m", "tilewise", "explore", "--no-browser", "--port", "0"]
+    words = [sys.executable, "-m", "tilewise", "explore", "--no-browser", "--port", "0", "--chapter", "fa2"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=None) as process:
         assert process.stdout is not None
         first, second = process.stdout.readline(), process.stdout.readline()
-        port = int(first.rsplit(":", 1)[1].strip().strip("/"))
+        address, chapter = first.strip().split("#")
+        assert chapter == "fa2"
+        port = int(address.rsplit(":", 1)[1].strip("/"))
         assert first.startswith("tilewise explorer at http://127.0.0.1:")
         assert "Stop it with Ctrl+C" in second
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 from tilewise.explorer.questions import Question, plan_of
-from tilewise.simulator import Workload, counts_after_each, schedule
+from tilewise.simulator import Workload, count, counts_after_each, schedule
 from tilewise.simulator.events import Algorithm
 
 # One browser for all of them.
@@ -28,6 +28,16 @@ def press(page: Page, *keys: str) -> None:
         page.keyboard.press(key)
 
 
+def here(page: Page) -> Locator:
+    """The link to what is shown."""
+    return page.locator("#places [aria-current=page]")
+
+
+def unfold(page: Page) -> None:
+    """Opens the form."""
+    page.locator("details.folded").evaluate_all("all => all.forEach((one) => { one.open = true; })")
+
+
 def cells(page: Page, region: str) -> list[list[str]]:
     """The rows of a table."""
     rows = page.get_by_role("region", name=region, exact=True).locator("tbody tr")
@@ -41,7 +51,7 @@ def test_every_view_loads_and_fits_a_phone(open_page: Any) -> None:
     page: Page = open_page(width=360)
     for view in VIEWS:
         page.evaluate(f"location.hash = '{view}'")
-        expect(page.get_by_role("tab", selected=True)).to_have_attribute("id", f"tab-{view}")
+        expect(here(page)).to_have_attribute("id", f"to-{view}")
         expect(page.locator("main h2")).to_be_visible()
         if view == "problem":
             expect(page.locator("[data-fact=backend]")).to_be_visible()
@@ -56,15 +66,16 @@ def test_every_view_loads_and_fits_a_phone(open_page: Any) -> None:
 
 
 def test_the_exported_page_has_every_view_without_a_network(open_page: Any, exported: Path) -> None:
-    page: Page = open_page(base=exported.as_uri(), offline=True)
-    for number, view in enumerate(VIEWS, start=1):
-        page.keyboard.press(str(number))
-        expect(page.get_by_role("tab", selected=True)).to_have_attribute("id", f"tab-{view}")
+    page: Page = open_page("tiles", base=exported.as_uri(), offline=True)
+    for view in VIEWS:
+        page.locator(f"#to-{view}").click()
+        expect(here(page)).to_have_attribute("id", f"to-{view}")
         expect(page.locator("main h2")).to_be_visible()
     expect(page.locator("[data-fact=backend]")).to_have_text("hopper")
     page.get_by_label("Device").select_option("a100")
     expect(page.locator("[data-fact=backend]")).to_have_text("triton")
-    press(page, "1")
+    page.locator("#to-tiles").click()
+    unfold(page)
     page.get_by_label("Tokens N").fill("8")
     press(page, "Escape")
     expect(page.locator("[data-summary]")).to_contain_text("16 tiles")
@@ -93,8 +104,8 @@ def after_steps(algorithm: Algorithm, work: Workload, steps: int) -> tuple[str, 
 @pytest.mark.parametrize(
     ("address", "work", "steps"),
     [
-        ("tiles", Workload(6, 6, 4, 4, block_m=2, block_n=2), 27),
-        ("tiles?n=8&mask=causal", Workload(8, 8, 4, 4, block_m=2, block_n=2, right=0), 30),
+        ("tiles?d=4", Workload(6, 6, 4, 4, block_m=2, block_n=2), 27),
+        ("tiles?n=8&mask=causal", Workload(8, 8, 2, 2, block_m=2, block_n=2, right=0), 30),
         ("tiles?n=9&bn=4&mask=window&w=3&d=3", Workload(9, 9, 3, 3, block_m=2, block_n=4, left=3, right=0), None),
     ],
     ids=["full", "causal", "window"],
@@ -118,26 +129,61 @@ def test_six_tokens_in_blocks_of_two(open_page: Any) -> None:
     press(page, "End")
     expect(page.locator(".step-counter")).to_have_text("step 27 of 27")
     # FA-1 writes the state of each of 3 tiles of rows 3 times, FA-2 once.
-    assert value(page, "fa1-writes") == f"{9 * 2 * 4}"
-    assert value(page, "fa2-writes") == f"{3 * 2 * 4}"
-    assert value(page, "fa2-total") == "192"
+    assert value(page, "fa1-writes") == f"{9 * 2 * 2}"
+    assert value(page, "fa2-writes") == f"{3 * 2 * 2}"
+    assert [value(page, f"{one}-total") for one in ("naive", "fa1", "fa2")] == ["192", "132", "96"]
+    # S and P of naive attention are 9 tiles each.
+    assert [value(page, f"{one}-score-tiles") for one in ("naive", "fa1", "fa2")] == ["18", "0", "0"]
 
 
 def test_heads_multiply_the_traffic(open_page: Any) -> None:
     page: Page = open_page("tiles?heads=3")
     press(page, "End")
     expect(page.locator(".step-counter")).to_have_text("step 81 of 81")
-    assert value(page, "fa2-total") == f"{3 * 192}"
+    assert value(page, "fa2-total") == f"{3 * 96}"
 
 
 def test_bad_input_is_named_and_changes_nothing(open_page: Any) -> None:
     page: Page = open_page("tiles")
+    unfold(page)
     page.get_by_label("Tokens N").fill("1000")
     expect(page.get_by_text("Expected a whole number from 1 to 128.")).to_be_visible()
     expect(page.get_by_label("Tokens N")).to_have_attribute("aria-invalid", "true")
     expect(page.locator("[data-summary]")).to_contain_text("9 tiles")
     page.get_by_label("Tokens N").fill("128")
     expect(page.get_by_text("4,096 tiles are more than")).to_be_visible()
+
+
+def test_too_many_tiles_by_link_are_refused_and_nothing_breaks(open_page: Any) -> None:
+    page: Page = open_page("tiles?n=128&bm=1&bn=1")
+    expect(page.get_by_text("16,384 tiles are more than the 1,024")).to_be_visible()
+    expect(page.get_by_role("button", name="Play or pause")).to_be_disabled()
+    press(page, " ", "ArrowRight", "End")
+    page.get_by_label("Query block").fill("16")
+    page.get_by_label("Key block").fill("16")
+    press(page, "Tab", "Escape")
+    expect(page.locator("[data-summary]")).to_contain_text("64 tiles")
+    page.evaluate("location.hash = 'backward?n=64&bm=1&bn=1'")
+    expect(page.get_by_text("4,096 tiles are more than the 1,024")).to_be_visible()
+    press(page, " ", "ArrowRight")
+
+
+def test_the_defaults_show_the_thesis_and_a_sentence_says_when_it_fails(open_page: Any) -> None:
+    page: Page = open_page("tiles")
+    expect(page.locator("[data-verdict]")).to_contain_text("moves 192 elements, FA-1 132, FA-2 96.")
+    page.evaluate("location.hash = 'tiles?d=4'")
+    expect(page.locator("[data-verdict]")).to_contain_text("moves 240 elements, FA-1 264, FA-2 192.")
+    expect(page.locator("[data-verdict]")).to_contain_text("Here FA-1 does not save traffic")
+    page.evaluate("location.hash = 'backward'")
+    work = Workload(16, 16, 2, 2, block_m=4, block_n=4)
+    tiled, naive = (count(schedule(one, work)) for one in ("backward", "naive_backward"))
+    assert tiled.flops > naive.flops
+    assert tiled.bytes_read + tiled.bytes_written < naive.bytes_read + naive.bytes_written
+    verdict = page.locator("[data-verdict]")
+    expect(verdict).to_contain_text(f"{tiled.flops / naive.flops:.2f}× the FLOP")
+    expect(verdict).to_contain_text("It would fail with tiny blocks")
+    page.evaluate("location.hash = 'backward?n=64&d=64&bm=4&bn=4'")
+    expect(verdict).to_contain_text("at these sizes recomputing moves more")
 
 
 def test_an_address_with_nonsense_opens_the_defaults(open_page: Any) -> None:
@@ -151,12 +197,14 @@ def test_an_address_with_nonsense_opens_the_defaults(open_page: Any) -> None:
 
 def test_online_softmax_facts(open_page: Any) -> None:
     page: Page = open_page("softmax")
-    press(page, "ArrowRight", "ArrowRight", "ArrowRight")
+    press(page, "ArrowRight", "ArrowRight")
     assert (value(page, "softmax-m"), value(page, "softmax-l")) == ("8", "1.0034")
     press(page, "ArrowRight", "ArrowRight")
     assert value(page, "softmax-correction") == "0.3679"
     press(page, "ArrowRight")
     assert (value(page, "softmax-m"), value(page, "softmax-l")) == ("9", "1.5069")
+    expect(page.locator(".step-counter")).to_have_text("step 5 of 5")
+    unfold(page)
     page.get_by_role("button", name="1 2 3 | 6 2 1").click()
     press(page, "End")
     rows = cells(page, "After each block")
@@ -185,7 +233,8 @@ def test_memory_traffic_facts(open_page: Any) -> None:
     memory = cells(page, "Memory by N")
     assert memory == [["1,024", "4 MiB", "8 KiB"], ["4,096", "64 MiB", "32 KiB"], ["16,384", "1 GiB", "128 KiB"]]
     expect(page.locator(".long-context")).to_contain_text("32 GiB a head")
-    expect(page.locator(".long-context")).to_contain_text("33 MiB")
+    expect(page.locator(".long-context")).to_contain_text("at d = 64 are 17 MiB; at d = 128 they are 33 MiB")
+    unfold(page)
     page.get_by_label("Axes", exact=True).select_option("log")
     page.get_by_label("Show", exact=True).select_option("time")
     page.get_by_label("Device").select_option("h200")
@@ -206,7 +255,7 @@ def test_tiled_matmul_facts(open_page: Any) -> None:
 
 
 def test_backward_recomputes_and_agrees(open_page: Any) -> None:
-    page: Page = open_page("backward?mask=full")
+    page: Page = open_page("backward?n=6&bm=2&bn=2&d=4")
     # 3 passes over rows for delta, 9 tiles of 3 steps, 3 to round dQ.
     assert page.locator(".player input").get_attribute("max") == str(3 + 27 + 3)
     press(page, "End")
@@ -241,16 +290,32 @@ def test_sharing_copies_on_write_and_buttons_write_the_story(open_page: Any) -> 
     page: Page = open_page("paging")
     page.get_by_role("button", name="Shared prompt").click()
     press(page, "ArrowRight", "ArrowRight", "ArrowRight")
-    assert (value(page, "paged-reserved"), value(page, "paged-saved")) == ("3", "6")
+    assert (value(page, "paged-reserved"), value(page, "paged-saved")) == ("3", "6 (67 %)")
     press(page, "ArrowRight")
     expect(page.locator(".caption")).to_contain_text("page 2 is copied to 3 before it writes")
     page.get_by_role("button", name="C finishes").click()
+    unfold(page)
+    # What C was to do later makes no sense any more; the rest of the story stays.
     expect(page.get_by_label("What happens")).to_have_value(
-        "A arrives 10\nB shares A\nC shares A\nB grows 3\nC finishes"
+        "A arrives 10\nB shares A\nC shares A\nB grows 3\nC finishes\nD shares A\nA finishes\nB grows 4"
     )
-    expect(page.locator(".step-counter")).to_have_text("step 5 of 5")
+    expect(page.locator(".step-counter")).to_have_text("step 5 of 8")
     page.get_by_label("What happens").fill("A arrives 3\nZ grows 1")
     expect(page.get_by_text("line 2 to make sense: Z is not there")).to_be_visible()
+
+
+def test_a_new_request_keeps_the_story(open_page: Any) -> None:
+    page: Page = open_page("paging")
+    unfold(page)
+    before = page.get_by_label("What happens").input_value()
+    page.get_by_role("button", name="New request").click()
+    expect(page.get_by_label("What happens")).to_have_value(f"F arrives 6\n{before}")
+    expect(page.locator(".step-counter")).to_have_text("step 1 of 10")
+
+
+def test_a_shared_request_that_ends_frees_no_page(open_page: Any) -> None:
+    page: Page = open_page("paging?script=A+arrives+8%0AB+shares+A%0AA+finishes&step=3")
+    expect(page.locator(".caption")).to_contain_text("Paged: no page is free: others still hold them.")
 
 
 # --- my problem
@@ -271,13 +336,65 @@ def test_my_problem_shows_what_explain_says(open_page: Any) -> None:
     page.locator("[data-fact=seconds-tiled] .explained").focus()
     expect(page.locator(".tip")).to_contain_text("Bound by arithmetic")
     page.get_by_label("K/V heads").fill("7")
-    expect(page.get_by_text("must be a multiple of K/V heads (7)")).to_be_visible()
+    expect(page.get_by_text("must be a multiple of K/V heads (7). Shown for 4 K/V heads.")).to_be_visible()
+
+
+def test_a_bad_ratio_by_link_is_named_and_still_answered(open_page: Any) -> None:
+    page: Page = open_page("problem?heads=32&kv=7&model=own")
+    expect(page.get_by_text("must be a multiple of K/V heads (7). Shown for 4 K/V heads.")).to_be_visible()
+    expect(page.locator("[data-fact=backend]")).to_have_text("hopper")
+
+
+def test_a_long_plan_says_that_it_is_being_made(open_page: Any) -> None:
+    page: Page = open_page("softmax")
+    held: list[Any] = []
+    page.route("**/api/plan", lambda route: held.append(route))
+    page.evaluate("location.hash = 'problem?context=4194304'")
+    expect(page.get_by_text("Planning 4,194,304 tokens …")).to_be_visible()
+    held[0].continue_()
+    expect(page.locator("[data-fact=backend]")).to_have_text("hopper", timeout=60_000)
+    expect(page.get_by_text("Planning")).to_be_hidden()
+
+
+def test_three_ways_on_one_device(open_page: Any, exported: Path) -> None:
+    page: Page = open_page("problem", base=exported.as_uri())
+    plan = plan_of(Question(1, 8192, 32, 32, 128, "bfloat16", "h100", "prefill", True, None))
+    assert plan.tiled.seconds is not None
+    expect(page.locator('[data-way="fa2"]')).to_have_text(f"{plan.tiled.seconds * 1e6:.0f} µs")
+    expect(page.locator('[data-way="fa1"]')).to_have_text(f"{plan.tiled.seconds * 1e6:.0f} µs")
+    # SDPA has no window: it computes every pair.
+    page.get_by_label("Mask").select_option("window")
+    page.get_by_label("Window").fill("1023")
+    expect(page.get_by_text("SDPA has no sliding window")).to_be_visible()
+    expect(page.locator('[data-way="fa1"]')).to_have_text(f"{plan.naive.flops / 989e12 * 1e3:.2f} ms")
+    expect(page.get_by_text("an estimate: the least time, not a measurement")).to_be_visible()
+
+
+def test_numbers_read_as_a_person_writes_them(open_page: Any, exported: Path) -> None:
+    page: Page = open_page("matmul?n=1&t=1", base=exported.as_uri())
+    expect(page.locator("[data-verdict]")).to_contain_text("naive 1 step and 2 element loads, tiled 1 step and 2")
+    texts = page.evaluate(
+        """async () => {
+          const {formatSeconds} = await import("tilewise/ui/format.js");
+          return [999, 5000, 9549783, 4e9, 1e5].map(formatSeconds);
+        }"""
+    )
+    assert texts == ["999 s", "83 min", "111 days", "127 years", "28 h"]
+
+
+def test_an_n_slider_moves_the_bars(open_page: Any, exported: Path) -> None:
+    page: Page = open_page("traffic", base=exported.as_uri())
+    assert page.locator('[data-race-value="naive"]').inner_text() == "17,301,504"
+    page.get_by_label("Tokens N").fill("8")
+    assert page.locator('[data-race-value="naive"]').inner_text() == "327,680"
+    assert page.locator('[data-race-value="fa2"]').inner_text() == "98,304"
+    expect(page).to_have_url(re.compile(r"#traffic\?n=256$"))
 
 
 # --- keys, address, themes
 
 
-def test_keys_and_tabs(open_page: Any) -> None:
+def test_keys_and_links(open_page: Any) -> None:
     page: Page = open_page("tiles")
     press(page, "ArrowRight", "ArrowRight", "ArrowLeft")
     expect(page.locator(".step-counter")).to_have_text("step 1 of 27")
@@ -285,13 +402,12 @@ def test_keys_and_tabs(open_page: Any) -> None:
     expect(page.get_by_role("button", name="Play or pause")).to_have_text("Pause")
     expect(page.locator(".step-counter")).not_to_have_text("step 0 of 27")
     press(page, " ")
-    page.get_by_role("tab", name="Tiles").focus()
-    press(page, "ArrowRight")
-    expect(page.get_by_role("tab", name="Online softmax")).to_be_focused()
-    press(page, "End")
-    expect(page.get_by_role("tab", name="My problem")).to_be_focused()
-    # Roving focus: one tab stop for all tabs.
-    assert page.locator("[role=tab][tabindex='0']").count() == 1
+    # No single letter or digit does anything.
+    press(page, "3")
+    expect(here(page)).to_have_text("Tiles")
+    page.get_by_role("link", name="Online softmax").focus()
+    press(page, "Enter")
+    expect(page.get_by_role("heading", name="Softmax without")).to_be_focused()
     page.get_by_role("button", name="Keys").click()
     expect(page.locator("#help")).to_be_visible()
 
@@ -299,13 +415,14 @@ def test_keys_and_tabs(open_page: Any) -> None:
 def test_the_address_keeps_the_state(open_page: Any) -> None:
     page: Page = open_page("tiles?n=10&step=7")
     press(page, "ArrowRight")
+    unfold(page)
     page.get_by_label("Heads").fill("2")
     press(page, "Tab")
     page.locator(".player input").fill("9")
     expect(page).to_have_url(re.compile(r"#tiles\?n=10&heads=2&step=9$"))
     page.reload()
     expect(page.locator(".step-counter")).to_have_text("step 9 of 150")
-    page.evaluate("location.hash = '#softmax?step=6'")
+    page.evaluate("location.hash = '#softmax?step=5'")
     assert value(page, "softmax-l") == "1.5069"
 
 
@@ -319,9 +436,9 @@ def test_an_address_typed_while_the_page_writes_its_own_is_followed(open_page: A
       };
     """)
     page.reload()
-    page.get_by_role("tab", name="Memory traffic").click()
+    page.locator("#to-traffic").click()
     page.evaluate("location.hash = 'matmul'")
-    expect(page.get_by_role("tab", selected=True)).to_have_attribute("id", "tab-matmul")
+    expect(here(page)).to_have_attribute("id", "to-matmul")
     expect(page).to_have_url(re.compile(r"#matmul"))
 
 
@@ -341,7 +458,7 @@ def test_dark_and_light_follow_the_system_and_the_button(open_page: Any, scheme:
         assert page.evaluate("document.documentElement.dataset.theme") == ("dark" if dark else "light")
         paper = luminance(page, "body", "backgroundColor")
         assert (paper < 0.1) == dark
-        for selector in (".lead", ".caption", "[data-summary]"):
+        for selector in (".lead", ".caption", "[data-summary]", "[data-check]"):
             text = luminance(page, selector, "color")
             assert (max(text, paper) + 0.05) / (min(text, paper) + 0.05) >= 4.5, selector
         page.locator("#theme-button").click()
@@ -353,7 +470,7 @@ def test_dark_and_light_follow_the_system_and_the_button(open_page: Any, scheme:
 def test_interactive_in_under_a_second(open_page: Any, exported: Path) -> None:
     ready = "performance.getEntriesByName('tilewise-ready')[0].startTime"
     for base in (None, exported.as_uri()):
-        page: Page = open_page("tiles", base=base)
+        page: Page = open_page("", base=base)
         times = [page.evaluate(ready)]
         for _ in range(2):
             page.reload()

@@ -1,4 +1,4 @@
-"""`tilewise explore`: the web explorer, served to a browser on this machine or written to one file."""
+"""`tilewise explore`: the lesson and its benches, served to a browser on this machine or written to one file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from tilewise.cli.console import JsonOption, print_json
 from tilewise.errors import InvalidProblem
-from tilewise.explorer import ExplorerServer, exported_page
+from tilewise.explorer import ExplorerServer, chapter_names, exported_page
 from tilewise.outputs import ensure_writable, write
 from tilewise.units import format_bytes
 
@@ -27,23 +27,29 @@ def command(
     export: Annotated[
         Path | None, typer.Option(help="Write the explorer to this HTML file instead; it works offline.")
     ] = None,
+    chapter: Annotated[
+        str | None, typer.Option(help="Open this chapter of the lesson, such as online-softmax; export only it.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Step through attention in a browser: tiles, online softmax, memory traffic, paging, and your own problem.
+    """A lesson on attention in a browser: a tour in ten chapters, benches to play with, and your own problem.
 
     The page is served on 127.0.0.1 only and sends nothing anywhere. Ctrl+C stops it.
     """
+    if chapter is not None and chapter not in chapter_names():
+        names = ", ".join(chapter_names())
+        raise InvalidProblem("--chapter", f"one of {names}", chapter, "Name a chapter of the lesson.")
     if export is not None:
-        _export(export, json)
+        _export(export, chapter, json)
     else:
-        _serve(port, no_browser, json)
+        _serve(port, chapter, no_browser, json)
 
 
-def _export(target: Path, json: bool) -> None:
+def _export(target: Path, chapter: str | None, json: bool) -> None:
     if target.suffix.lower() not in (".html", ".htm"):
         raise InvalidProblem("--export", "a name that ends in .html", str(target), "Browsers go by the ending.")
     ensure_writable(target, "export")
-    page = exported_page()
+    page = exported_page(chapter)
     write(target, page, "export")
     size = len(page.encode())
     if json:
@@ -52,16 +58,17 @@ def _export(target: Path, json: bool) -> None:
         typer.echo(f"{target}: {format_bytes(size)}, open it in any browser; it needs no server and no network")
 
 
-def _serve(port: int, no_browser: bool, json: bool) -> None:
+def _serve(port: int, chapter: str | None, no_browser: bool, json: bool) -> None:
     with ExplorerServer(port) as server:
+        address = server.url if chapter is None else f"{server.url}#{chapter}"
         if json:
-            print_json({"url": server.url, "stop": "Ctrl+C"})
+            print_json({"url": address, "stop": "Ctrl+C"})
         else:
-            typer.echo(f"tilewise explorer at {server.url}")
+            typer.echo(f"tilewise explorer at {address}")
             typer.echo("Only this machine can reach it. Stop it with Ctrl+C.")
         if not no_browser:
             # Starting a browser can take seconds; the server answers meanwhile.
-            threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         try:
             server.serve_forever()
         except KeyboardInterrupt:

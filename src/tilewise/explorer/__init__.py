@@ -1,6 +1,6 @@
-"""The web explorer: attention step by step in a browser, served on loopback or exported as one file."""
+"""The web explorer: a lesson and benches on attention in a browser, served on loopback or exported as one file."""
 
-from tilewise.explorer.page import exported_page, served_page
+from tilewise.explorer.page import chapter_names, exported_page, served_page
 from tilewise.explorer.server import ExplorerServer
 
-__all__ = ["ExplorerServer", "exported_page", "served_page"]
+__all__ = ["ExplorerServer", "chapter_names", "exported_page", "served_page"]

@@ -30,25 +30,33 @@ DECODING = tuple(itertools.product(("few", "many"), ("crowded", "apart")))
 
 
 def kernel_table() -> dict[str, Any]:
-    """{"rows": the distinct answers, "few_keys": below how many they are few, "steps": {"device dtype head_dim phase
-    mask window": [[from, row], ...]}}; names of decoding end in "few" or "many" keys, and heads "crowded" or "apart".
+    """{"rows": the distinct answers, "few_keys": below how many they are few, "pieces": the distinct lists of
+    [from, row], "steps": {"device dtype head_dim phase": numbers of the lists}}.
+
+    The numbers of a phase stand in the order of `_variants`: by mask, by window, in decoding by keys and by heads.
     """
     rows: dict[Row, int] = {}
-    steps: dict[str, list[tuple[int, int]]] = {}
-    combinations = itertools.product(DEVICES.items(), DTYPES, HEAD_DIMS, PHASES, (True, False), (True, False))
-    for (key, spec), dtype, dim, phase, causal, windowed in combinations:
-        name = f"{key} {dtype} {dim} {phase} {'causal' if causal else 'full'} {'window' if windowed else 'open'}"
+    pieces: dict[tuple[tuple[int, int], ...], int] = {}
+    steps: dict[str, list[int]] = {}
+    for (key, spec), dtype, dim, phase in itertools.product(DEVICES.items(), DTYPES, HEAD_DIMS, PHASES):
         sizes = (1, LIMITS["heads"][1]) if phase == "decode" else LIMITS["context"]
-        for ending in DECODING if phase == "decode" else ((),):
+        numbers = steps.setdefault(f"{key} {dtype} {dim} {phase}", [])
+        for causal, windowed, ending in _variants(phase):
 
             def answer(size: int, about: tuple[Any, ...] = (spec, phase, ending, dtype, dim, causal, windowed)) -> Row:
                 spec, phase, ending, *rest = about
                 return _row(_problem(phase, ending, size, *rest), spec)
 
-            found = [(start, rows.setdefault(row, len(rows))) for start, row in _pieces(answer, *sizes)]
-            steps[" ".join((name, *ending))] = found
+            found = tuple((start, rows.setdefault(row, len(rows))) for start, row in _pieces(answer, *sizes))
+            numbers.append(pieces.setdefault(found, len(pieces)))
     plain = [{"backend": backend, "tile": tile, "rejected": rejected} for backend, tile, rejected in rows]
-    return {"rows": plain, "few_keys": _many_keys(), "steps": steps}
+    return {"rows": plain, "few_keys": _many_keys(), "pieces": list(pieces), "steps": steps}
+
+
+def _variants(phase: Phase) -> list[tuple[bool, bool, tuple[str, ...]]]:
+    """Causal or not, with a window or without, and in decoding how many keys and how crowded the heads."""
+    endings: tuple[tuple[str, ...], ...] = DECODING if phase == "decode" else ((),)
+    return list(itertools.product((True, False), (True, False), endings))
 
 
 def _many_keys() -> int:

@@ -10,12 +10,13 @@ from typing import Any
 
 from tilewise import device
 from tilewise.device import DEVICES, DeviceSpec
+from tilewise.errors import InvalidProblem
 from tilewise.explorer.kernels import kernel_table
-from tilewise.explorer.presets import PRESETS
+from tilewise.explorer.presets import CHIPS, PRESETS
 from tilewise.explorer.questions import HEAD_DIMS, LIMITS
 from tilewise.version import __version__
 
-__all__ = ["assets", "exported_page", "page_data", "served_page"]
+__all__ = ["assets", "chapter_names", "exported_page", "page_data", "served_page"]
 
 DATA = re.compile(r'(<script type="application/json" id="tilewise-data">).*?(</script>)', re.DOTALL)
 STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
@@ -23,6 +24,7 @@ SCRIPTS = re.compile(
     r'<script type="importmap">.*?</script>\s*<script type="module" src="js/main\.js"></script>', re.DOTALL
 )
 LOADER = "js/standalone.js"
+CHAPTERS = "js/lesson/chapters/"
 
 
 def assets() -> dict[str, str]:
@@ -40,8 +42,17 @@ def _files(folder: Traversable, prefix: str) -> list[tuple[str, str]]:
     return found
 
 
-def page_data(*, served: bool) -> dict[str, Any]:
-    """What Python tells the page: devices, presets, limits; exported, also which kernel would run."""
+def chapter_names() -> tuple[str, ...]:
+    """The lesson's chapters by name: each is a file."""
+    paths = [path for path in assets() if path.startswith(CHAPTERS)]
+    return tuple(path.removeprefix(CHAPTERS).removesuffix(".js") for path in paths)
+
+
+def page_data(*, served: bool, chapter: str | None = None) -> dict[str, Any]:
+    """What Python tells the page: devices, presets, limits; exported, also which kernel would run.
+
+    A file of one chapter has no use for the kernels: "My problem" is not in it.
+    """
     # The CPU is the one that serves; whoever opens an exported page sits at another.
     here = {"cpu": device.measured_cpu()} if served else {}
     data: dict[str, Any] = {
@@ -49,9 +60,12 @@ def page_data(*, served: bool) -> dict[str, Any]:
         "served": served,
         "devices": {key: _device(spec) for key, spec in (DEVICES | here).items()},
         "presets": [preset._asdict() for preset in PRESETS],
+        "lesson_devices": [chip._asdict() for chip in CHIPS],
         "head_dims": HEAD_DIMS,
         "limits": LIMITS,
     }
+    if chapter is not None:
+        return data | {"chapter": chapter}
     return data if served else data | {"kernels": kernel_table()}
 
 
@@ -60,6 +74,7 @@ def _device(spec: DeviceSpec) -> dict[str, Any]:
         "name": f"this machine: {spec.name}" if spec.type == "cpu" else spec.name,
         "type": spec.type,
         "num_sms": spec.num_sms,
+        "smem_bytes": spec.smem_bytes,
         "l2_bytes": spec.l2_bytes,
         "memory_bytes": spec.memory_bytes,
         "bandwidth": spec.bandwidth,
@@ -72,10 +87,13 @@ def served_page(files: dict[str, str]) -> str:
     return _with_data(files["index.html"], page_data(served=True))
 
 
-def exported_page() -> str:
-    """Everything in one file that works from a disk, without a server and without a network."""
+def exported_page(chapter: str | None = None) -> str:
+    """Everything, or one chapter, in one file that works from a disk, without a server and without a network."""
+    if chapter is not None and chapter not in chapter_names():
+        names = ", ".join(chapter_names())
+        raise InvalidProblem("chapter", f"one of {names}", chapter, "Name a chapter of the lesson.")
     files = assets()
-    page = _with_data(files["index.html"], page_data(served=False))
+    page = _with_data(files["index.html"], page_data(served=False, chapter=chapter))
     page = STYLE.sub(lambda found: f"<style>\n{files[found[1]]}</style>", page)
     modules = [
         f'<script type="text/plain" data-module="tilewise/{path.removeprefix("js/")}">\n{_inline(source)}</script>'

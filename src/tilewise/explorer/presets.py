@@ -1,10 +1,14 @@
-"""Shapes of well-known models, to start from."""
+"""Shapes of well-known models, to start from, and the chips whose memories the lesson compares."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["PRESETS", "Preset"]
+import torch
+
+from tilewise.device import DEVICES
+
+__all__ = ["CHIPS", "PRESETS", "Chip", "Preset"]
 
 
 class Preset(NamedTuple):
@@ -28,3 +32,46 @@ PRESETS = (
     Preset("9B, wide heads (Gemma 2 9B)", 16, 8, 256, 42),
     Preset("0.1B (GPT-2)", 12, 12, 64, 12),
 )
+
+
+class Chip(NamedTuple):
+    """A chip's two memories and its arithmetic: bytes, bytes a second, operations a second."""
+
+    key: str
+    name: str
+    cores: int
+    slow_name: str
+    slow_bytes: int
+    bandwidth: float
+    fast_name: str
+    fast_bytes: int
+    fast_bandwidth: float
+    flops: float
+
+
+# An SM reads 128 bytes of shared memory a cycle; the cycles are those at which the datasheet's FLOP/s are reached.
+SHARED_BYTES_PER_CYCLE = 128
+FLOPS_PER_CYCLE = {"a100": 2048, "h100": 4096, "h200": 4096}
+
+
+def _gpu(key: str, slow_name: str) -> Chip:
+    spec = DEVICES[key]
+    rate = spec.flops[torch.float16]
+    return Chip(
+        key=key, name=spec.name, cores=spec.num_sms, slow_name=slow_name, slow_bytes=spec.memory_bytes,
+        bandwidth=spec.bandwidth, fast_name="SRAM", fast_bytes=spec.smem_bytes,
+        fast_bandwidth=SHARED_BYTES_PER_CYCLE * rate / FLOPS_PER_CYCLE[key], flops=rate,
+    )  # fmt: skip
+
+
+CHIPS = (
+    _gpu("a100", "HBM"),
+    _gpu("h100", "HBM"),
+    _gpu("h200", "HBM"),
+    # Eight cores of 3.5 GHz with two 32-byte multiply-adds a cycle, two channels of LPDDR5-6400.
+    Chip(
+        key="laptop", name="Laptop CPU, 8 cores, fp32", cores=8, slow_name="DRAM", slow_bytes=16 * 10**9,
+        bandwidth=102.4e9, fast_name="L2 cache", fast_bytes=1280 << 10, fast_bandwidth=8 * 3.5e9 * 64,
+        flops=8 * 3.5e9 * 32,
+    ),
+)  # fmt: skip

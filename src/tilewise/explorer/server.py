@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from tilewise.errors import InvalidProblem, TilewiseError
-from tilewise.explorer.page import assets, served_page
+from tilewise.explorer.page import assets, chapter_names, exported_page, served_page
 from tilewise.explorer.questions import plan_of, question_of
 
 __all__ = ["LOOPBACK", "ExplorerServer"]
@@ -38,6 +38,7 @@ class ExplorerServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
         page = served_page(files)
         self.replies = {f"/{path}": _encoded(path, text) for path, text in files.items()}
         self.replies["/"] = self.replies["/index.html"] = _encoded("index.html", page)
+        self.chapters = {f"/export/{name}.html": name for name in chapter_names()}
         self.policy = _content_policy(page)
         try:
             super().__init__((LOOPBACK, port), _Handler)
@@ -136,6 +137,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return self.path.partition("?")[0]
 
     def _file(self) -> tuple[str, bytes]:
+        chapter = self.server.chapters.get(self._path())
+        if chapter is not None:
+            return _encoded("chapter.html", exported_page(chapter))
         reply = self.server.replies.get(self._path())
         if reply is None:
             raise _Refusal(HTTPStatus.NOT_FOUND, "There is no such file.")

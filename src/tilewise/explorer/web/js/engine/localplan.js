@@ -9,7 +9,6 @@ import { estimate } from "tilewise/engine/cost.js";
  * @typedef {{batch: number, context: number, heads: number, kv_heads: number, head_dim: number, dtype: string,
  *   device: string, phase: "prefill" | "train" | "decode", causal: boolean, window: number | null}} Question
  * @typedef {{backend: string | null, tile: [number, number], rejected: [string, string][]}} Kernel
- * @typedef {{names: Record<string, number>, rows: Kernel[]}} KernelTable  names are `keyOf`, each with [from, row] pairs
  */
 
 /** The sides of the window. @param {Question} question */
@@ -49,27 +48,22 @@ export function localPlan(question, data) {
 }
 
 /**
- * The kernel that would run. Python lists, for each combination of choices, from which length on which row holds: in
+ * The kernel that would run. Python lists, for each combination of choices, from which length on which row holds. In
  * decoding the number of query heads for each K/V head counts, else the number of tokens. Decoding also asks whether
  * keys are few, and whether a K/V head has more query rows than there are (sequence, K/V head) pairs.
  * @param {Question} question @param {any} kernels @returns {Kernel}
  */
 export function kernelFor(question, kernels) {
   const cuts = question.window !== null && question.window < question.context - 1;
-  const choices = [
-    question.device,
-    question.dtype,
-    question.head_dim,
-    question.phase,
-    question.causal ? "causal" : "full",
-    cuts ? "window" : "open",
-  ];
+  const name = [question.device, question.dtype, question.head_dim, question.phase].join(" ");
   const rows = question.heads / question.kv_heads;
+  const choices = [question.causal, cuts];
   if (question.phase === "decode") {
-    const crowded = rows > question.batch * question.kv_heads;
-    choices.push(question.context < kernels.few_keys ? "few" : "many", crowded ? "crowded" : "apart");
+    choices.push(question.context < kernels.few_keys, rows > question.batch * question.kv_heads);
   }
-  const steps = kernels.steps[choices.join(" ")];
+  // The first of each choice is named first: causal, with a window, few keys, crowded heads.
+  const variant = choices.reduce((at, chosen) => 2 * at + (chosen ? 0 : 1), 0);
+  const steps = kernels.pieces[kernels.steps[name][variant]];
   const measure = question.phase === "decode" ? rows : question.context;
   const found = steps.filter((/** @type {[number, number]} */ [from]) => from <= measure);
   return kernels.rows[(found[found.length - 1] ?? steps[0])[1]];

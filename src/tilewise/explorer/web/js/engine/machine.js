@@ -32,8 +32,12 @@ export class Machine {
     }
     /** @type {Map<string, Matrix>} */
     this.fast = new Map();
-    /** The last correction factor of each row in the tile. @type {Float64Array | null} */
-    this.alpha = null;
+    /**
+     * The last correction of each row in the tile: its maximum before, the factor of l, and the factor of O, which in
+     * FA-1 order has been divided by l and is multiplied by it again.
+     * @type {{before: Float64Array, alpha: Float64Array, out: Float64Array} | null}
+     */
+    this.correction = null;
   }
 
   /** @param {TraceEvent} event */
@@ -67,7 +71,8 @@ export class Machine {
         buffer.data[at] = value * alpha[row] * (undo ? sums[row] : 1);
       });
     }
-    this.alpha = alpha;
+    const out = alpha.map((factor, row) => factor * (event.normalised ? sums[row] : 1));
+    this.correction = { before: before.data.slice(), alpha, out };
     this.fast.set("row_max", { ...after, data: after.data.slice() });
   }
 

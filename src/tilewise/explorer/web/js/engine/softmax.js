@@ -35,3 +35,45 @@ export function trueSoftmax(row) {
   const sum = terms.reduce((total, value) => total + value, 0);
   return terms.map((value) => value / (sum || 1));
 }
+
+/**
+ * @typedef {{kind: "start" | "read" | "correct" | "add" | "divide", block: number, seen: number, rowMax: number,
+ *   rowSum: number, out: number[], oldMax: number, blockMax: number, correction: number, added: number}} Moment
+ *   m, l and out always belong together; `seen` scores are in them. `added` is what the block's terms sum to.
+ */
+
+/**
+ * The online softmax as a series of states that exist. A block is read (nothing changes yet), the past is corrected
+ * where the maximum rises, the block's terms are added. With values there is a running output, divided by l at the end.
+ * @param {number[]} row @param {number} block @param {number[][]} [values]  one vector a score @returns {Moment[]}
+ */
+export function moments(row, block, values = []) {
+  const dims = values[0]?.length ?? 0;
+  let state = { rowMax: -Infinity, rowSum: 0, out: new Array(dims).fill(0), seen: 0 };
+  /** @type {Moment[]} */
+  const found = [
+    { kind: "start", block: 0, oldMax: -Infinity, blockMax: -Infinity, correction: 1, added: 0, ...state },
+  ];
+  for (let start = 0, at = 0; start < row.length; start += block, at++) {
+    const scores = row.slice(start, start + block);
+    const oldMax = state.rowMax;
+    const blockMax = Math.max(...scores);
+    const rowMax = Math.max(oldMax, blockMax);
+    const correction = oldMax === -Infinity ? 1 : term(oldMax, rowMax);
+    const terms = scores.map((score) => term(score, rowMax));
+    const about = { block: at, oldMax, blockMax, correction, added: terms.reduce((sum, one) => sum + one, 0) };
+    found.push({ kind: "read", ...about, ...state });
+    if (correction !== 1) {
+      state = { ...state, rowMax, rowSum: state.rowSum * correction, out: state.out.map((one) => one * correction) };
+      found.push({ kind: "correct", ...about, ...state });
+    }
+    const out = state.out.map((one, dim) => one + terms.reduce((sum, p, i) => sum + p * values[start + i][dim], 0));
+    state = { rowMax, rowSum: state.rowSum + about.added, out, seen: Math.min(row.length, start + block) };
+    found.push({ kind: "add", ...about, ...state });
+  }
+  if (dims > 0) {
+    const last = found[found.length - 1];
+    found.push({ ...last, kind: "divide", out: last.out.map((one) => one / (last.rowSum || 1)) });
+  }
+  return found;
+}

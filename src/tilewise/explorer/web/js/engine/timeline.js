@@ -118,6 +118,15 @@ export function count(counters, event) {
   counters.flops += event.flops ?? 0;
 }
 
+/** The most bytes that fast memory holds at a time. @param {Trace} trace */
+export function peakBytes(trace) {
+  const counters = noCounters();
+  return trace.events.reduce((most, event) => {
+    count(counters, event);
+    return Math.max(most, counters.fastBytes);
+  }, 0);
+}
+
 /** The counters of all events before `stop`. @param {Trace} trace @param {number} [stop] */
 export function countersAt(trace, stop = trace.events.length) {
   const counters = noCounters();

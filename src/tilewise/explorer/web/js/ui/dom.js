@@ -4,6 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 /**
  * @typedef {Node | string | number | null | undefined | false} Child
+ * @typedef {Child | Child[] | Child[][] | any[]} Children
  * @typedef {Record<string, unknown>} Attributes  `onclick` and the like are listeners; true is an empty attribute,
  *   false, null and undefined leave the attribute out.
  */
@@ -12,7 +13,7 @@ const SVG = "http://www.w3.org/2000/svg";
  * An HTML element.
  * @param {string} tag
  * @param {Attributes} [attributes]
- * @param {...(Child | Child[])} children
+ * @param {...Children} children
  * @returns {any}
  */
 export function h(tag, attributes = {}, ...children) {
@@ -23,14 +24,14 @@ export function h(tag, attributes = {}, ...children) {
  * An SVG element.
  * @param {string} tag
  * @param {Attributes} [attributes]
- * @param {...(Child | Child[])} children
+ * @param {...Children} children
  * @returns {any}
  */
 export function svg(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
-/** Replace everything in an element. @param {Element} element @param {...(Child | Child[])} children */
+/** Replace everything in an element. @param {Element} element @param {...Children} children */
 export function fill(element, ...children) {
   element.replaceChildren(...nodes(children));
 }
@@ -41,7 +42,7 @@ export function setText(/** @type {Element} */ element, /** @type {string | numb
   if (element.textContent !== wanted) element.textContent = wanted;
 }
 
-/** @param {Element} element @param {Attributes} attributes @param {(Child | Child[])[]} children */
+/** @param {Element} element @param {Attributes} attributes @param {Children[]} children */
 function filled(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === false || value === null || value === undefined) continue;
@@ -55,10 +56,10 @@ function filled(element, attributes, children) {
   return element;
 }
 
-/** @param {(Child | Child[])[]} children @returns {(Node | string)[]} */
+/** @param {Children[]} children @returns {(Node | string)[]} */
 function nodes(children) {
   return children
-    .flat()
+    .flat(Infinity)
     .filter((child) => child !== null && child !== undefined && child !== false)
     .map((child) => (child instanceof Node ? child : String(child)));
 }

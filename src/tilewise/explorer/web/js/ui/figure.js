@@ -69,6 +69,11 @@ export class Figure {
     this.draw(this.context, width, this.colours);
   }
 
+  /** What the picture shows now, for those who do not see it. @param {string} text */
+  describe(text) {
+    if (this.element.getAttribute("aria-label") !== text) this.element.setAttribute("aria-label", text);
+  }
+
   destroy() {
     this.observer.disconnect();
     removeEventListener("tilewise:theme", this.onTheme);
@@ -78,6 +83,8 @@ export class Figure {
 /** A canvas does not know light-dark(): an element has to resolve each colour first. @returns {Colours} */
 function readColours() {
   const probe = document.body.appendChild(h("span", { hidden: true }));
+  // Where the system imposes colours, it would impose one on all of them.
+  probe.style.setProperty("forced-color-adjust", "none");
   const style = getComputedStyle(probe);
   const colours = Object.fromEntries(
     NAMES.map((name) => {

@@ -3,6 +3,12 @@
 const BYTES = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const COUNTS = ["", "k", "M", "G", "T", "P", "E"];
 const SECONDS = ["ns", "µs", "ms", "s"];
+/** @type {[number, string][]} */
+const LONG = [
+  [31557600, "years"],
+  [86400, "days"],
+  [3600, "h"],
+];
 
 const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
@@ -18,12 +24,19 @@ export function formatBytes(size) {
 
 /** 1.10 T, 640, 17.2 GFLOP, 0 FLOP. @param {number} count */
 export function formatCount(count, of = "") {
-  return scaled(count, 1000, COUNTS.map((prefix) => prefix + of));
+  return scaled(
+    count,
+    1000,
+    COUNTS.map((prefix) => prefix + of),
+  );
 }
 
 /** 1.24 s, 310 ms, 4.20 µs. @param {number} seconds */
 export function formatSeconds(seconds) {
-  return seconds < 1000 ? scaled(seconds * 1e9, 1000, SECONDS) : `${seconds.toFixed(0)} s`;
+  if (seconds < 1000) return scaled(seconds * 1e9, 1000, SECONDS);
+  const [size, unit] = LONG.find(([least]) => seconds >= 2 * least) ?? [60, "min"];
+  const count = seconds / size;
+  return `${count < 9.95 ? count.toFixed(1) : grouped(count)} ${unit}`;
 }
 
 /** Three digits after the point at most, "-inf" for what has seen no key yet. @param {number} value */
@@ -42,6 +55,11 @@ export function short(text) {
 /** "1 tile", "3 tiles". @param {number} count @param {string} noun */
 export function plural(count, noun) {
   return `${grouped(count)} ${noun}${count === 1 ? "" : "s"}`;
+}
+
+/** "0" or "2e-16": the largest difference between two results. @param {number} value */
+export function difference(value) {
+  return value === 0 ? "0" : value.toExponential(0);
 }
 
 /** @param {number} value @param {number} base @param {string[]} units */

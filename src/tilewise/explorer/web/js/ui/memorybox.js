@@ -29,6 +29,9 @@ const NAMES = {
   ds: "dS",
   dq: "dQ",
   dq_sum: "dQ sum",
+  a: "A",
+  b: "B",
+  c: "C",
   out_partial: "O part",
   lse_partial: "lse part",
 };
@@ -83,7 +86,17 @@ export class MemoryBox {
               h(
                 "tr",
                 {},
-                ["row", "m", "correction", "l", "O so far"].map((text) => h("th", { scope: "col" }, text)),
+                [
+                  ["row", "Number of the query."],
+                  ["m", "The largest score of the row so far."],
+                  ["l ×", "What l is multiplied by when the maximum rises: e^(old m − new m)."],
+                  ["l", "The sum of e^(score − m) so far."],
+                  [
+                    "O ×",
+                    "What O is multiplied by: the factor of l; in FA-1 order also the old l, by which O was divided.",
+                  ],
+                  ["O so far", "The output of the row, as far as its keys have been seen."],
+                ].map(([text, why]) => h("th", { scope: "col", "data-tip": why }, text)),
               ),
             ),
             this.rows,
@@ -91,17 +104,12 @@ export class MemoryBox {
         ),
     );
     this.slowBox = h("div", { class: "box hbm" }, h("strong", {}, "HBM (slow, large)", this.slowSize), this.slowChips);
-    this.element = h(
-      "div",
-      {},
-      this.fastBox,
-      this.slowBox,
-      h(
-        "dl",
-        { class: "counters" },
-        [this.total, this.reads, this.writes, this.wide, this.moved].map((one) => one.element),
-      ),
+    this.counters = h(
+      "dl",
+      { class: "counters" },
+      [this.total, this.reads, this.writes, this.wide, this.moved].map((one) => one.element),
     );
+    this.element = h("div", {}, this.fastBox, this.slowBox, this.counters);
   }
 
   /** @param {Replay} replay @param {Counters} counters  so far, over all heads */
@@ -160,6 +168,10 @@ export class MemoryBox {
     const height = Math.min(blockM, length - top);
     const ended = replay.buffers.has("lse") && !replay.buffers.has("row_sum");
     const rescaled = replay.events.some((event) => event.kind === "rescale");
+    const correction = rescaled ? replay.machine.correction : null;
+    // A row that has seen no key before has nothing to correct.
+    const factor = (/** @type {"alpha" | "out"} */ which, /** @type {number} */ row) =>
+      correction === null ? "" : correction.before[row] === -Infinity ? "–" : `×${shortNumber(correction[which][row])}`;
     fill(
       this.rows,
       Array.from({ length: Math.min(SHOWN_ROWS, height) }, (_, row) =>
@@ -168,8 +180,9 @@ export class MemoryBox {
           {},
           h("th", { scope: "row" }, top + row),
           h("td", {}, rowMax ? shortNumber(rowMax.data[row]) : "–"),
-          h("td", {}, rescaled && replay.machine.alpha ? `×${shortNumber(replay.machine.alpha[row])}` : ""),
+          h("td", {}, factor("alpha", row)),
           h("td", {}, sums && !ended ? shortNumber(sums.data[row]) : "–"),
+          h("td", {}, factor("out", row)),
           h("td", {}, acc ? vector(acc, row) : "–"),
         ),
       ),

@@ -30,6 +30,26 @@ export function counter(name, id, hint) {
   return { element, value };
 }
 
+/**
+ * A part that is folded away until it is wanted; its title says what is in it now.
+ * @param {string} title @param {any[]} children
+ */
+export function folded(title, children) {
+  const state = h("span", { class: "muted" });
+  const element = h(
+    "details",
+    { class: "folded" },
+    h("summary", {}, h("b", {}, title), " ", state),
+    h("div", { class: "folded-body" }, children),
+  );
+  return {
+    element,
+    describe: (/** @type {string} */ text) => {
+      state.textContent = text;
+    },
+  };
+}
+
 /** A word whose explanation appears on hover and on focus. @param {string} text @param {string} explanation */
 export function explained(text, explanation) {
   serial += 1;

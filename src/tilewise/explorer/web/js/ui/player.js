@@ -95,7 +95,8 @@ export class Player {
       " ": () => this.toggle(),
     });
     const move = moves[event.key];
-    if (move === undefined) return false;
+    // At the end the key is free for what comes next.
+    if (move === undefined || (event.key === "ArrowRight" && this.at === this.length)) return false;
     move();
     return true;
   }
@@ -127,6 +128,8 @@ export class Player {
 
   #show() {
     this.slider.value = String(this.at);
+    this.playButton.disabled = this.length === 0;
+    this.slider.disabled = this.length === 0;
     this.slider.setAttribute("aria-valuetext", `step ${this.at} of ${this.length}`);
     setText(this.counter, `step ${this.at} of ${this.length}`);
   }

@@ -4,6 +4,7 @@ import { Band, blocks } from "tilewise/engine/band.js";
 import { bandOf } from "tilewise/engine/recorder.js";
 import { Figure, cellText, hatch, label } from "tilewise/ui/figure.js";
 import { shortNumber } from "tilewise/ui/format.js";
+import { showTip } from "tilewise/ui/tips.js";
 
 /**
  * @typedef {import("tilewise/engine/replay.js").Replay} Replay
@@ -22,10 +23,14 @@ const EASY_TO_READ = 27;
 export class TileFigure {
   /**
    * @param {string} name @param {Strip[]} strips
-   * @param {Record<string, "loaded" | "computing" | "rescaled" | "stored">} phaseColours
+   * @param {Record<string, "loaded" | "computing" | "rescaled" | "stored">} phaseColours @param {number} [tall]
    */
-  constructor(name, strips, phaseColours) {
+  constructor(name, strips, phaseColours, tall = 440) {
+    this.name = name;
     this.strips = strips;
+    this.tall = tall;
+    /** Keys of a tile: naive attention has whole rows. */
+    this.blockN = 1;
     this.phaseColours = phaseColours;
     /** @type {Replay | null} */
     this.replay = null;
@@ -43,6 +48,8 @@ export class TileFigure {
       (context, width, colours) => this.#draw(context, width, colours),
     );
     this.element = this.figure.element;
+    this.element.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => this.#hover(event));
+    this.element.addEventListener("pointerleave", () => showTip(null));
   }
 
   /** @param {Replay} replay */
@@ -50,6 +57,40 @@ export class TileFigure {
     if (replay !== this.replay) this.#index(replay);
     this.replay = replay;
     this.figure.redraw();
+    this.figure.describe(this.#description());
+  }
+
+  /** The state of the picture in a sentence. */
+  #description() {
+    const replay = /** @type {Replay} */ (this.replay);
+    const { stop } = replay;
+    const done = this.last.reduce(
+      (sum, at, tile) => sum + (at > 0 && replay.at > at && this.kinds[tile] !== "skip" ? 1 : 0),
+      0,
+    );
+    const all = this.kinds.filter((kind) => kind !== "skip").length;
+    const place =
+      stop === null
+        ? "nothing in work yet"
+        : `${stop.phase}${stop.mBlock === null ? "" : `, tile of queries ${stop.mBlock}`}${stop.nBlock === null ? "" : `, tile of keys ${stop.nBlock}`}`;
+    const writes = this.strips
+      .filter((strip) => strip.result)
+      .map((strip) => `${strip.name} written ${Math.max(0, ...(replay.written.get(strip.array) ?? []))} times at most`);
+    return `${this.name}: ${place}; ${done} of ${all} tiles done; ${writes.join(", ")}.`;
+  }
+
+  /** A cell's score and weight. @param {PointerEvent} event */
+  #hover(event) {
+    if (this.replay === null || !this.replay.inputs.q || !this.replay.inputs.k) return;
+    const frame = this.#frame(this.figure.width);
+    const box = this.element.getBoundingClientRect();
+    const [row, col] = [
+      Math.floor((event.clientY - box.top - frame.y) / frame.cell),
+      Math.floor((event.clientX - box.left - frame.x) / frame.cell),
+    ];
+    const { workload } = this.replay.trace;
+    const inside = row >= 0 && col >= 0 && row < workload.seqlen_q && col < workload.seqlen_k;
+    showTip(inside ? pairText(this.replay, row, col) : null, event.clientX, event.clientY);
   }
 
   /** When each tile is first touched and when it is done with. @param {Replay} replay */
@@ -57,11 +98,14 @@ export class TileFigure {
     const { workload: work } = replay.trace;
     this.band = bandOf(work);
     this.mBlocks = blocks(work.seqlen_q, work.block_m);
-    this.nBlocks = blocks(work.seqlen_k, work.block_n);
-    const grid = { blockM: work.block_m, blockN: work.block_n };
+    this.blockN = replay.trace.algorithm === "naive" ? work.seqlen_k : work.block_n;
+    this.nBlocks = blocks(work.seqlen_k, this.blockN);
+    const grid = { blockM: work.block_m, blockN: this.blockN };
     const band = this.band;
     this.kinds = Array.from({ length: this.mBlocks * this.nBlocks }, (_, at) =>
-      band.tileKind(Math.floor(at / this.nBlocks), at % this.nBlocks, grid),
+      replay.trace.algorithm === "naive"
+        ? /** @type {const} */ ("partial")
+        : band.tileKind(Math.floor(at / this.nBlocks), at % this.nBlocks, grid),
     );
     this.first = new Int32Array(this.kinds.length).fill(-1);
     this.last = new Int32Array(this.kinds.length).fill(-1);
@@ -86,7 +130,7 @@ export class TileFigure {
     const y = 4 + room("top") + LABEL;
     const most = width - x - room("right") - GAP;
     const [rows, cols] = work ? [work.seqlen_q, work.seqlen_k] : [1, 1];
-    const cell = Math.max(1, Math.min(most / cols, 400 / Math.max(rows, cols)));
+    const cell = Math.max(1, Math.min(most / cols, this.tall / Math.max(rows, cols)));
     const height = y + cell * rows + room("bottom") + 4;
     // In the middle of its column, whatever the cells leave free.
     return { x: x + Math.max(0, (most - cell * cols) / 2), y, side: cell * cols, cell, height };
@@ -107,12 +151,8 @@ export class TileFigure {
 
   /** @param {Frame} frame @param {number} m @param {number} n */
   #tileBox(frame, m, n) {
-    const {
-      block_m: height,
-      block_n: width,
-      seqlen_q: rows,
-      seqlen_k: cols,
-    } = /** @type {Replay} */ (this.replay).trace.workload;
+    const width = this.blockN;
+    const { block_m: height, seqlen_q: rows, seqlen_k: cols } = /** @type {Replay} */ (this.replay).trace.workload;
     const [top, left] = [m * height, n * width];
     return {
       x: frame.x + left * frame.cell,
@@ -158,7 +198,7 @@ export class TileFigure {
     context.fillStyle = colours.skipped;
     context.globalAlpha = 0.55;
     for (let row = m * work.block_m; row < Math.min((m + 1) * work.block_m, work.seqlen_q); row++) {
-      for (let col = n * work.block_n; col < Math.min((n + 1) * work.block_n, work.seqlen_k); col++) {
+      for (let col = n * this.blockN; col < Math.min((n + 1) * this.blockN, work.seqlen_k); col++) {
         if (!this.band.sees(row, col))
           context.fillRect(frame.x + col * frame.cell, frame.y + row * frame.cell, frame.cell, frame.cell);
       }
@@ -188,7 +228,7 @@ export class TileFigure {
         colour,
         shown.matrix,
         stop.mBlock * work.block_m,
-        stop.nBlock * work.block_n,
+        stop.nBlock * this.blockN,
       );
     context.strokeStyle = colours[colour];
     context.lineWidth = 3;
@@ -239,7 +279,7 @@ export class TileFigure {
     const replay = /** @type {Replay} */ (this.replay);
     const work = replay.trace.workload;
     const upright = strip.side === "left" || strip.side === "right";
-    const [length, block] = upright ? [work.seqlen_q, work.block_m] : [work.seqlen_k, work.block_n];
+    const [length, block] = upright ? [work.seqlen_q, work.block_m] : [work.seqlen_k, this.blockN];
     const place = this.#stripPlace(frame, strip.side, index);
     for (let at = 0; at < blocks(length, block); at++) {
       const [from, to] = [at * block * frame.cell, Math.min((at + 1) * block, length) * frame.cell];
@@ -290,10 +330,35 @@ export class TileFigure {
     const work = replay.trace.workload;
     const upright = strip.side === "left" || strip.side === "right";
     const block = upright ? replay.stop?.mBlock : replay.stop?.nBlock;
-    return block === null || block === undefined ? null : [block * (upright ? work.block_m : work.block_n), 0];
+    return block === null || block === undefined ? null : [block * (upright ? work.block_m : this.blockN), 0];
   }
 
   destroy() {
     this.figure.destroy();
   }
+}
+
+/**
+ * "q₃·k₂ = 1.20, times 0.707 is the score 0.85; weight 0.31": computed from the inputs.
+ * @param {Replay} replay @param {number} row @param {number} col
+ */
+export function pairText(replay, row, col) {
+  const { workload: work } = replay.trace;
+  const { q, k } = replay.inputs;
+  const product = (/** @type {number} */ key) => {
+    let sum = 0;
+    for (let at = 0; at < work.head_dim; at++) sum += q.data[row * q.cols + at] * k.data[key * k.cols + at];
+    return sum;
+  };
+  const band = bandOf(work);
+  const own = product(col);
+  const name = `Query ${row}, key ${col}: q·k = ${shortNumber(own, 2)}`;
+  if (!band.sees(row, col)) return `${name}, but the pair is masked: its weight is 0.`;
+  const scores = Array.from({ length: work.seqlen_k }, (_, key) =>
+    band.sees(row, key) ? product(key) * work.scale : -Infinity,
+  );
+  const top = Math.max(...scores);
+  const sum = scores.reduce((total, score) => total + Math.exp(score - top), 0);
+  const weight = Math.exp(scores[col] - top) / sum;
+  return `${name}; × ${shortNumber(work.scale)} = score ${shortNumber(scores[col])}; weight in the row's softmax ${shortNumber(weight)}.`;
 }

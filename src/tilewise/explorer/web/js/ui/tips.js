@@ -3,28 +3,46 @@
 import { h, setText } from "tilewise/ui/dom.js";
 
 const MARGIN = 8;
+const box = h("div", { class: "tip", hidden: true, "aria-hidden": "true" });
 
 export function startTips() {
-  const box = document.body.appendChild(h("div", { class: "tip", hidden: true, "aria-hidden": "true" }));
+  document.body.append(box);
   const show = (/** @type {Event} */ event) => {
-    const target = /** @type {HTMLElement} */ (event.target)?.closest?.(".explained");
-    box.hidden = target === null || target === undefined;
-    if (!target) return;
-    setText(box, document.getElementById(target.getAttribute("aria-describedby") ?? "")?.textContent ?? "");
-    const [anchor, own] = [target.getBoundingClientRect(), box.getBoundingClientRect()];
-    const below = anchor.bottom + MARGIN + own.height < innerHeight;
-    const left = Math.max(MARGIN, Math.min(anchor.left, document.documentElement.clientWidth - own.width - MARGIN));
-    box.style.left = `${left}px`;
-    box.style.top = `${below ? anchor.bottom + MARGIN : Math.max(MARGIN, anchor.top - own.height - MARGIN)}px`;
-  };
-  const hide = () => {
-    box.hidden = true;
+    const target = /** @type {HTMLElement} */ (event.target)?.closest?.(".explained, [data-tip]");
+    if (!target) {
+      box.hidden = true;
+      return;
+    }
+    const text =
+      target.getAttribute("data-tip") ??
+      document.getElementById(target.getAttribute("aria-describedby") ?? "")?.textContent ??
+      "";
+    setText(box, text);
+    box.hidden = false;
+    place(target.getBoundingClientRect());
   };
   document.addEventListener("pointerover", show);
   document.addEventListener("focusin", show);
-  document.addEventListener("focusout", hide);
-  document.addEventListener("scroll", hide, { passive: true, capture: true });
+  document.addEventListener("focusout", () => showTip(null));
+  document.addEventListener("scroll", () => showTip(null), { passive: true, capture: true });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") hide();
+    if (event.key === "Escape") showTip(null);
   });
+}
+
+/** A text beside the pointer, for pictures whose parts are no elements. @param {string | null} text */
+export function showTip(text, x = 0, y = 0) {
+  box.hidden = text === null;
+  if (text === null) return;
+  setText(box, text);
+  place({ left: x + 12, top: y, bottom: y + 12 });
+}
+
+/** @param {{left: number, top: number, bottom: number}} anchor */
+function place(anchor) {
+  const own = box.getBoundingClientRect();
+  const below = anchor.bottom + MARGIN + own.height < innerHeight;
+  const left = Math.max(MARGIN, Math.min(anchor.left, document.documentElement.clientWidth - own.width - MARGIN));
+  box.style.left = `${left}px`;
+  box.style.top = `${below ? anchor.bottom + MARGIN : Math.max(MARGIN, anchor.top - own.height - MARGIN)}px`;
 }

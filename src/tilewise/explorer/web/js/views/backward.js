@@ -2,35 +2,37 @@
 
 import { fa2, naive } from "tilewise/engine/attention.js";
 import { backward, naiveBackward } from "tilewise/engine/backward.js";
-import { Machine } from "tilewise/engine/machine.js";
+import { finished, headInputs, largestDifference, slow } from "tilewise/engine/check.js";
 import { someNumbers } from "tilewise/engine/numbers.js";
 import { workload } from "tilewise/engine/recorder.js";
 import { Replay } from "tilewise/engine/replay.js";
 import { countersAt } from "tilewise/engine/timeline.js";
+import { CodeBox } from "tilewise/ui/code.js";
 import { fill, h, setText } from "tilewise/ui/dom.js";
 import { Form, paramsOf, valuesFrom } from "tilewise/ui/form.js";
-import { formatBytes, grouped, plural } from "tilewise/ui/format.js";
+import { difference, formatBytes, grouped, plural } from "tilewise/ui/format.js";
 import { MemoryBox } from "tilewise/ui/memorybox.js";
-import { caption, heading, legend, table } from "tilewise/ui/parts.js";
+import { caption, folded, heading, legend, table } from "tilewise/ui/parts.js";
 import { Player } from "tilewise/ui/player.js";
 import { TileFigure } from "tilewise/ui/tilefigure.js";
-import { masking, names, skipped } from "tilewise/views/captions.js";
-import { sidesOf } from "tilewise/views/tiles.js";
+import { backwardCaption } from "tilewise/views/captions.js";
+import { CODE } from "tilewise/views/pseudocode.js";
+import { MOST_TILES, sidesOf } from "tilewise/views/tiles.js";
 
 /** @typedef {import("tilewise/main.js").Context} Context */
 /** @typedef {import("tilewise/engine/recorder.js").Workload} Workload */
 
 /** @type {import("tilewise/ui/form.js").Spec[]} */
 const SPECS = [
-  { key: "n", label: "Tokens N", type: "number", value: 6, min: 1, max: 64 },
-  { key: "bm", label: "Query block", type: "number", value: 2, min: 1, max: 64 },
-  { key: "bn", label: "Key block", type: "number", value: 2, min: 1, max: 64 },
-  { key: "d", label: "Head dim d", type: "number", value: 4, min: 1, max: 64 },
+  { key: "n", label: "Tokens N", type: "number", value: 16, min: 1, max: 64 },
+  { key: "bm", label: "Query block", type: "number", value: 4, min: 1, max: 64 },
+  { key: "bn", label: "Key block", type: "number", value: 4, min: 1, max: 64 },
+  { key: "d", label: "Head dim d", type: "number", value: 2, min: 1, max: 64 },
   {
     key: "mask",
     label: "Mask",
     type: "select",
-    value: "causal",
+    value: "full",
     options: [
       ["full", "none (full)"],
       ["causal", "causal"],
@@ -70,16 +72,21 @@ class BackwardView {
     this.text = caption();
     this.kept = h("div");
     this.cost = h("div");
-    this.check = h("p", { class: "small muted", "data-gradcheck": "" });
+    this.verdict = h("p", { class: "message", "data-verdict": "" });
+    this.check = h("p", { class: "result", "data-gradcheck": "" });
+    this.code = new CodeBox(CODE.backward.lines);
+    this.problem = h("p", { class: "message bad", role: "alert", hidden: true });
+    this.sizes = folded("Sizes", [this.form.element]);
     this.player = new Player({ length: 1, at: 0, onStep: (at) => this.#show(at) });
     this.element = h(
       "div",
-      {},
+      { class: "bench" },
       heading(
         "Backward: recompute instead of remember",
-        "The gradients need the probabilities P again. Keeping them takes N² memory. Tiled attention keeps one number a row, lse = m + ln l, and recomputes each tile as P = e^(S − lse). It does one product more and moves far less.",
+        "The gradients need the probabilities P again. Keeping them takes N² memory. Tiled attention keeps one number a row, lse = m + ln l, and recomputes each tile as P = e^(S − lse): one matrix product more for every tile, and no N × N matrix in memory.",
       ),
-      this.form.element,
+      this.sizes.element,
+      this.problem,
       this.player.element,
       h(
         "div",
@@ -88,9 +95,10 @@ class BackwardView {
           "section",
           { class: "panel", "aria-label": "Tiles of the backward" },
           h("h3", {}, "K, V outside", h("small", {}, "dK and dV stay in SRAM while the queries stream past")),
-          this.text,
           this.figure.element,
+          this.text,
           this.box.element,
+          this.code.element,
         ),
         h(
           "div",
@@ -106,6 +114,7 @@ class BackwardView {
             { class: "panel", "aria-label": "Cost" },
             h("h3", {}, "Forward and backward together", h("small", {}, "one head, elements of the inputs' dtype")),
             this.cost,
+            this.verdict,
             this.check,
           ),
         ),
@@ -124,6 +133,14 @@ class BackwardView {
   /** @param {number} at */
   #rebuild(at) {
     const { values } = this.form;
+    const tiles = Math.ceil(values.n / values.bm) * Math.ceil(values.n / values.bn);
+    this.problem.hidden = tiles <= MOST_TILES;
+    setText(this.problem, `${grouped(tiles)} tiles are more than the ${grouped(MOST_TILES)} that can be told apart.`);
+    this.sizes.describe(`N = ${values.n}, blocks ${values.bm} × ${values.bn}, d = ${values.d}, mask: ${values.mask}`);
+    if (tiles > MOST_TILES) {
+      this.sizes.element.open = true;
+      return;
+    }
     const work = workload({
       seqlen_q: values.n,
       seqlen_k: values.n,
@@ -134,11 +151,7 @@ class BackwardView {
       scale: 1 / Math.sqrt(values.d),
       ...sidesOf(values),
     });
-    const given = {
-      q: someNumbers(values.n, values.d, 1),
-      k: someNumbers(values.n, values.d, 2),
-      v: someNumbers(values.n, values.d, 3),
-    };
+    const given = headInputs(work);
     const dout = someNumbers(values.n, values.d, 4);
     const forward = finished(fa2(work), given);
     this.replay = new Replay(backward(work), { ...given, dout, out: slow(forward, "out"), lse: slow(forward, "lse") });
@@ -203,6 +216,8 @@ class BackwardView {
         "Traffic and work",
       ),
     );
+    const bytes = (/** @type {typeof naiveForward} */ one) => one.readBytes + one.writtenBytes;
+    setText(this.verdict, verdict(naiveBack.flops, tiledBack.flops, bytes(naiveBack), bytes(tiledBack), work));
   }
 
   /** The two backwards on the same numbers. @param {Workload} work @param {Record<string, any>} given */
@@ -211,22 +226,19 @@ class BackwardView {
     const textbook = finished(naiveBackward(work), { ...given, p });
     const tiled = finished(backward(work), /** @type {Replay} */ (this.replay).inputs);
     const error = Math.max(
-      ...["dq", "dk", "dv"].flatMap((name) =>
-        Array.from(slow(tiled, name).data, (value, at) => Math.abs(value - slow(textbook, name).data[at])),
-      ),
+      ...["dq", "dk", "dv"].map((name) => largestDifference(slow(tiled, name), slow(textbook, name))),
     );
-    setText(
-      this.check,
-      `Both were run on the numbers of this page: their gradients differ by at most ${error === 0 ? "0" : error.toExponential(0)}.`,
-    );
+    setText(this.check, `Same gradients as the naive backward: largest difference ${difference(error)}.`);
   }
 
   /** @param {number} at */
   #show(at) {
-    const replay = /** @type {Replay} */ (this.replay).seek(at);
+    if (!this.replay) return;
+    const replay = this.replay.seek(at);
+    this.code.light(CODE.backward.active(replay));
     this.figure.show(replay);
     this.box.show(replay, replay.counters);
-    setText(this.text, sentence(replay));
+    setText(this.text, backwardCaption(replay));
     this.context.save({ ...paramsOf(SPECS, this.form.values), ...(at > 0 && { step: String(at) }) });
   }
 
@@ -260,36 +272,19 @@ function keptBars(bytes) {
   });
 }
 
-/** @param {Replay} replay */
-function sentence(replay) {
-  if (replay.stop === null) return "From the forward there are Q, K, V, O and one lse a row. P is not there.";
-  const { queries, keys } = names(replay);
-  const { phase } = replay.stop;
-  if (phase === "delta")
-    return `First, D = rowsum(dO ∘ O) for ${queries}: one number a row that every tile of the row will need.`;
-  if (phase === "recompute") {
-    const fresh = replay.buffers.get("k")?.how === "loaded" ? `K and V for ${keys} come in and stay; ` : "";
-    return `${fresh}Q, dO, lse and D for ${queries} are loaded, and P = e^(QKᵀ − lse) is recomputed.${masking(replay)}${skipped(replay)}`;
-  }
-  if (phase === "values") return `dV for ${keys} grows by PᵀdO, and dP = dO Vᵀ is computed.`;
-  if (phase === "gradients") {
-    const ended = replay.events.some((event) => event.array === "dk");
-    return `dS = P ∘ (dP − D); dK grows by dSᵀQ, and dQ for ${queries} is read, grows by dS K and goes back.${ended ? " This tile of keys is done: dK and dV are written once." : ""}`;
-  }
-  return `Last, dQ for ${queries} is rounded from its fp32 sum to the inputs' dtype.`;
-}
-
 /**
- * A machine that has run a whole trace.
- * @param {import("tilewise/engine/recorder.js").Trace} trace @param {Record<string, any>} inputs
+ * What recomputing costs and saves at these sizes, and when it saves nothing.
+ * @param {number} flopsNaive @param {number} flopsTiled @param {number} bytesNaive @param {number} bytesTiled
+ * @param {Workload} work
  */
-function finished(trace, inputs) {
-  const machine = new Machine(trace, inputs);
-  for (const event of trace.events) machine.run(event);
-  return machine;
-}
-
-/** @param {Machine} machine @param {string} name */
-function slow(machine, name) {
-  return /** @type {import("tilewise/engine/machine.js").Matrix} */ (machine.slow.get(name));
+function verdict(flopsNaive, flopsTiled, bytesNaive, bytesTiled, work) {
+  const arithmetic =
+    flopsTiled >= flopsNaive
+      ? `The tiled backward computes ${(flopsTiled / flopsNaive).toFixed(2)}× the FLOP of the naive one`
+      : `The tiled backward computes ${(flopsTiled / flopsNaive).toFixed(2)}× the FLOP of the naive one, because it skips masked tiles`;
+  const traffic = `moves ${formatBytes(bytesTiled)} instead of ${formatBytes(bytesNaive)}`;
+  const why = `every tile reads its rows of Q, dO and dQ again, so tiny blocks or a large d cost more than P would`;
+  return bytesTiled < bytesNaive
+    ? `${arithmetic} and ${traffic}. It would fail with tiny blocks: ${why}.`
+    : `${arithmetic} and ${traffic}: at these sizes recomputing moves more. Blocks of ${work.block_m} × ${work.block_n} are too small for d = ${work.head_dim}: ${why}.`;
 }

@@ -5,12 +5,15 @@ import { someDigits } from "tilewise/engine/numbers.js";
 import { workload } from "tilewise/engine/recorder.js";
 import { Replay } from "tilewise/engine/replay.js";
 import { countersAt } from "tilewise/engine/timeline.js";
+import { finished, largestDifference, slow } from "tilewise/engine/check.js";
+import { CodeBox } from "tilewise/ui/code.js";
 import { h, setText } from "tilewise/ui/dom.js";
 import { Figure, cellText, label } from "tilewise/ui/figure.js";
 import { Form, paramsOf, valuesFrom } from "tilewise/ui/form.js";
-import { grouped } from "tilewise/ui/format.js";
-import { caption, counter, heading, legend } from "tilewise/ui/parts.js";
+import { difference, grouped, plural } from "tilewise/ui/format.js";
+import { caption, counter, folded, heading, legend } from "tilewise/ui/parts.js";
 import { Player } from "tilewise/ui/player.js";
+import { CODE } from "tilewise/views/pseudocode.js";
 
 /** @typedef {import("tilewise/main.js").Context} Context */
 /** @typedef {import("tilewise/engine/machine.js").Matrix} Matrix */
@@ -37,14 +40,16 @@ class MatmulView {
     ];
     this.player = new Player({ length: 1, at: 0, onStep: (at) => this.#show(at) });
     this.verdict = h("p", { class: "message", "data-verdict": "" });
+    this.check = h("p", { class: "result", "data-check": "" });
+    this.sizes = folded("Sizes", [this.form.element]);
     this.element = h(
       "div",
-      {},
+      { class: "bench" },
       heading(
         "Why tiles: one load, many uses",
         "Multiplying matrices element by element loads every row of A and every column of B again and again. A tile in fast memory is used t times for each time it is loaded, so the loads fall by a factor of t.",
       ),
-      this.form.element,
+      this.sizes.element,
       this.player.element,
       h(
         "div",
@@ -52,6 +57,7 @@ class MatmulView {
         this.panels.map((panel) => panel.element),
       ),
       this.verdict,
+      this.check,
       legend([
         ["loaded", "loaded in this step"],
         ["computing", "being summed up in SRAM"],
@@ -68,10 +74,12 @@ class MatmulView {
     const text = caption();
     const panel = {
       id,
+      title,
       schedule,
       steps,
       loads,
       text,
+      code: new CodeBox(CODE[id === "naive" ? "matmul_naive" : "matmul"].lines),
       replay: /** @type {Replay | null} */ (null),
       figure: /** @type {Figure | null} */ (null),
       element: h("section"),
@@ -85,9 +93,10 @@ class MatmulView {
       "section",
       { class: "panel", "aria-label": title },
       h("h3", {}, title, h("small", {}, what)),
-      text,
       panel.figure.element,
+      text,
       h("dl", { class: "counters" }, steps.element, loads.element),
+      panel.code.element,
     );
     return panel;
   }
@@ -111,8 +120,15 @@ class MatmulView {
     const [many, few] = this.panels.map((panel) => panel.replay?.stops.length ?? 0);
     setText(
       this.verdict,
-      `In the end: naive ${grouped(many)} steps and ${grouped(naive.reads)} element loads, tiled ${grouped(few)} steps and ${grouped(tiled.reads)}: ${(naive.reads / tiled.reads).toFixed(1)}× fewer. Attention does the same with Q, K and V.`,
+      this.check,
+      `In the end: naive ${plural(many, "step")} and ${plural(naive.reads, "element load")}, tiled ${plural(few, "step")} and ${grouped(tiled.reads)}: ${(naive.reads / tiled.reads).toFixed(1)}× fewer. Attention does the same with Q, K and V.`,
     );
+    const [one, other] = this.panels.map((panel) => slow(finished(panel.schedule(work), inputs), "c"));
+    setText(
+      this.check,
+      `Same result as element by element: largest difference ${difference(largestDifference(one, other))}.`,
+    );
+    this.sizes.describe(`${n} × ${n} in tiles of ${tile} × ${tile}`);
     this.player.reset(many, at);
   }
 
@@ -125,9 +141,13 @@ class MatmulView {
       setText(panel.loads.value, grouped(replay.counters.reads));
       setText(
         panel.text,
-        at > replay.stops.length ? `Done after ${replay.stops.length} steps.` : sentence(panel.id, replay),
+        at > replay.stops.length ? `Done after ${plural(replay.stops.length, "step")}.` : sentence(panel.id, replay),
       );
       panel.figure?.redraw();
+      panel.figure?.describe(
+        `${panel.title}: ${panel.text.textContent} ${plural(replay.counters.reads, "element load")} so far.`,
+      );
+      panel.code.light(CODE[replay.trace.algorithm].active(replay));
     }
     this.context.save({ ...paramsOf(SPECS, this.form.values), ...(at > 0 && { step: String(at) }) });
   }

@@ -5,7 +5,7 @@ import { MOST_ACTIONS, parseScript, play } from "tilewise/engine/script.js";
 import { fill, h, setText } from "tilewise/ui/dom.js";
 import { Form, paramsOf, valuesFrom } from "tilewise/ui/form.js";
 import { grouped, plural } from "tilewise/ui/format.js";
-import { caption, counter, heading } from "tilewise/ui/parts.js";
+import { caption, counter, folded, heading } from "tilewise/ui/parts.js";
 import { Player } from "tilewise/ui/player.js";
 import { happened } from "tilewise/views/pagingcaptions.js";
 import { createSplitPanel } from "tilewise/views/splitpanel.js";
@@ -17,6 +17,8 @@ const LECTURE =
   "A arrives 5\nB arrives 14\nC arrives 3\nD arrives 8\nE arrives 4\nC finishes\nE grows 1\nA grows 4\nB finishes";
 const PROMPT =
   "A arrives 10\nB shares A\nC shares A\nB grows 3\nC grows 2\nD shares A\nA finishes\nB grows 4\nC finishes";
+const SYSTEM =
+  "A arrives 8\nB shares A\nC shares A\nD shares A\nA grows 6\nB grows 7\nC grows 5\nD grows 8\nA finishes\nB finishes";
 const BUSY =
   "A arrives 3\nB arrives 6\nC arrives 2\nD arrives 4\nE arrives 5\nF arrives 3\nA grows 1\nC grows 2\nG arrives 7\nH arrives 4\nD finishes\nI arrives 6\nB grows 2\nE grows 3\nJ arrives 4\nK arrives 8";
 
@@ -46,8 +48,10 @@ const SPECS = [
 ];
 
 const PRESETS = /** @type {[string, Record<string, any>][]} */ ([
+  ["Four requests, 16 pages", { pages: 16, page: 4, max: 16, slots: 4, script: LECTURE }],
   ["Four requests and a fifth", { pages: 20, page: 4, max: 16, slots: 4, script: LECTURE }],
   ["Shared prompt, copy on write", { pages: 16, page: 4, max: 16, slots: 0, script: PROMPT }],
+  ["A system prompt: 30–50 % saved", { pages: 16, page: 4, max: 16, slots: 4, script: SYSTEM }],
   ["A busy server", { pages: 16, page: 4, max: 32, slots: 0, script: BUSY }],
 ]);
 
@@ -69,9 +73,22 @@ class PagingView {
     this.player = new Player({ length: 1, at: 0, onStep: (at) => this.#show(at) });
     this.actions = h("div", { class: "row actions" });
     this.problem = h("p", { class: "message bad", role: "alert", hidden: true });
-    this.element = h(
+    this.story = h(
       "div",
       {},
+      this.text,
+      h("div", { class: "panels" }, this.contiguous.element, this.paged.element),
+      h(
+        "section",
+        { class: "panel below", "aria-label": "Make something happen" },
+        h("h3", {}, "Make something happen"),
+        this.actions,
+      ),
+    );
+    this.sizes = folded("Write the story", [this.form.element]);
+    this.element = h(
+      "div",
+      { class: "bench" },
       heading(
         "Where the keys and values live",
         "While text is generated, each request keeps the keys and values of all its tokens, and nobody knows how long it will become. Reserved for the worst case, most of the memory is empty. In pages it goes out on demand, comes back at once, and equal beginnings can be shared until one of them writes.",
@@ -82,17 +99,10 @@ class PagingView {
         h("span", { class: "small muted" }, "Try:"),
         PRESETS.map(([name, values]) => h("button", { type: "button", onclick: () => this.#preset(values) }, name)),
       ),
-      this.player.element,
-      this.text,
       this.problem,
-      h("div", { class: "panels" }, this.contiguous.element, this.paged.element),
-      h(
-        "section",
-        { class: "panel below", "aria-label": "Make something happen" },
-        h("h3", {}, "Make something happen"),
-        this.actions,
-        this.form.element,
-      ),
+      this.player.element,
+      this.story,
+      this.sizes.element,
       createSplitPanel(decode, fa2),
     );
     this.#rebuild(Number(context.params.step) || 0);
@@ -153,8 +163,17 @@ class PagingView {
       this.problem,
       `The longest request, ${values.max} tokens, is more than the ${values.pages * values.page} that all pages hold.`,
     );
-    if (!fits) return;
+    this.story.hidden = !fits;
+    if (!fits) {
+      this.sizes.element.open = true;
+      this.script = [];
+      this.player.reset(0);
+      return;
+    }
     this.script = parseScript(values.script);
+    this.sizes.describe(
+      `${plural(values.pages, "page")} of ${values.page} tokens; ${plural(this.script.length, "event")}`,
+    );
     this.player.reset(this.script.length, at);
   }
 
@@ -197,7 +216,9 @@ class PagingView {
     const texts = [
       grouped(paged.reservedPages),
       grouped(paged.free.length),
-      grouped(named - paged.reservedPages),
+      named > paged.reservedPages
+        ? `${grouped(named - paged.reservedPages)} (${Math.round((100 * (named - paged.reservedPages)) / named)} %)`
+        : "0",
       percent(paged),
     ];
     this.paged.counters.forEach((one, at) => setText(one.value, texts[at]));
@@ -319,15 +340,18 @@ class PagingView {
     );
   }
 
-  /** What was to come after this moment is replaced. @param {string} line @param {number} at */
+  /** Inserted at this moment; what comes after it stays, as far as it still makes sense. @param {string} line @param {number} at */
   #append(line, at) {
     const lines = String(this.form.values.script)
       .split("\n")
-      .filter((one) => one.trim() !== "")
-      .slice(0, at);
+      .filter((one) => one.trim() !== "");
     if (lines.length >= MOST_ACTIONS) return;
-    this.form.set({ script: [...lines, line].join("\n") });
-    this.#rebuild(lines.length + 1);
+    const story = [...lines.slice(0, at), line];
+    for (const later of lines.slice(at)) {
+      if (makesSense([...story, later])) story.push(later);
+    }
+    this.form.set({ script: story.join("\n") });
+    this.#rebuild(at + 1);
   }
 
   /** @param {KeyboardEvent} event */
@@ -337,6 +361,16 @@ class PagingView {
 
   destroy() {
     this.player.stop();
+  }
+}
+
+/** @param {string[]} lines */
+function makesSense(lines) {
+  try {
+    parseScript(lines.join("\n"));
+    return true;
+  } catch {
+    return false;
   }
 }
 

@@ -32,8 +32,8 @@ function contiguousAnswer({ kind, request }, { contiguous, fresh, refusedContigu
   if (refusedContiguous.has(request)) return "it was refused and is not here.";
   if (kind === "grows") return "it grows into its reservation.";
   return kind === "finishes"
-    ? `${contiguous.pagesPerSlot} pages come back.`
-    : `${contiguous.pagesPerSlot} pages are reserved.`;
+    ? `${plural(contiguous.pagesPerSlot, "page")} ${contiguous.pagesPerSlot === 1 ? "comes" : "come"} back.`
+    : `${plural(contiguous.pagesPerSlot, "page")} ${contiguous.pagesPerSlot === 1 ? "is" : "are"} reserved.`;
 }
 
 /** @param {Action} action @param {State} state */
@@ -44,7 +44,7 @@ function pagedAnswer({ kind, request }, { paged, fresh, refusedPaged }) {
   if (refusedPaged.has(request)) return "it was refused and is not here.";
   const [copied] = pages("copy");
   const copy = copied
-    ? `its last page is shared, so page ${copied.source} is copied to ${copied.page} before it writes. `
+    ? `its last page is shared, so page ${copied.source} is copied to ${copied.page} before it writes`
     : "";
   const before = paged.events.slice(0, fresh.paged).filter((event) => event.kind === "free");
   const reused = pages("take")
@@ -52,21 +52,17 @@ function pagedAnswer({ kind, request }, { paged, fresh, refusedPaged }) {
     .filter((event) => event !== undefined);
   if (kind === "shares") return `the table names the same ${plural(pages("share").length, "page")}; none is taken.`;
   if (kind === "finishes")
-    return `${list(pages("free"))} ${pages("free").length === 1 ? "is" : "are"} free at once${kept(pages("free").length, paged)}.`;
-  if (pages("take").length === 0) return copy || "there is room in its last page.";
-  return `${copy}${list(pages("take"))} ${pages("take").length === 1 ? "goes" : "go"} out${reused.length > 0 ? `; ${reused.map((event) => `page ${event.page} was ${event.request}'s`).join(", ")}` : ""}.`;
+    return pages("free").length === 0
+      ? "no page is free: others still hold them."
+      : `${list(pages("free"))} ${pages("free").length === 1 ? "is" : "are"} free at once.`;
+  if (pages("take").length === 0) return copy ? `${copy}.` : "there is room in its last page.";
+  return `${copy && `${copy}, and `}${list(pages("take"))} ${pages("take").length === 1 ? "goes" : "go"} out${reused.length > 0 ? `; ${reused.map((event) => `page ${event.page} was ${event.request}'s`).join(", ")}` : ""}.`;
 }
 
 /** @param {PageEvent[]} events */
 function list(events) {
   const pages = events.map((event) => event.page);
-  if (pages.length === 0) return "no page";
   return pages.length === 1
     ? `page ${pages[0]}`
     : `pages ${pages.slice(0, -1).join(", ")} and ${pages[pages.length - 1]}`;
-}
-
-/** @param {number} freed @param {State["paged"]} paged */
-function kept(freed, paged) {
-  return freed === 0 && paged.reservedPages > 0 ? ": others still hold them" : "";
 }

@@ -1,10 +1,21 @@
 /** My problem: sizes in, and out come memory, time, roofline and the backend that would run, each number explained. */
 
+import { fa2 } from "tilewise/engine/attention.js";
+import { differenceFromNaive } from "tilewise/engine/check.js";
 import { localPlan } from "tilewise/engine/localplan.js";
+import { workload } from "tilewise/engine/recorder.js";
 import { fill, h, setText } from "tilewise/ui/dom.js";
 import { Form, paramsOf, valuesFrom } from "tilewise/ui/form.js";
-import { heading } from "tilewise/ui/parts.js";
-import { backendPart, comparisonPart, memoryPart, rooflinePart, timePart } from "tilewise/views/problemparts.js";
+import { difference, grouped, plural } from "tilewise/ui/format.js";
+import { folded, heading } from "tilewise/ui/parts.js";
+import {
+  backendPart,
+  comparisonPart,
+  memoryPart,
+  rooflinePart,
+  timePart,
+  waysPart,
+} from "tilewise/views/problemparts.js";
 
 /**
  * @typedef {import("tilewise/main.js").Context} Context
@@ -16,6 +27,9 @@ import { backendPart, comparisonPart, memoryPart, rooflinePart, timePart } from 
 const SHAPE = ["heads", "kv", "dim", "layers"];
 /** Keystrokes come faster than answers are wanted. */
 const PATIENCE_MS = 120;
+const WAIT_MS = 150;
+/** Tokens on which the two ways are compared. */
+const SMALL = 64;
 
 /** @param {any} data @returns {Spec[]} */
 function specs(data) {
@@ -125,6 +139,8 @@ class ProblemView {
     this.problem = h("p", { class: "message bad", role: "alert", hidden: true });
     this.answer = h("div", { class: "answer", "aria-live": "polite" });
     this.asked = 0;
+    this.sizes = folded("Problem", [this.form.element]);
+    this.sizes.element.open = true;
     this.element = h(
       "div",
       {},
@@ -132,7 +148,7 @@ class ProblemView {
         "What will my problem cost?",
         "Attention of one layer, from its sizes and the datasheet of a device: a roofline estimate, and what naive attention would take. Every number with a dotted line explains itself on hover and on focus.",
       ),
-      this.form.element,
+      this.sizes.element,
       this.problem,
       this.answer,
     );
@@ -161,19 +177,39 @@ class ProblemView {
   async #ask() {
     const { values } = this.form;
     this.context.save(paramsOf(this.specs, values));
+    this.sizes.describe(
+      `${grouped(values.context)} tokens, ${values.heads} query heads, ${values.kv} K/V heads, d = ${values.dim}, ${values.device}`,
+    );
     this.asked += 1;
     const own = this.asked;
-    const [plan, wrong] = await this.#plan(values);
+    const kv = divisor(values.heads, values.kv);
+    const ratio =
+      kv === values.kv
+        ? ""
+        : `Query heads (${values.heads}) must be a multiple of K/V heads (${values.kv}). Shown for ${plural(kv, "K/V head")}.`;
+    // A long context takes Python seconds: say so before the answer, not after.
+    const waiting = setTimeout(() => this.#wait(values), WAIT_MS);
+    const [plan, wrong] = await this.#plan({ ...values, kv });
+    clearTimeout(waiting);
     if (own !== this.asked || !this.answer) return;
-    this.problem.hidden = wrong === "";
-    setText(this.problem, wrong);
-    if (plan !== null) this.#show(plan, values);
+    this.answer.removeAttribute("aria-busy");
+    const message = wrong || ratio;
+    this.problem.hidden = message === "";
+    this.problem.classList.add("bad");
+    setText(this.problem, message);
+    if (plan !== null) this.#show(plan, { ...values, kv });
+  }
+
+  /** @param {Values} values */
+  #wait(values) {
+    this.answer.setAttribute("aria-busy", "true");
+    this.problem.hidden = false;
+    this.problem.classList.remove("bad");
+    setText(this.problem, `Planning ${grouped(values.context)} tokens …`);
   }
 
   /** The plan, or what is wrong. @param {Values} values @returns {Promise<[any, string]>} */
   async #plan(values) {
-    if (values.heads % values.kv !== 0)
-      return [null, `Query heads (${values.heads}) must be a multiple of K/V heads (${values.kv}).`];
     const question = questionOf(values);
     if (!this.data.served) return [localPlan(question, this.data), ""];
     try {
@@ -197,9 +233,10 @@ class ProblemView {
       h(
         "div",
         { class: "panels loose" },
-        h("div", { class: "stack" }, backendPart(facts), timePart(facts), memoryPart(facts)),
+        h("div", { class: "stack" }, waysPart(facts), backendPart(facts), timePart(facts), memoryPart(facts)),
         h("div", { class: "stack" }, rooflinePart(facts), comparisonPart(facts)),
       ),
+      h("p", { class: "result", "data-check": "" }, check(values)),
     );
     this.answer.dataset.answered = String(this.asked);
   }
@@ -208,6 +245,29 @@ class ProblemView {
     clearTimeout(this.timer);
     this.asked = -1;
   }
+}
+
+/** The largest number of K/V heads up to the wanted one that divides the query heads. @param {number} heads @param {number} wanted */
+function divisor(heads, wanted) {
+  let kv = Math.min(heads, wanted);
+  while (heads % kv !== 0) kv -= 1;
+  return kv;
+}
+
+/** Both ways on a small problem with the same mask. @param {Values} values */
+function check(values) {
+  const work = workload({
+    seqlen_q: SMALL,
+    seqlen_k: SMALL,
+    head_dim: 8,
+    head_dim_v: 8,
+    block_m: 16,
+    block_n: 16,
+    scale: 1 / Math.sqrt(8),
+    left: values.mask === "window" ? Math.min(values.w, SMALL) : null,
+    right: values.mask === "full" ? null : 0,
+  });
+  return `Same result as naive attention: computed here on ${SMALL} tokens, the largest difference is ${difference(differenceFromNaive(fa2, work))}.`;
 }
 
 /** @param {Values} values @returns {Question} */

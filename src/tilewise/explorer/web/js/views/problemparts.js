@@ -225,6 +225,52 @@ function dots([naive, tiled]) {
       ];
 }
 
+/**
+ * PyTorch's scaled_dot_product_attention at its best. It has no sliding window: that takes a mask of all pairs, and then
+ * every pair is computed and the mask is read. Otherwise its flash kernel has the same bound as ours.
+ * @param {Facts} facts
+ */
+function sdpaWork({ plan, values }) {
+  const cuts = values.mask === "window" && values.w < values.context - 1;
+  const rate = plan.device.flops[values.dtype];
+  if (!cuts || rate === undefined || plan.tiled.seconds === null) return { seconds: plan.tiled.seconds, masked: false };
+  const queries = values.phase === "decode" ? 1 : values.context;
+  const mask = queries * values.context * (values.dtype === "float32" ? 4 : 2);
+  const bytes = plan.tiled.bytes_from_memory + mask;
+  return { seconds: Math.max(plan.naive.flops / rate, bytes / plan.device.bandwidth), masked: true };
+}
+
+/** The three ways on this device in one picture. @param {Facts} facts */
+export function waysPart(facts) {
+  const { plan } = facts;
+  const sdpa = sdpaWork(facts);
+  const ways = /** @type {[string, string, number | null][]} */ ([
+    ["naive", "naive", plan.naive.seconds],
+    ["PyTorch SDPA", "fa1", sdpa.seconds],
+    [`tilewise (${plan.backend ?? "none"})`, "fa2", plan.tiled.seconds],
+  ]);
+  const most = Math.max(...ways.map(([, , seconds]) => seconds ?? 0));
+  const note = sdpa.masked
+    ? "SDPA has no sliding window: it takes a mask of all pairs, computes them all and reads the mask."
+    : "SDPA's flash kernel visits the same tiles, so its bound is that of tilewise; how close a kernel comes to it is not estimated here.";
+  return card(
+    "Three ways on this device",
+    "an estimate: the least time, not a measurement",
+    ways.map(([name, kind, seconds]) => {
+      const bar = h("span", { class: `bar-${kind}` });
+      bar.style.width = most > 0 ? `${(100 * (seconds ?? 0)) / most}%` : "0";
+      return h(
+        "div",
+        { class: "bar-line ways" },
+        h("span", {}, name),
+        h("div", { class: "meter", "aria-hidden": "true" }, bar),
+        h("b", { "data-way": kind }, seconds === null ? "unknown" : formatSeconds(seconds)),
+      );
+    }),
+    h("p", { class: "small muted" }, note),
+  );
+}
+
 /** @type {[string, string, (work: any) => string][]} */
 const ROWS = [
   [

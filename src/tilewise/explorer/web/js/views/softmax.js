@@ -1,14 +1,16 @@
 /** Online softmax: a row of scores in blocks, its running maximum and sum, and the correction. */
 
-import { onlineSoftmax, term, trueSoftmax } from "tilewise/engine/softmax.js";
+import { moments, onlineSoftmax, term, trueSoftmax } from "tilewise/engine/softmax.js";
+import { CodeBox } from "tilewise/ui/code.js";
 import { fill, h, setText } from "tilewise/ui/dom.js";
 import { Form, paramsOf, valuesFrom } from "tilewise/ui/form.js";
-import { shortNumber } from "tilewise/ui/format.js";
-import { caption, counter, heading, legend, table } from "tilewise/ui/parts.js";
+import { difference, shortNumber } from "tilewise/ui/format.js";
+import { caption, counter, folded, heading, legend, table } from "tilewise/ui/parts.js";
 import { Player } from "tilewise/ui/player.js";
 
 /** @typedef {import("tilewise/main.js").Context} Context */
 /** @typedef {import("tilewise/engine/softmax.js").OnlineSoftmax} OnlineSoftmax */
+/** @typedef {import("tilewise/engine/softmax.js").Moment} Moment */
 
 const MOST_SCORES = 24;
 
@@ -38,8 +40,16 @@ const PRESETS = [
   ["large scores", "100, 200, 300, 400, 350, 50"],
 ];
 
-/** The steps of a block: its maximum is found, the past is corrected, its terms are added. */
-const STEPS = 3;
+/** The online softmax in pseudocode, and the lines of each kind of moment. */
+export const ROW_CODE = [
+  "m = −∞, l = 0",
+  "for each block of scores s:",
+  "  m′ = max(m, largest s)",
+  "  l = l · e^(m − m′);  m = m′",
+  "  l = l + sum of e^(s − m)",
+  "pᵢ = e^(sᵢ − m) / l",
+];
+const LINES = /** @type {Record<string, number[]>} */ ({ start: [0], read: [2], correct: [3], add: [4], divide: [5] });
 
 /** @param {Context} context @returns {import("tilewise/main.js").View} */
 export function createSoftmaxView(context) {
@@ -64,13 +74,8 @@ class SoftmaxView {
     this.log = h("div");
     this.check = h("p", { class: "small muted", "data-check": "" });
     this.player = new Player({ length: 1, at: 0, onStep: (at) => this.#show(at) });
-    this.element = h(
-      "div",
-      {},
-      heading(
-        "Softmax without seeing the whole row",
-        "A softmax needs the row's maximum and sum before it can give the first probability. Online, it keeps a running maximum m and sum l. When a block brings a larger score, one multiplication by e^(old m − new m) makes everything before it right again.",
-      ),
+    this.code = new CodeBox(ROW_CODE);
+    this.sizes = folded("Scores", [
       h(
         "div",
         { class: "row" },
@@ -78,6 +83,15 @@ class SoftmaxView {
         PRESETS.map(([name, row]) => h("button", { type: "button", onclick: () => this.#preset(row) }, name)),
       ),
       this.form.element,
+    ]);
+    this.element = h(
+      "div",
+      { class: "bench" },
+      heading(
+        "Softmax without seeing the whole row",
+        "A softmax needs the row's maximum and sum before it can give the first probability. Online, it keeps a running maximum m and sum l. When a block brings a larger score, one multiplication by e^(old m − new m) makes everything before it right again.",
+      ),
+      this.sizes.element,
       this.player.element,
       h(
         "div",
@@ -89,6 +103,7 @@ class SoftmaxView {
           this.text,
           this.cells,
           h("dl", { class: "counters softmax-state" }, this.m.element, this.factor.element, this.l.element),
+          this.code.element,
           this.log,
         ),
         h(
@@ -123,94 +138,50 @@ class SoftmaxView {
     const { values } = this.form;
     this.row = parseRow(values.row);
     this.online = onlineSoftmax(this.row, values.block);
+    this.moments = moments(this.row, values.block);
     this.truth = trueSoftmax(this.row);
-    this.player.reset(this.online.states.length * STEPS, at);
+    this.sizes.describe(`${values.row} in blocks of ${values.block}`);
+    this.player.reset(this.moments.length - 1, at);
   }
 
   /** @param {number} at */
   #show(at) {
     const { values } = this.form;
-    const block = Math.max(0, Math.ceil(at / STEPS) - 1);
-    const step = at === 0 ? -1 : (at - 1) % STEPS;
-    const now = this.#state(block, step);
-    setText(this.m.value, at === 0 ? "−∞" : text(now.rowMax));
-    setText(this.factor.value, step < 1 ? "–" : text(now.correction));
+    const now = /** @type {Moment[]} */ (this.moments)[at];
+    setText(this.m.value, text(now.rowMax));
+    setText(this.factor.value, now.kind === "correct" ? text(now.correction) : "–");
     setText(this.l.value, text(now.rowSum));
-    setText(this.text, this.#caption(block, step, now));
-    this.#drawRow(block, step, values.block);
+    const last = at === this.player.length;
+    setText(this.text, sentence(now));
+    this.code.light([...LINES[now.kind], ...(last ? [5] : [])]);
+    this.#drawRow(now, values.block);
     this.#drawBars(now);
-    this.#drawLog(at);
+    this.#drawLog(now);
     this.context.save({ ...paramsOf(SPECS, values), ...(at > 0 && { step: String(at) }) });
   }
 
-  /**
-   * m, l and the correction in the middle of a block, and how many scores l holds.
-   * @param {number} block @param {number} step
-   */
-  #state(block, step) {
-    const { states } = /** @type {OnlineSoftmax} */ (this.online);
-    const before = block > 0 ? states[block - 1] : { rowMax: -Infinity, rowSum: 0 };
-    const size = this.form.values.block;
-    if (step < 0) return { rowMax: -Infinity, oldMax: -Infinity, correction: 1, rowSum: 0, seen: 0 };
-    const { rowMax, correction, rowSum } = states[block];
-    const sums = [before.rowSum, before.rowSum * correction, rowSum];
-    return {
-      rowMax,
-      oldMax: before.rowMax,
-      correction,
-      rowSum: sums[step],
-      seen: step === 2 ? (block + 1) * size : block * size,
-    };
-  }
-
-  /**
-   * @param {number} block @param {number} step
-   * @param {{rowMax: number, oldMax: number, correction: number, rowSum: number}} now
-   */
-  #caption(block, step, now) {
-    if (step < 0) return "No score has been seen: the maximum is −∞ and the sum 0.";
-    const first = block === 0;
-    if (step === 0) {
-      const rises = now.rowMax > now.oldMax;
-      return `Block ${block + 1} is read. ${rises ? `Its largest score makes m = ${text(now.rowMax)}.` : `It has nothing above m = ${text(now.rowMax)}.`}`;
-    }
-    if (step === 1) {
-      if (first) return "There is no sum to correct yet.";
-      if (now.correction === 1) return "The maximum has not changed, so the correction is e^0 = 1 and the sum stays.";
-      return `The old sum was taken with m = ${text(now.oldMax)}. Multiplied by e^(${text(now.oldMax)} − ${text(now.rowMax)}) = ${text(now.correction)} it is right for the new maximum.`;
-    }
-    return `The terms e^(score − m) of block ${block + 1} are added: l = ${text(now.rowSum)}.`;
-  }
-
-  /** @param {number} block @param {number} step @param {number} size */
-  #drawRow(block, step, size) {
+  /** @param {Moment} now @param {number} size */
+  #drawRow(now, size) {
     const row = /** @type {number[]} */ (this.row);
-    const rowMax = this.#state(block, step).rowMax;
-    this.cells.setAttribute("aria-label", `Scores ${row.map(text).join(", ")} in blocks of ${size}`);
+    this.cells.setAttribute(
+      "aria-label",
+      `Scores ${row.map((score) => text(score)).join(", ")} in blocks of ${size}; ${now.seen} of them are in m and l.`,
+    );
     fill(
       this.cells,
       row.map((score, at) => {
         const own = Math.floor(at / size);
+        const seen = at < now.seen;
+        const here = now.kind !== "start" && own === now.block;
         const state =
-          step < 0 || own > block
-            ? ""
-            : own < block
-              ? step === 1 && block > 0
-                ? "rescaled"
-                : "used"
-              : step === 0
-                ? "loaded"
-                : step === 2
-                  ? "computing"
-                  : "loaded";
-        const shown = step >= 0 && (own < block || (own === block && step === 2));
+          now.kind === "correct" && seen ? "rescaled" : here ? (seen ? "computing" : "loaded") : seen ? "used" : "";
         return h(
           "div",
           {
-            class: `score ${state} ${at % size === 0 && at > 0 ? "block-start" : ""} ${score === rowMax && step >= 0 && own <= block ? "largest" : ""}`,
+            class: `score ${state} ${at % size === 0 && at > 0 ? "block-start" : ""} ${seen && score === now.rowMax ? "largest" : ""}`,
           },
           h("b", {}, text(score)),
-          h("small", {}, shown ? text(term(score, rowMax)) : " "),
+          h("small", {}, seen ? text(term(score, now.rowMax)) : " "),
         );
       }),
     );
@@ -241,18 +212,18 @@ class SoftmaxView {
     setText(
       this.check,
       done
-        ? `The whole row has been seen: ${truth.map((p) => p.toFixed(6)).join(" ")}. Largest difference from the true softmax: ${error === 0 ? "0" : error.toExponential(1)}.`
+        ? `The whole row has been seen: ${known.map((p) => p.toFixed(6)).join(" ")}. Same result as the softmax of the whole row: largest difference ${difference(error)}.`
         : `${Math.min(now.seen, row.length)} of ${row.length} scores are in l.`,
     );
   }
 
-  /** @param {number} at */
-  #drawLog(at) {
+  /** @param {Moment} now */
+  #drawLog(now) {
     const { states } = /** @type {OnlineSoftmax} */ (this.online);
-    const done = states.slice(0, Math.floor(at / STEPS));
+    const done = states.slice(0, Math.ceil(now.seen / this.form.values.block));
     const rows = done.map((state, block) => [
       `${block + 1}`,
-      state.scores.map(text).join(" "),
+      state.scores.map((score) => text(score)).join(" "),
       text(state.rowMax),
       block === 0 ? "–" : text(state.correction, 6),
       text(state.rowSum, 6),
@@ -270,8 +241,23 @@ class SoftmaxView {
   }
 }
 
+/** What a moment is, with the numbers of that moment. @param {Moment} now */
+export function sentence(now) {
+  if (now.kind === "start") return "No score has been seen: the maximum m is −∞ and the sum l is 0.";
+  const name = `block ${now.block + 1}`;
+  if (now.kind === "read") {
+    const rises = now.blockMax > now.oldMax;
+    return `Block ${now.block + 1} is read. Its largest score is ${text(now.blockMax)}${now.block === 0 ? "" : rises ? `, above m = ${text(now.oldMax)}: what was summed up so far has to be corrected` : `, not above m = ${text(now.oldMax)}: nothing has to be corrected`}.`;
+  }
+  if (now.kind === "correct")
+    return `The sum was taken with m = ${text(now.oldMax)}. Multiplied by e^(${text(now.oldMax)} − ${text(now.rowMax)}) = ${text(now.correction)} it is right for the new maximum: m = ${text(now.rowMax)}, l = ${text(now.rowSum)}.`;
+  return now.block === 0
+    ? `Its maximum becomes m = ${text(now.rowMax)}, and the terms e^(score − m) of ${name} sum to l = ${text(now.rowSum)}.`
+    : `The terms e^(score − m) of ${name}, ${text(now.added)} in all, are added: l = ${text(now.rowSum)}.`;
+}
+
 /** Whole numbers as they are, others with some digits. @param {number} value */
-function text(value, digits = 4) {
+export function text(value, digits = 4) {
   if (value === -Infinity) return "−∞";
   if (Number.isInteger(value)) return String(value).replace("-", "−");
   return value !== 0 && Math.abs(value) < 5e-5 ? value.toExponential(1) : shortNumber(value, digits);

@@ -1,11 +1,11 @@
 /** Split-KV decoding: one new token against a long cache, the keys split among workers, the parts merged exactly. */
 
-import { Machine } from "tilewise/engine/machine.js";
+import { finished, largestDifference, slow } from "tilewise/engine/check.js";
 import { someNumbers } from "tilewise/engine/numbers.js";
 import { workload } from "tilewise/engine/recorder.js";
 import { fill, h } from "tilewise/ui/dom.js";
 import { Form } from "tilewise/ui/form.js";
-import { shortNumber } from "tilewise/ui/format.js";
+import { difference, shortNumber } from "tilewise/ui/format.js";
 import { table } from "tilewise/ui/parts.js";
 
 /** @typedef {typeof import("tilewise/engine/attention.js").fa2} Schedule */
@@ -33,7 +33,7 @@ export function createSplitPanel(decode, whole) {
     h(
       "p",
       { class: "small muted" },
-      "A single query has no other queries to share the keys with, so one worker would stream the whole cache alone. Instead the pages are split; each worker leaves its O and its lse, and the parts are merged with weights e^(lse − largest lse).",
+      "A single query has no other queries to share the keys with, so one worker would stream the whole cache alone. Instead the pages are split; each worker leaves its O and its lse, and the parts are merged: a part counts e^(lse − largest lse), and its share is that divided by the sum of them all.",
     ),
     form.element,
     result,
@@ -53,8 +53,8 @@ function splitResult(decode, whole, { "split-keys": keys, "split-page": page, "s
   };
   const inputs = { q: someNumbers(1, DIM, 11), k: someNumbers(keys, DIM, 12), v: someNumbers(keys, DIM, 13) };
   const [alone, split] = [
-    run(whole(workload(sizes)), inputs),
-    run(decode(workload({ ...sizes, num_splits: splits })), inputs),
+    finished(whole(workload(sizes)), inputs),
+    finished(decode(workload({ ...sizes, num_splits: splits })), inputs),
   ];
   const lse = (split.slow.get("lse_partial") ?? alone.slow.get("lse"))?.data ?? new Float64Array();
   const parts = (split.slow.get("out_partial") ?? alone.slow.get("out"))?.data ?? new Float64Array();
@@ -71,35 +71,35 @@ function splitResult(decode, whole, { "split-keys": keys, "split-page": page, "s
       `${part + 1}`,
       stop > first ? `${first}–${stop - 1}` : "none",
       shortNumber(lse[part]),
+      shortNumber(weight),
       shortNumber(weight / sum),
       numbers(parts, part),
     ];
   });
   const merged = split.slow.get("out")?.data ?? new Float64Array();
-  const reference = alone.slow.get("out")?.data ?? new Float64Array();
-  const error = Math.max(...Array.from(merged, (value, at) => Math.abs(value - reference[at])));
+  const error = largestDifference(slow(split, "out"), slow(alone, "out"));
   return [
     table(
-      ["worker", "keys", "lse", "weight", "O of its part"],
+      ["worker", "keys", "lse", "e^(lse − largest)", "share", "O of its part"],
       [
         ...rows,
-        ["merged", `0–${keys - 1}`, shortNumber(split.slow.get("lse")?.data[0] ?? NaN), "1", numbers(merged, 0)],
+        [
+          "merged",
+          `0–${keys - 1}`,
+          shortNumber(split.slow.get("lse")?.data[0] ?? NaN),
+          shortNumber(sum),
+          "1",
+          numbers(merged, 0),
+        ],
       ],
       "Parts and their merge",
     ),
     h(
       "p",
       { class: "small muted", "data-split-error": "" },
-      `One worker over all keys gives the same: largest difference ${error === 0 ? "0" : error.toExponential(0)}.`,
+      `Same result as one worker over all keys: largest difference ${difference(error)}.`,
     ),
   ];
-}
-
-/** @param {import("tilewise/engine/recorder.js").Trace} trace @param {Record<string, any>} inputs */
-function run(trace, inputs) {
-  const machine = new Machine(trace, inputs);
-  for (const event of trace.events) machine.run(event);
-  return machine;
 }
 
 /** @param {Float64Array} data @param {number} row */

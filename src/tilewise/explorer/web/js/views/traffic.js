@@ -1,6 +1,8 @@
 /** Memory traffic: naive against FA-1 and FA-2 as N grows, and what the score matrix takes. */
 
+import { fa1, fa2 } from "tilewise/engine/attention.js";
 import { Band } from "tilewise/engine/band.js";
+import { differenceFromNaive } from "tilewise/engine/check.js";
 import {
   elements,
   fa1Forward,
@@ -9,11 +11,12 @@ import {
   statisticsBytes,
   tiledForward,
 } from "tilewise/engine/cost.js";
+import { workload } from "tilewise/engine/recorder.js";
 import { chart } from "tilewise/ui/chart.js";
 import { fill, h, setText } from "tilewise/ui/dom.js";
 import { Form, paramsOf, valuesFrom } from "tilewise/ui/form.js";
-import { formatBytes, formatCount, formatSeconds, grouped, short } from "tilewise/ui/format.js";
-import { explained, heading, table } from "tilewise/ui/parts.js";
+import { difference, formatBytes, formatCount, formatSeconds, grouped, short } from "tilewise/ui/format.js";
+import { explained, folded, heading, table } from "tilewise/ui/parts.js";
 
 /** @typedef {import("tilewise/main.js").Context} Context */
 /** @typedef {import("tilewise/ui/form.js").Spec} Spec */
@@ -21,6 +24,8 @@ import { explained, heading, table } from "tilewise/ui/parts.js";
 
 const LENGTHS = [256, 512, 1024, 2048, 4096];
 const MORE_LENGTHS = [8192, 16384, 32768];
+/** The slider goes over powers of two. */
+const [SHORTEST_POWER, LONGEST_POWER, STANDARD_LENGTH] = [6, 17, 2048];
 const HALF = 2;
 const WIDE = 4;
 
@@ -87,18 +92,37 @@ class TrafficView {
     this.picture = h("div");
     this.rows = h("div");
     this.share = h("p", { "data-share": "" });
+    this.check = h("p", { class: "result", "data-check": "" });
+    this.sizes = folded("Sizes", [this.form.element]);
+    this.length = h("input", {
+      type: "range",
+      id: "traffic-n",
+      min: SHORTEST_POWER,
+      max: LONGEST_POWER,
+      step: 1,
+      value: Math.log2(lengthFrom(context.params.n)),
+      oninput: () => this.#show(),
+    });
+    this.lengthText = h("output", { for: "traffic-n", class: "step-counter" });
+    this.race = h("div", { "data-race": "" });
     this.memory = h("div");
     this.element = h(
       "div",
-      {},
+      { class: "bench" },
       heading(
         "What crosses the memory",
         "Naive attention writes the N × N scores, reads them, writes their softmax and reads that. Tiled attention reads Q once, streams K and V past each tile of queries, and writes O once. One head, forward.",
       ),
-      this.form.element,
+      this.sizes.element,
+      h(
+        "section",
+        { class: "panel", "aria-label": "One length" },
+        h("div", { class: "slider" }, h("label", { for: "traffic-n" }, "Tokens N"), this.length, this.lengthText),
+        this.race,
+      ),
       h(
         "div",
-        { class: "panels loose" },
+        { class: "panels loose below" },
         h(
           "section",
           { class: "panel", "aria-label": "Chart" },
@@ -123,6 +147,7 @@ class TrafficView {
           ),
         ),
       ),
+      this.check,
     );
     this.#show();
   }
@@ -185,10 +210,63 @@ class TrafficView {
         },
       ),
     );
+    this.sizes.describe(`d = ${values.d}, blocks ${values.bm} × ${values.bn}, mask: ${values.mask}, in ${values.unit}`);
+    this.#showLength();
     this.#showTable(points);
     this.#showShare();
     this.#showMemory();
-    this.context.save(paramsOf(this.specs, values));
+    const n = 2 ** Number(this.length.value);
+    this.context.save({ ...paramsOf(this.specs, values), ...(n !== STANDARD_LENGTH && { n: String(n) }) });
+  }
+
+  /** The three ways at the length of the slider, as bars, and whether they agree. */
+  #showLength() {
+    const { values } = this.form;
+    const n = 2 ** Number(this.length.value);
+    const ways = this.#at(n);
+    setText(this.lengthText, grouped(n));
+    this.length.setAttribute("aria-valuetext", `${grouped(n)} tokens`);
+    const rows = /** @type {const} */ ([
+      ["naive", "naive"],
+      ["fa1", "FA-1"],
+      ["fa2", "FA-2"],
+    ]);
+    const most = Math.max(...rows.map(([key]) => this.#measure(ways[key])));
+    fill(
+      this.race,
+      rows.map(([key, name]) => {
+        const size = this.#measure(ways[key]);
+        const bar = h("span", { class: `bar-${key}` });
+        bar.style.width = `${(100 * size) / most}%`;
+        return h(
+          "div",
+          { class: "bar-line" },
+          h("span", {}, name),
+          h("div", { class: "meter", "aria-hidden": "true" }, bar),
+          h("b", { "data-race-value": key }, values.unit === "elements" ? grouped(size) : this.#format(size)),
+        );
+      }),
+      h(
+        "p",
+        { class: "small" },
+        moral(this.#measure(ways.naive), this.#measure(ways.fa1), this.#measure(ways.fa2), values),
+      ),
+    );
+    const small = workload({
+      seqlen_q: 64,
+      seqlen_k: 64,
+      head_dim: 8,
+      head_dim_v: 8,
+      block_m: 16,
+      block_n: 16,
+      scale: 1 / Math.sqrt(8),
+      right: values.mask === "causal" ? 0 : null,
+    });
+    const error = Math.max(...[fa1, fa2].map((schedule) => differenceFromNaive(schedule, small)));
+    setText(
+      this.check,
+      `Same result as naive attention: computed here on 64 tokens, the largest difference is ${difference(error)}.`,
+    );
   }
 
   /** @param {({n: number} & Ways)[]} points */
@@ -213,7 +291,7 @@ class TrafficView {
         "p",
         { class: "small muted" },
         exact
-          ? "Elements of the inputs' dtype; the fp32 statistics, N for FA-2, are left out, as papers do."
+          ? "Counted: elements of the inputs' dtype that are read or written. The fp32 statistics, N for FA-2, are left out, as papers do. With them the ratios change in the third digit."
           : "With the fp32 statistics.",
       ),
     );
@@ -236,7 +314,8 @@ class TrafficView {
       formatWhole(statisticsBytes(n)),
     ]);
     const long = 131072;
-    const kept = long * 128 * HALF + statisticsBytes(long);
+    const { d } = this.form.values;
+    const kept = (/** @type {number} */ dim) => long * dim * HALF + statisticsBytes(long);
     fill(
       this.memory,
       table(["N", "scores, fp32", "m and l, fp32"], rows, "Memory by N"),
@@ -248,16 +327,30 @@ class TrafficView {
         "; ",
         explained(
           "O and the statistics",
-          "O has 131,072 rows of d = 128 in fp16, 32 MiB; m and l are two fp32 numbers a row, 1 MiB.",
+          `O has 131,072 rows of d = ${d} in fp16, ${formatWhole(long * d * HALF)}; m and l are two fp32 numbers a row, ${formatWhole(statisticsBytes(long))}.`,
         ),
-        " are ",
-        h("b", {}, formatWhole(kept)),
-        ".",
+        ` at d = ${d} are `,
+        h("b", {}, formatWhole(kept(d))),
+        d === 128 ? "." : `; at d = 128 they are ${formatWhole(kept(128))}.`,
       ),
     );
   }
 
   destroy() {}
+}
+
+/** @param {string | undefined} text */
+function lengthFrom(text) {
+  const power = Math.log2(Number(text));
+  return Number.isInteger(power) && power >= SHORTEST_POWER && power <= LONGEST_POWER ? 2 ** power : STANDARD_LENGTH;
+}
+
+/** Who moves how much, and when tiles do not help. @param {number} naive @param {number} fa1 @param {number} fa2 @param {any} values */
+function moral(naive, fa1, fa2, { bm, bn, d }) {
+  const ratios = `FA-2 moves ${(naive / fa2).toFixed(1)}× less than naive attention, FA-1 ${(naive / fa1).toFixed(1)}×.`;
+  return fa2 < naive && fa1 < naive
+    ? ratios
+    : `${ratios} Blocks of ${bm} × ${bn} are too small for d = ${d}: K and V (in FA-1 order Q and O) cross the memory more often than the scores would.`;
 }
 
 /** Powers of two without digits after the point. @param {number} size */
