@@ -18,8 +18,9 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from zoo import table, walk
-from zoo.judge import Yardstick, judge
+from zoo.judge import judge
 from zoo.tiny import tiny_config
+from zoo.yardstick import Yardstick
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -72,6 +72,7 @@ FIELDS: dict[str, Override] = {
     "deformable_detr": RESNET,
     "dab-detr": RESNET,
     "gpt_neo": _fields(attention_types=[[["global", "local"], 1]], window_size=5, num_layers=2),
+    "mobilebert": _fields(normalization_type="layer_norm"),  # without norms, random weights leave one key to a query
     "mamba2": _fields(num_heads=8, head_dim=16),
     "lilt": _fields(channel_shrink_ratio=4, hidden_size=48),
     "layoutlmv3": _fields(coordinate_size=12, shape_size=8),

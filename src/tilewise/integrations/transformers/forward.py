@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -20,14 +21,12 @@ __all__ = ["attention_forward"]
 BOOKKEEPING = frozenset({
     # outputs, losses and caches
     "cache_position", "logits_indices", "logits_processor_args", "logits_to_keep", "num_items_in_batch",
-    "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
+    "output_router_logits", "return_dict",
     # the sequences of Mamba's layers; attention has cu_seq_lens_q for the same
     "seq_idx",
     # pictures, which the vision tower takes, and which of their features it gives; their part in a mask is in the mask
     "image_position_ids", "mm_token_type_ids", "pixel_values", "pixel_values_videos", "video_position_ids",
     "vision_feature_layer", "vision_feature_select_strategy",
-    # how strongly a prompt counts in the logits
-    "guidance_scale",
 })  # fmt: skip
 
 
@@ -236,9 +235,19 @@ def _require_causal(causal: bool, attention_mask: Any) -> None:
         raise Unsupported(f"tilewise reads the paged cache without a mask, and one was passed; {fix}")
 
 
+@functools.cache
+def _settings_of_generate() -> frozenset[str]:
+    """What `generate` is asked for: tokens, beams, stopping, outputs. Some models pass it all on to their layers."""
+    from transformers import GenerationConfig
+
+    return frozenset(vars(GenerationConfig())) - {"output_attentions"}
+
+
 def _require_known(kwargs: dict[str, Any], ignore: frozenset[str]) -> None:
     for name, value in kwargs.items():
         if value is None or value is False or name in BOOKKEEPING or name in ignore:
+            continue
+        if name in _settings_of_generate():
             continue
         if name == "output_attentions":
             fix = 'use attn_implementation="eager" to look at the weights, which tiling never forms'
