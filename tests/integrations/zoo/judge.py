@@ -172,6 +172,8 @@ def _generate(model: Any, yardstick: Yardstick) -> str:
         if isinstance(found, str):
             return found
         mine = _generated(model, batch)
+        if not found[1] and not torch.equal(found[0], _generated(yardstick.eager.nudged(0), batch)[0]):
+            return "without logits, and eager attention says something else after a rounding"
         try:
             _compare_generated(yardstick, batch, mine, found)
             said.add("right")

@@ -204,7 +204,7 @@ FIELDS: dict[str, Override] = {
     "vibevoice_acoustic_tokenizer": _CONVOLUTIONS,
     "vibevoice_acoustic_tokenizer_encoder": _CONVOLUTIONS,
     "vibevoice_acoustic_tokenizer_decoder": _CONVOLUTIONS,
-    "diffusion_gemma": Override(parts={"vision_config": "gemma4_vision"}),
+    "diffusion_gemma": Override({"canvas_length": 8}, parts={"vision_config": "gemma4_vision"}),
 }  # fmt: skip
 
 Words = Callable[..., Tensor]

@@ -194,20 +194,21 @@ class Reference:
         return {batch.case: run(model, batch.to(dtype), self.gradients) for batch in self.batches}
 
     def _more_samples(self) -> Iterator[dict[str, Results]]:
-        yield self._nudged(0)
+        yield self._run(self.nudged(0))
         with contextlib.suppress(Exception):  # not every model runs in float64
             yield self._exact()
         for seed in range(1, NUDGES):
-            yield self._nudged(seed)
+            yield self._run(self.nudged(seed))
 
-    def _nudged(self, seed: int) -> dict[str, Results]:
+    def nudged(self, seed: int) -> Any:
+        """The model with each weight moved by one rounding."""
         model = build(self.cls, self.config, self.implementation)
         generator = torch.Generator(device="cpu").manual_seed(9 + seed)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.mul_(1 + ROUNDING * torch.randn(parameter.shape, generator=generator).sign())
-        return self._run(model)
+        return model
 
     def _exact(self) -> dict[str, Results]:
         model = build(self.cls, self.config, self.implementation).double()

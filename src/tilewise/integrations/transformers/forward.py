@@ -22,6 +22,8 @@ BOOKKEEPING = frozenset({
     # outputs, losses and caches
     "cache_position", "logits_indices", "logits_processor_args", "logits_to_keep", "num_items_in_batch",
     "output_router_logits", "return_dict",
+    # the words themselves, by which some models choose experts
+    "input_ids",
     # the sequences of Mamba's layers; attention has cu_seq_lens_q for the same
     "seq_idx",
     # pictures, which the vision tower takes, and which of their features it gives; their part in a mask is in the mask
