@@ -420,14 +420,31 @@ def test_learned_queries_serve_every_example() -> None:
     assert q.grad.shape == q.shape
 
 
-@pytest.mark.parametrize("argument", ["guidance_scale", "vision_feature_select_strategy", "mm_token_type_ids"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "guidance_scale",
+        "vision_feature_select_strategy",
+        "mm_token_type_ids",
+        "min_new_tokens",
+        "num_beams",
+        "input_ids",
+    ],
+)
 def test_arguments_of_other_parts_of_a_model_reach_attention(argument: str) -> None:
-    """Janus, Video-LLaVA and DiffusionGemma pass all of theirs on."""
+    """Janus, Video-LLaVA, DiffusionGemma, Parakeet and GLM-5-Next pass all of theirs on."""
+    attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[NAME]
     q, k, v = drawn(1, 4, 12, 16)
-    plain, _ = forward.attention_forward(torch.nn.Module(), q, k, v, None)
+    plain, _ = attend(torch.nn.Module(), q, k, v, None)
     more: dict[str, Any] = {argument: torch.ones(1, 12)}
-    beside, _ = forward.attention_forward(torch.nn.Module(), q, k, v, None, **more)
+    beside, _ = attend(torch.nn.Module(), q, k, v, None, **more)
     assert torch.equal(plain, beside)
+
+
+def test_settings_of_generate_do_not_hide_a_request_for_weights() -> None:
+    attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[NAME]
+    with pytest.raises(tw.Unsupported, match="output_attentions"):
+        attend(torch.nn.Module(), *drawn(1, 4, 12, 16), None, output_attentions=True)
 
 
 def test_the_decoder_of_diffusion_gemma_sees_past_the_window_that_it_passes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import torch
@@ -237,19 +236,9 @@ def _require_causal(causal: bool, attention_mask: Any) -> None:
         raise Unsupported(f"tilewise reads the paged cache without a mask, and one was passed; {fix}")
 
 
-@functools.cache
-def _settings_of_generate() -> frozenset[str]:
-    """What `generate` is asked for: tokens, beams, stopping, outputs. Some models pass it all on to their layers."""
-    from transformers import GenerationConfig
-
-    return frozenset(vars(GenerationConfig())) - {"output_attentions"}
-
-
 def _require_known(kwargs: dict[str, Any], ignore: frozenset[str]) -> None:
     for name, value in kwargs.items():
         if value is None or value is False or name in BOOKKEEPING or name in ignore:
-            continue
-        if name in _settings_of_generate():
             continue
         if name == "output_attentions":
             fix = 'use attn_implementation="eager" to look at the weights, which tiling never forms'
