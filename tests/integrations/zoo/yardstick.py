@@ -166,12 +166,13 @@ class Reference:
     def allowed(self, case: str, which: int) -> dict[str, float]:
         """How far each output or gradient may be off."""
         most: dict[str, float] = dict.fromkeys(self.results[case][which], 0.0)
+        common = 0.0
         for sample in self.samples:
             with contextlib.suppress(Wrong, KeyError):
                 if self.agrees(case, sample):
                     far = self.distance(case, which, sample[case][which])
                     most |= {name: max(value, most[name]) for name, value in far.items()}
-        common = max((value for value in most.values() if value < DISAGREES), default=0.0)
+                    common = max([common, *(value for value in far.values() if value < DISAGREES)])
         return {name: FACTOR * max(value, common) + ROUNDINGS * ROUNDING for name, value in most.items()}
 
     def agrees(self, case: str, others: dict[str, Results]) -> bool:
