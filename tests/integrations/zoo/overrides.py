@@ -229,21 +229,11 @@ FIELDS: dict[str, Override] = {
     "pocket_tts_audio_tokenizer_decoder": _fields(upsample_groups=16, num_filters=8),
     "muse_spark.audio_config": _fields(num_hidden_layers=4),
     "pi0": _fields(chunk_size=4, max_state_dim=8, max_action_dim=8),
+    "align": _fields(projection_dim=80),
     "xlstm": _fields(qk_dim_factor=1.0),
     "xmod": _fields(default_language="en_XX", languages=["en_XX", "de_DE"]),
     "zamba": _fields(layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], num_hidden_layers=4),
     "zoedepth": _fields(bottleneck_features=64),
-    "omdet-turbo": Override(
-        {
-            "use_timm_backbone": False, "apply_layernorm_after_vision_backbone": False, "text_projection_in_dim": 64,
-            "text_projection_out_dim": 64, "task_encoder_hidden_dim": 64, "class_embed_dim": 64, "encoder_in_channels": [32, 64, 128],
-            "vision_features_channels": [64, 64, 64],
-        },
-        parts={"backbone_config": "swin", "text_config": "clip_text_model"}
-    ),
-    "omdet-turbo.backbone_config": _fields(
-        window_size=3, embed_dim=16, patch_size=4, image_size=96, out_features=["stage2", "stage3", "stage4"]
-    ),
     "diffusion_gemma": Override({"canvas_length": 8}, parts={"vision_config": "gemma4_vision"}),
 }  # fmt: skip
 
@@ -381,10 +371,6 @@ def _past(config: Any, words: Words) -> dict[str, Any]:
     return found if config.model_type == "timesfm2_5" else found | {"freq": torch.zeros(2, 1, dtype=torch.long)}
 
 
-def _mono(config: Any, words: Words) -> dict[str, Any]:
-    return {"input_values": _noise(2, 1, 4000)}
-
-
 def _frames_of_sound(config: Any, words: Words) -> dict[str, Any]:
     return {"input_features": _noise(2, 20, config.input_size), "input_features_mask": torch.ones(2, 20).long()}
 
@@ -407,14 +393,6 @@ def _merged_patches(config: Any, words: Words) -> dict[str, Any]:
     return {"pixel_values": patches, "grid_thw": grid, "merge_sizes": torch.tensor([2, 2])}
 
 
-def _classes_and_tasks(config: Any, words: Words) -> dict[str, Any]:
-    seen = torch.ones(3, 5, dtype=torch.long)
-    return {
-        "pixel_values": _noise(2, 3, 96, 96), "classes_input_ids": words(3, 5), "classes_attention_mask": seen,
-        "tasks_input_ids": words(2, 5), "tasks_attention_mask": seen[:2], "classes_structure": torch.tensor([2, 1]),
-    }  # fmt: skip
-
-
 def _sound_and_words(config: Any, words: Words) -> dict[str, Any]:
     """A word for every few frames."""
     frames = 7 * config.audio_length_per_tok
@@ -431,14 +409,6 @@ def _shared_states(config: Any, words: Words) -> dict[str, Any]:
         found[kind] = (_noise(2, layer.num_key_value_heads, 9, dim), _noise(2, layer.num_key_value_heads, 9, dim))
     width = 2 * getattr(config, "backbone_hidden_size", text.hidden_size)
     return {"inputs_embeds": _noise(2, 1, width), "shared_kv_states": found, "position_ids": torch.full((2, 1), 8)}
-
-
-def _drafts(config: Any, words: Words) -> dict[str, Any]:
-    return {
-        "noise_embeds": _noise(2, config.block_size, config.hidden_size),
-        "context_hidden_states": _noise(2, 5, config.hidden_size * len(config.target_layer_ids)),
-        "position_ids": torch.arange(5 + config.block_size).expand(2, -1),
-    }
 
 
 def _grids(config: Any, words: Words) -> dict[str, Any]:
@@ -514,11 +484,9 @@ INPUTS: dict[str, Callable[[Any, Words], dict[str, Any]]] = {
     "pocket_tts_audio_tokenizer_decoder": _latent_frames,
     "muse_spark_audio": _whole_frames,
     "pi0": _robot,
-    "omdet-turbo": _classes_and_tasks,
     "voxtral_realtime": _sound_and_words,
     "gemma4_assistant": _shared_states,
     "gemma4_unified_assistant": _shared_states,
-    "muse_glimmer_assistant": _drafts,
     "minicpm_ocr_vision": _grids,
     "minicpmv4_7_vision": _grids,
     "clap": _spectrum_and_words,
@@ -527,8 +495,6 @@ INPUTS: dict[str, Callable[[Any, Words], dict[str, Any]]] = {
     "patchtsmixer": _channels,
     "timesfm": _past,
     "timesfm2_5": _past,
-    "higgs_audio_v2_tokenizer": _mono,
-    "xcodec": _mono,
     "fun_asr_nano_encoder": _frames_of_sound,
     "vitmatte": _trimap,
     "vibevoice_acoustic_tokenizer_encoder": _samples,
