@@ -409,6 +409,24 @@ def test_models_that_view_the_result_or_edit_the_mask(
     assert count() > 0
 
 
+@NAMES
+def test_models_written_for_boolean_masks_get_them(name: str) -> None:
+    """Nemotron's encoder negates its mask, which hides what is to be hidden only if the mask is of booleans."""
+    config = transformers.NemotronAsrStreamingEncoderConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, num_mel_bins=16,
+        subsampling_conv_channels=8, sliding_window=5, default_num_lookahead_tokens=1,
+    )  # fmt: skip
+    sounds = torch.randn(2, 96, 16, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 96, dtype=torch.bool)
+    mask[0, 48:] = False
+    inputs = {"input_features": sounds, "attention_mask": mask}
+    expected = output(model_of("NemotronAsrStreamingEncoder", config, "sdpa"), inputs)
+    found = output(model_of("NemotronAsrStreamingEncoder", config, name), inputs)
+    assert torch.isfinite(expected[1]).all()
+    torch.testing.assert_close(found[0, :5], expected[0, :5], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
 def test_learned_queries_serve_every_example() -> None:
     """Granite Speech has one row of queries for all its examples."""
     _, k, v = drawn(3, 4, 12, 16)
@@ -420,14 +438,31 @@ def test_learned_queries_serve_every_example() -> None:
     assert q.grad.shape == q.shape
 
 
-@pytest.mark.parametrize("argument", ["guidance_scale", "vision_feature_select_strategy", "mm_token_type_ids"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "guidance_scale",
+        "vision_feature_select_strategy",
+        "mm_token_type_ids",
+        "min_new_tokens",
+        "num_beams",
+        "input_ids",
+    ],
+)
 def test_arguments_of_other_parts_of_a_model_reach_attention(argument: str) -> None:
-    """Janus, Video-LLaVA and DiffusionGemma pass all of theirs on."""
+    """Janus, Video-LLaVA, DiffusionGemma, Parakeet and GLM-5-Next pass all of theirs on."""
+    attend = ALL_ATTENTION_FUNCTIONS[NAME]
     q, k, v = drawn(1, 4, 12, 16)
-    plain, _ = forward.attention_forward(torch.nn.Module(), q, k, v, None)
+    plain, _ = attend(torch.nn.Module(), q, k, v, None)
     more: dict[str, Any] = {argument: torch.ones(1, 12)}
-    beside, _ = forward.attention_forward(torch.nn.Module(), q, k, v, None, **more)
+    beside, _ = attend(torch.nn.Module(), q, k, v, None, **more)
     assert torch.equal(plain, beside)
+
+
+def test_settings_of_generate_do_not_hide_a_request_for_weights() -> None:
+    attend = ALL_ATTENTION_FUNCTIONS[NAME]
+    with pytest.raises(tw.Unsupported, match="output_attentions"):
+        attend(torch.nn.Module(), *drawn(1, 4, 12, 16), None, output_attentions=True)
 
 
 def test_the_decoder_of_diffusion_gemma_sees_past_the_window_that_it_passes() -> None:

@@ -18,8 +18,9 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from zoo import table, walk
-from zoo.judge import Yardstick, judge
+from zoo.judge import judge
 from zoo.tiny import tiny_config
+from zoo.yardstick import Yardstick
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -43,6 +44,12 @@ def scales_a_little(*args: Any, **kwargs: Any) -> Any:
     return sdpa_attention_forward(*args, **kwargs)[0] * 1.001, None
 
 
+def forgets_a_gradient(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query, key.detach(), value, *args, **kwargs)
+
+
 def gives_up(*args: Any, **kwargs: Any) -> Any:
     raise KeyError("scores")
 
@@ -52,6 +59,7 @@ def gives_up(*args: Any, **kwargs: Any) -> Any:
     [
         (forgets_the_mask, "wrong", {"plain", "left", "right", "future", "hidden", "generate"}),
         (scales_a_little, "wrong", {"plain", "left", "right", "generate"}),
+        (forgets_a_gradient, "wrong", {"plain", "left", "right"}),
         (gives_up, "unclear", {"plain", "left", "right", "future", "hidden", "generate"}),
     ],
 )
@@ -68,6 +76,18 @@ def test_the_judge_accepts_sdpa() -> None:
     cls, config = transformers.LlamaForCausalLM, tiny_config("llama")
     finding = judge(cls, config, "sdpa", lambda: 0, Yardstick(cls, config))
     assert set(finding.cases.values()) - {"right"} == {finding.cases["weights"]}
+
+
+def test_a_gradient_that_jumps_excuses_itself_alone() -> None:
+    reference = Yardstick(transformers.LlamaForCausalLM, tiny_config("llama")).eager
+    before = reference.allowed("plain", 1)
+    outputs, gradients = reference.results["plain"]
+    jumping, *others = gradients
+    off = gradients[jumping] + 0.1 * gradients[jumping].abs().max()
+    reference.samples.append({"plain": (outputs, gradients | {jumping: off})})
+    after = reference.allowed("plain", 1)
+    assert after[jumping] == pytest.approx(0.3, rel=1e-2)
+    assert {name: after[name] for name in others} == {name: before[name] for name in others}
 
 
 def test_a_dozen_models_are_right(tmp_path: Path) -> None:

@@ -38,6 +38,14 @@ class Batch:
     valid: Tensor | None = None
     shortened: bool = False
 
+    def to(self, dtype: torch.dtype) -> Batch:
+        """The same with numbers of this type."""
+        converted = {
+            name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            for name, value in self.arguments.items()
+        }
+        return dataclasses.replace(self, arguments=converted)
+
     def changed(self, where: Tensor) -> Batch:
         """The same with other words at these positions."""
         ids = self.arguments["input_ids"]

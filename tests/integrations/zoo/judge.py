@@ -1,41 +1,35 @@
-"""Whether a model under tilewise computes what it computes under eager attention.
-
-Distances are relative to the largest entry of a tensor. A result may be three times as far from eager attention's as
-PyTorch's fused attention (sdpa) is, or as eager attention moves when each weight moves by one rounding, whichever is
-more; a few roundings of the result itself come on top. Where sdpa and eager attention do not compute the same, a model
-of transformers is at fault; then either result is accepted, and nothing between them.
-"""
+"""Whether a model under tilewise computes what it computes under eager attention, or refuses with a reason."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import functools
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from zoo.inputs import Batch, batches
-from zoo.tiny import NotBuilt, first_line
+from zoo.inputs import Batch
+from zoo.tiny import first_line
+from zoo.yardstick import (
+    FACTOR,
+    LIKE_SDPA,
+    ROUNDING,
+    ROUNDINGS,
+    Reference,
+    Wrong,
+    Yardstick,
+    build,
+    distance,
+    reset_random,
+    run,
+)
 
 __all__ = ["Finding", "judge"]
 
-ROUNDING = torch.finfo(torch.float32).eps
-FACTOR, ROUNDINGS = 3.0, 16
 NEW_TOKENS = 5
-
-# Apart from eager attention by more than this, sdpa has computed something else.
-DISAGREES = 1e-3
-LIKE_SDPA = "as sdpa, not as eager"
 SKIPPED = "-"
-
-Tensors = dict[str, Tensor]
-Results = tuple[Tensors, Tensors]
 
 
 @dataclasses.dataclass
@@ -49,186 +43,6 @@ class Finding:
     cases: dict[str, str] = dataclasses.field(default_factory=dict)
     reason: str = ""
     calls: int = 0
-
-
-class Wrong(Exception):
-    """A result differs from eager attention's by more than rounding explains."""
-
-
-def build(cls: Any, config: Any, implementation: str, seed: int = 0) -> Any:
-    """A model in float32 whose random weights make attention matter."""
-    reset_random()
-    model = cls._from_config(copy.deepcopy(config), attn_implementation=implementation).float().eval()
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                _randomise(parameter, generator)
-    return model
-
-
-def _randomise(parameter: Tensor, generator: torch.Generator) -> None:
-    """Matrices keep the size of what they multiply; vectors (norms, biases) move away from where they start."""
-    noise = torch.randn(parameter.shape, generator=generator)
-    if parameter.dim() >= 2 and parameter.numel():
-        parameter.copy_(noise * min(1.0, 1.5 * parameter[0].numel() ** -0.5))
-    else:
-        parameter.add_(noise * 0.2)
-
-
-def reset_random() -> None:
-    """Models that draw numbers in forward draw the same ones each time."""
-    torch.default_generator.manual_seed(0)  # torch.manual_seed visits every kind of device
-    np.random.seed(0)
-    random.seed(0)
-
-
-def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The floating point tensors of an output, but not those of caches."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield name, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            if key not in (
-                "past_key_values",
-                "attentions",
-                "encoder_attentions",
-                "decoder_attentions",
-                "cross_attentions",
-            ):
-                yield from flatten(part, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, (list, tuple)):
-        for index, part in enumerate(value):
-            yield from flatten(part, f"{name}[{index}]")
-
-
-def run(model: Any, batch: Batch, gradients: bool = True) -> Results:
-    """Outputs at valid positions, and the gradient of a fixed weighting of them for each parameter."""
-    reset_random()
-    model.zero_grad(set_to_none=True)
-    with torch.set_grad_enabled(gradients):
-        found = {name: _valid(part, batch) for name, part in flatten(model(**batch.arguments))}
-    outputs = {name: part.detach().clone() for name, part in found.items()}
-    if not gradients:
-        return outputs, {}
-    generator = torch.Generator(device="cpu").manual_seed(5)
-    terms = [
-        (part * torch.randn(part.shape, generator=generator)).sum()
-        / (part.detach().abs().max() + 1e-6)
-        / part.numel() ** 0.5
-        for part in found.values()
-        if part.requires_grad and torch.isfinite(part).all()
-    ]
-    if terms:
-        torch.stack(terms).sum().backward()
-    return outputs, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def _valid(part: Tensor, batch: Batch) -> Tensor:
-    valid = batch.valid
-    if valid is None or part.dim() < 2 or part.shape[0] != valid.shape[0]:
-        return part
-    if batch.shortened and part.dim() == 3 and 1 < part.shape[1] < valid.shape[1]:
-        # A position of the output stands for several of the input, and sees a few beyond.
-        ends = (torch.arange(1, part.shape[1] + 1) * (valid.shape[1] / part.shape[1])).long()
-        return part[valid[:, (ends + 2 * valid.shape[1] // part.shape[1]).clamp_max(valid.shape[1] - 1)]]
-    return part[valid] if part.shape[1] == valid.shape[1] else part
-
-
-def distance(ours: Tensors, theirs: Tensors, floor: float = 0.0) -> dict[str, float]:
-    """By tensor: the largest difference, relative to the largest entry (or to `floor`)."""
-    if ours.keys() != theirs.keys():
-        raise Wrong(f"outputs {sorted(ours)} instead of {sorted(theirs)}")
-    found = {}
-    for name, right in theirs.items():
-        mine = ours[name]
-        if mine.shape != right.shape:
-            raise Wrong(f"{name} has shape {tuple(mine.shape)} instead of {tuple(right.shape)}")
-        if right.numel() == 0:
-            continue
-        same = (mine == right) | (mine.isnan() & right.isnan())
-        gap = torch.where(same, 0.0, (mine - right).abs())
-        scale = max(float(right[right.isfinite()].abs().max()) if right.isfinite().any() else 0.0, floor, 1e-30)
-        found[name] = float(gap.nan_to_num(nan=float("inf")).max()) / scale
-    return found
-
-
-class Yardstick:
-    """Eager results of one model, and how far from them rounding may lead."""
-
-    def __init__(self, cls: Any, config: Any) -> None:
-        self.cls, self.config = cls, config
-        self.eager = build(cls, config, "eager")
-        self.batches = batches(self.eager)
-        self.kept: dict[Any, Any] = {}
-        self.sdpa: Any = None
-        self.gradients = True
-        try:
-            self.results = {batch.case: run(self.eager, batch) for batch in self.batches}
-        except (RuntimeError, AssertionError):  # some models have no gradient outside of training
-            self.gradients = False
-            self.results = {batch.case: run(self.eager, batch, gradients=False) for batch in self.batches}
-        for first in self.batches[:1]:
-            again = run(self.eager, first, gradients=False)
-            if max(distance(again[0], self.results[first.case][0]).values(), default=0.0) > ROUNDING * ROUNDINGS:
-                raise NotBuilt("eager attention does not repeat its result")
-        nudged, self.fused = self._nudged(), self._fused()
-        self.allowed = {
-            case: tuple(self._allow(case, [nudged, self.fused], which) for which in (0, 1)) for case in self.results
-        }
-
-    def once(self, key: Any, compute: Any) -> Any:
-        """What eager attention says, computed for the first implementation and kept for the next."""
-        if key not in self.kept:
-            self.kept[key] = compute()
-        return self.kept[key]
-
-    def floor(self, tensors: Tensors, which: int) -> float:
-        """Below a hundredth of the largest gradient, rounding of the large ones is all there is."""
-        return 0.01 * max((float(t.abs().max()) for t in tensors.values() if t.numel()), default=0.0) if which else 0.0
-
-    def _allow(self, case: str, others: list[dict[str, Results]], which: int) -> float:
-        right = self.results[case][which]
-        far = 0.0
-        for other in others:
-            if case in other:
-                with contextlib.suppress(Wrong):
-                    apart = max(distance(other[case][which], right, self.floor(right, which)).values(), default=0.0)
-                    far = max(far, apart if apart < DISAGREES else 0.0)
-        return FACTOR * far + ROUNDINGS * ROUNDING
-
-    def _nudged(self) -> dict[str, Results]:
-        model = build(self.cls, self.config, "eager")
-        generator = torch.Generator(device="cpu").manual_seed(9)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    parameter.mul_(1 + ROUNDING * torch.randn(parameter.shape, generator=generator).sign())
-        return {batch.case: run(model, batch, self.gradients) for batch in self.batches}
-
-    def _fused(self) -> dict[str, Results]:
-        """Nothing where the model does not take sdpa."""
-        found = {}
-        with contextlib.suppress(Exception):
-            self.sdpa = build(self.cls, self.config, "sdpa")
-            for batch in self.batches:
-                found[batch.case] = run(self.sdpa, batch, self.gradients)
-        return found
-
-    def compare(self, case: str, which: int, mine: Tensors) -> str:
-        """What result it is: "right", or sdpa's where that is another one. Raises Wrong if it is neither."""
-        allowed = self.allowed[case][which]
-        names: dict[str, float] = {}
-        for theirs, said in ((self.results, "right"), (self.fused, LIKE_SDPA)):
-            if case in theirs:
-                far = distance(mine, theirs[case][which], self.floor(theirs[case][which], which))
-                if all(value <= allowed for value in far.values()):
-                    return said
-                names = names or far
-        worst = max(names, key=lambda name: names[name])
-        what = "the gradient of " if which else ""
-        raise Wrong(f"{what}{worst} is off by {names[worst]:.1e} where rounding explains {allowed:.1e}")
 
 
 def judge(cls: Any, config: Any, name: str, calls: Callable[[], int], yardstick: Yardstick) -> Finding:
@@ -320,12 +134,12 @@ def _independent(model: Any, yardstick: Yardstick, what: str, batch: Batch, chan
     """Outputs at `keep` do not depend on words at `changed`, where eager attention's do not."""
     other = batch.changed(changed)
     limit = ROUNDING * ROUNDINGS
-    eager = yardstick.once((what, batch.case), lambda: _moved(yardstick.eager, batch, other, keep))
+    eager = yardstick.once((what, batch.case), lambda: _moved(yardstick.eager.model, batch, other, keep))
     if eager > limit:
         return SKIPPED
     far = _moved(model, batch, other, keep)
     if far > limit + FACTOR * eager:
-        if yardstick.sdpa is not None and _moved(yardstick.sdpa, batch, other, keep) > limit:
+        if yardstick.sdpa is not None and _moved(yardstick.sdpa.model, batch, other, keep) > limit:
             return LIKE_SDPA
         raise Wrong(f"outputs move by {far:.1e} with words that they must not see")
     return "right"
@@ -350,27 +164,47 @@ def _hidden(model: Any, yardstick: Yardstick) -> str:
 def _generate(model: Any, yardstick: Yardstick) -> str:
     if not model.can_generate():
         return SKIPPED
+    said = set()
     for batch in yardstick.batches:
         if batch.case == "right":
             continue
-        expected = functools.partial(_generated_or_why_not, yardstick.eager, batch)
-        found = yardstick.once(("generate", batch.case), expected)
+        found = _generated_by(yardstick, yardstick.eager, batch)
         if isinstance(found, str):
             return found
-        right, logits = found
-        mine, my_logits = _generated(model, batch)
-        limit = 4 * yardstick.allowed[batch.case][0]
-        for step, (ours, theirs) in enumerate(zip(my_logits, logits, strict=False)):
-            far = distance({"logits": ours}, {"logits": theirs})["logits"]
-            if far > limit:
-                where = f"{batch.case}, step {step}"
-                raise Wrong(f"{where}: logits are off by {far:.1e} where rounding explains {limit:.1e}")
-            if not torch.equal(ours.argmax(-1), theirs.argmax(-1)):
-                break
-        else:
-            if mine.shape != right.shape or not torch.equal(mine, right):
-                raise Wrong(f"{batch.case}: other tokens")
-    return "right"
+        mine = _generated(model, batch)
+        if not found[1] and not torch.equal(found[0], _generated(yardstick.eager.nudged(0), batch)[0]):
+            return "without logits, and eager attention says something else after a rounding"
+        try:
+            _compare_generated(yardstick, batch, mine, found)
+            said.add("right")
+        except Wrong:
+            if yardstick.sdpa is None or isinstance(found := _generated_by(yardstick, yardstick.sdpa, batch), str):
+                raise
+            _compare_generated(yardstick, batch, mine, found)
+            said.add(LIKE_SDPA)
+    return "right" if said == {"right"} else LIKE_SDPA
+
+
+Generated = tuple[Tensor, list[Tensor]]
+
+
+def _generated_by(yardstick: Yardstick, reference: Reference, batch: Batch) -> Generated | str:
+    key = ("generate", reference.implementation, batch.case)
+    found: Generated | str = yardstick.once(key, lambda: _generated_or_why_not(reference.model, batch))
+    return found
+
+
+def _compare_generated(yardstick: Yardstick, batch: Batch, mine: Generated, theirs: Generated) -> None:
+    limit = 4 * max(yardstick.eager.allowed(batch.case, 0).values())
+    for step, (ours, right) in enumerate(zip(mine[1], theirs[1], strict=False)):
+        far = distance({"logits": ours}, {"logits": right})["logits"]
+        if far > limit:
+            where = f"{batch.case}, step {step}"
+            raise Wrong(f"{where}: logits are off by {far:.1e} where rounding explains {limit:.1e}")
+        if not torch.equal(ours.argmax(-1), right.argmax(-1)):
+            return  # a tie: from here on the two say different things
+    if mine[0].shape != theirs[0].shape or not torch.equal(mine[0], theirs[0]):
+        raise Wrong(f"{batch.case}: other tokens")
 
 
 def _generated_or_why_not(model: Any, batch: Batch) -> Any:
@@ -380,23 +214,30 @@ def _generated_or_why_not(model: Any, batch: Batch) -> Any:
         return f"not run with eager attention: {first_line(error)}"
 
 
-def _generated(model: Any, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+def _generated(model: Any, batch: Batch) -> Generated:
     reset_random()
-    arguments = {name: value for name, value in batch.arguments.items() if name != "decoder_input_ids"}
+    arguments = {
+        name: value.clone() if isinstance(value, Tensor) else value  # some models write into their inputs
+        for name, value in batch.arguments.items() if name != "decoder_input_ids"
+    }  # fmt: skip
     if model.config.is_encoder_decoder:
         arguments["decoder_start_token_id"] = 1
+    for part in model.modules():
+        if getattr(part, "generation_config", None) is not None:
+            part.generation_config.pad_token_id = 0
     out = model.generate(
-        **arguments, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, pad_token_id=0,
+        **arguments, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1,
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
-    return out.sequences, list(out.logits or ())
+    logits = getattr(out, "logits", None)
+    return out.sequences, [] if logits is None else list(logits)
 
 
 def _weights(model: Any, yardstick: Yardstick) -> str:
     """`output_attentions=True` returns weights or refuses; it does not leave them out."""
     batch = yardstick.batches[0]
     asked = dataclasses.replace(batch, arguments=batch.arguments | {"output_attentions": True})
-    right = yardstick.once("weights", lambda: _attentions_or_none(yardstick.eager, asked))
+    right = yardstick.once("weights", lambda: _attentions_or_none(yardstick.eager.model, asked))
     if not right:
         return SKIPPED
     reset_random()

@@ -72,6 +72,7 @@ FIELDS: dict[str, Override] = {
     "deformable_detr": RESNET,
     "dab-detr": RESNET,
     "gpt_neo": _fields(attention_types=[[["global", "local"], 1]], window_size=5, num_layers=2),
+    "mobilebert": _fields(normalization_type="layer_norm"),  # without norms, random weights leave one key to a query
     "mamba2": _fields(num_heads=8, head_dim=16),
     "lilt": _fields(channel_shrink_ratio=4, hidden_size=48),
     "layoutlmv3": _fields(coordinate_size=12, shape_size=8),
@@ -123,7 +124,6 @@ FIELDS: dict[str, Override] = {
     "hunyuan_vl_text": _rope(2, 2, 2, 2),
     "esm": _fields(pad_token_id=0, mask_token_id=3),
     "fun_asr_nano.adaptor_config": _fields(intermediate_size=16),
-    "oneformer": _fields(text_encoder_vocab_size=128),
     "mobilevitv2": _fields(image_size=64),
     "levit": _fields(image_size=128, patch_size=16),
     "lw_detr_vit": _fields(image_size=64, num_windows=4),
@@ -133,7 +133,8 @@ FIELDS: dict[str, Override] = {
     "efficientnet": _fields(width_coefficient=0.25, depth_coefficient=0.25, hidden_dim=320),
     "align_vision_model": _fields(width_coefficient=0.25, depth_coefficient=0.25, hidden_dim=320),
     "clap_audio_model": _fields(
-        spec_size=64, num_mel_bins=16, patch_size=4, window_size=4, depths=[2, 2], num_attention_heads=[4, 4]
+        spec_size=64, num_mel_bins=16, patch_size=4, window_size=4, depths=[2, 2], num_attention_heads=[4, 4],
+        hidden_size=128,
     ),
     "blt": _fields(encoder_hash_byte_group_vocab=64, num_hidden_layers=2),
     "blip-2": _fields(image_token_index=5, num_query_tokens=4),
@@ -203,7 +204,37 @@ FIELDS: dict[str, Override] = {
     "vibevoice_acoustic_tokenizer": _CONVOLUTIONS,
     "vibevoice_acoustic_tokenizer_encoder": _CONVOLUTIONS,
     "vibevoice_acoustic_tokenizer_decoder": _CONVOLUTIONS,
-    "diffusion_gemma": Override(parts={"vision_config": "gemma4_vision"}),
+    "bit": _fields(embedding_size=32, hidden_sizes=[32, 32, 32, 32], depths=[1, 1, 1, 1], num_groups=4),
+    "decision_transformer": _fields(hidden_size=64, n_layer=2, n_head=4, state_dim=6, act_dim=3, max_ep_len=32),
+    "moshi": _fields(num_codebooks=4),
+    "moshi_depth": _fields(num_codebooks=4),
+    "muse_spark_audio": _fields(num_hidden_layers=4),
+    "oneformer": _fields(text_encoder_vocab_size=128, conv_dim=64, mask_dim=64),
+    "patchtst": _fields(context_length=32, patch_length=4, patch_stride=4, num_input_channels=2),
+    "patchtsmixer": _fields(context_length=32, patch_length=4, patch_stride=4, num_input_channels=2),
+    "pocket_tts.flow_head_config": _fields(condition_dim=64),
+    "gradium_phonon_tts.flow_head_config": _fields(condition_dim=64),
+    "timesfm": _fields(context_length=64, patch_length=8, horizon_length=8, hidden_size=64),
+    "timesfm2_5": _fields(context_length=64, patch_length=8, horizon_length=8, output_patch_length=8),
+    "vitmatte": Override(
+        {"convstream_hidden_sizes": [16, 16, 16], "fusion_hidden_sizes": [32, 16, 16, 16]},
+        parts={"backbone_config": "vitdet"},
+    ),
+    "vitmatte.backbone_config": _fields(num_channels=4, image_size=64, patch_size=16, out_features=["stage2"]),
+    "molmo2.vision_config": _fields(image_size=[32, 32], num_position_embeddings=16),
+    "molmo2.adapter_config": _fields(vision_feature_layer=[-1, 0], text_hidden_size=64),
+    "nemotron_h_omni.vision_config": _fields(video_temporal_patch_size=2),
+    "mimi_decoder": _fields(upsample_groups=16, num_filters=8),
+    "pocket_tts_audio_tokenizer": _fields(upsample_groups=16, num_filters=8),
+    "pocket_tts_audio_tokenizer_decoder": _fields(upsample_groups=16, num_filters=8),
+    "muse_spark.audio_config": _fields(num_hidden_layers=4),
+    "pi0": _fields(chunk_size=4, max_state_dim=8, max_action_dim=8),
+    "align": _fields(projection_dim=80),
+    "xlstm": _fields(qk_dim_factor=1.0),
+    "xmod": _fields(default_language="en_XX", languages=["en_XX", "de_DE"]),
+    "zamba": _fields(layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], num_hidden_layers=4),
+    "zoedepth": _fields(bottleneck_features=64),
+    "diffusion_gemma": Override({"canvas_length": 8}, parts={"vision_config": "gemma4_vision"}),
 }  # fmt: skip
 
 Words = Callable[..., Tensor]
@@ -313,6 +344,99 @@ def _prompted(config: Any, words: Words) -> dict[str, Any]:
     return {"pixel_values": picture, "prompt_pixel_values": picture.flip(0), "prompt_masks": picture.flip(2)}
 
 
+def _picture_and_words(config: Any, words: Words) -> dict[str, Any]:
+    return {"input_ids": words(2, 13), "pixel_values": _noise(2, 3, 32, 32)}
+
+
+def _spectrum_and_words(config: Any, words: Words) -> dict[str, Any]:
+    audio = config.audio_config
+    frames = audio.spec_size * audio.spec_size // audio.num_mel_bins
+    return {"input_ids": words(2, 13), "input_features": _noise(2, 1, frames, audio.num_mel_bins)}
+
+
+def _decisions(config: Any, words: Words) -> dict[str, Any]:
+    return {
+        "states": _noise(2, 5, config.state_dim), "actions": _noise(2, 5, config.act_dim), "rewards": _noise(2, 5, 1),
+        "returns_to_go": _noise(2, 5, 1), "timesteps": torch.arange(5).expand(2, 5),
+    }  # fmt: skip
+
+
+def _channels(config: Any, words: Words) -> dict[str, Any]:
+    return {"past_values": _noise(2, config.context_length, config.num_input_channels)}
+
+
+def _past(config: Any, words: Words) -> dict[str, Any]:
+    values = _noise(2, config.context_length)
+    found = {"past_values": values, "past_values_padding": torch.zeros_like(values, dtype=torch.long)}
+    return found if config.model_type == "timesfm2_5" else found | {"freq": torch.zeros(2, 1, dtype=torch.long)}
+
+
+def _frames_of_sound(config: Any, words: Words) -> dict[str, Any]:
+    return {"input_features": _noise(2, 20, config.input_size), "input_features_mask": torch.ones(2, 20).long()}
+
+
+def _trimap(config: Any, words: Words) -> dict[str, Any]:
+    return {"pixel_values": _noise(2, 4, 64, 64)}
+
+
+def _samples(config: Any, words: Words) -> dict[str, Any]:
+    return {"hidden_states": _noise(2, config.channels, 4000)}
+
+
+def _latents(config: Any, words: Words) -> dict[str, Any]:
+    return {"hidden_states": _noise(2, config.hidden_size, 4)}
+
+
+def _merged_patches(config: Any, words: Words) -> dict[str, Any]:
+    patches = _noise(32, config.num_channels * config.patch_size**2)
+    grid = torch.tensor([[1, 4, 4]] * 2)
+    return {"pixel_values": patches, "grid_thw": grid, "merge_sizes": torch.tensor([2, 2])}
+
+
+def _sound_and_words(config: Any, words: Words) -> dict[str, Any]:
+    """A word for every few frames."""
+    frames = 7 * config.audio_length_per_tok
+    return {"input_ids": words(2, 7), "input_features": _noise(2, config.audio_config.num_mel_bins, frames)}
+
+
+def _shared_states(config: Any, words: Words) -> dict[str, Any]:
+    """Keys and values of the model that this one drafts for, which has one kind of layer behind the other."""
+    text = config.get_text_config()
+    found = {}
+    for index, kind in enumerate(text.layer_types):
+        layer = text.per_layer_config[index] if hasattr(text, "per_layer_config") else text
+        dim = getattr(text, "global_head_dim", layer.head_dim) if kind == "full_attention" else layer.head_dim
+        found[kind] = (_noise(2, layer.num_key_value_heads, 9, dim), _noise(2, layer.num_key_value_heads, 9, dim))
+    width = 2 * getattr(config, "backbone_hidden_size", text.hidden_size)
+    return {"inputs_embeds": _noise(2, 1, width), "shared_kv_states": found, "position_ids": torch.full((2, 1), 8)}
+
+
+def _grids(config: Any, words: Words) -> dict[str, Any]:
+    patch = config.patch_size
+    return {"pixel_values": _noise(1, 3, patch, 2 * 16 * patch), "target_sizes": torch.tensor([[4, 4], [4, 4]])}
+
+
+def _latent_frames(config: Any, words: Words) -> dict[str, Any]:
+    return {"latents": _noise(2, config.hidden_size, 6)}
+
+
+def _whole_frames(config: Any, words: Words) -> dict[str, Any]:
+    return {"input_values": _noise(2, 3840)}
+
+
+def _robot(config: Any, words: Words) -> dict[str, Any]:
+    vlm = config.vlm_config
+    side = vlm.vision_config.image_size // vlm.vision_config.patch_size
+    ids = words(2, 13 + side * side)
+    ids[:, : side * side] = vlm.image_token_id
+    picture = _noise(2, 1, 3, vlm.vision_config.image_size, vlm.vision_config.image_size)
+    return {
+        "state": _noise(2, config.max_state_dim), "noise": _noise(2, config.chunk_size, config.max_action_dim),
+        "timestep": torch.tensor([0.3, 0.6]), "input_ids": ids, "pixel_values": picture,
+        "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool), "attention_mask": torch.ones_like(ids),
+    }  # fmt: skip
+
+
 # Inputs of types whose names do not say enough: of a configuration and `words(batch, seqlen)`.
 INPUTS: dict[str, Callable[[Any, Words], dict[str, Any]]] = {
     "autoformer": _series,
@@ -355,6 +479,27 @@ INPUTS: dict[str, Callable[[Any, Words], dict[str, Any]]] = {
     "pp_ocrv6_small_rec": _line,
     "pp_ocrv6_tiny_rec": _line,
     "seggpt": _prompted,
+    "align": _picture_and_words,
+    "mimi_decoder": _latent_frames,
+    "pocket_tts_audio_tokenizer_decoder": _latent_frames,
+    "muse_spark_audio": _whole_frames,
+    "pi0": _robot,
+    "voxtral_realtime": _sound_and_words,
+    "gemma4_assistant": _shared_states,
+    "gemma4_unified_assistant": _shared_states,
+    "minicpm_ocr_vision": _grids,
+    "minicpmv4_7_vision": _grids,
+    "clap": _spectrum_and_words,
+    "decision_transformer": _decisions,
+    "patchtst": _channels,
+    "patchtsmixer": _channels,
+    "timesfm": _past,
+    "timesfm2_5": _past,
+    "fun_asr_nano_encoder": _frames_of_sound,
+    "vitmatte": _trimap,
+    "vibevoice_acoustic_tokenizer_encoder": _samples,
+    "vibevoice_acoustic_tokenizer_decoder": _latents,
+    "video_llama_3_vision": _merged_patches,
 }
 
 

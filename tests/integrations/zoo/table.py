@@ -26,6 +26,15 @@ OUTCOMES = {
     "wrong": "differs from eager attention",
     "unclear": "fails without a reason",
 }
+# Why nothing was built, by what an error says.
+WHY_NOT = {
+    "couldn't connect": "needs files from the hub",
+    "timm": "needs the package timm",
+    "million parameters": "too large",
+    "^no input found": "no inputs known",
+    "^(its configuration|the model|eager attention):": "no small configuration known",
+}
+
 # The outcome of a type is the worst of its classes and names.
 WORST = ("wrong", "unclear", "partly", "refused", "right", "untouched", "not built")
 
@@ -122,15 +131,21 @@ def _not_built(walks: list[dict[str, Any]]) -> list[str]:
     for walk in walks:
         for entry in walk["results"]:
             if entry["outcome"] == "not built":
-                reason = entry["reason"]
-                package = re.search(r"requires the (\w+) library", reason)
-                reason = f"needs the package {package[1]}" if package else _cell(reason)
-                rows[reason][entry["type"]].append(walk["transformers"])
+                rows[_cell(_short(entry["reason"]))][entry["type"]].append(walk["transformers"])
     found = []
     for reason, types in sorted(rows.items(), key=lambda row: (-len(row[1]), row[0])):
         named = [f"{t}{'' if len(set(r)) == len(walks) else f' ({r[0]})'}" for t, r in sorted(types.items())]
         found.append(f"| {reason} | {', '.join(named)} |")
     return found
+
+
+def _short(reason: str) -> str:
+    package = re.search(r"requires the (\w+) library", reason)
+    return (
+        f"needs the package {package[1]}"
+        if package
+        else next((short for pattern, short in WHY_NOT.items() if re.search(pattern, reason)), reason)
+    )
 
 
 def _cell(text: str) -> str:

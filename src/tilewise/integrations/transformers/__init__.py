@@ -45,7 +45,9 @@ def register(*, ignore: Iterable[str] = ()) -> None:
         raise Unsupported(f"transformers {transformers.__version__} is older than {oldest}; upgrade transformers")
     if isinstance(ignore, str):  # which would be a collection of letters
         raise InvalidProblem("ignore", "a collection of names", repr(ignore), f"Pass [{ignore!r}].")
-    names = frozenset(ignore)
+    # What `generate` is asked for (tokens, beams, outputs): some models pass it on to their attention.
+    settings = vars(transformers.GenerationConfig()).keys() - {"output_attentions"}
+    names = frozenset(ignore) | settings
     for name in (NAME, FLASH_NAME):
         forward = functools.partial(attention_forward, ignore=names, as_flash=name == FLASH_NAME)
         transformers.AttentionInterface.register(name, forward)

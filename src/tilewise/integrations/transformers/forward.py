@@ -20,14 +20,14 @@ __all__ = ["attention_forward"]
 BOOKKEEPING = frozenset({
     # outputs, losses and caches
     "cache_position", "logits_indices", "logits_processor_args", "logits_to_keep", "num_items_in_batch",
-    "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
+    "output_router_logits", "return_dict",
+    # the words themselves, by which some models choose experts
+    "input_ids",
     # the sequences of Mamba's layers; attention has cu_seq_lens_q for the same
     "seq_idx",
     # pictures, which the vision tower takes, and which of their features it gives; their part in a mask is in the mask
     "image_position_ids", "mm_token_type_ids", "pixel_values", "pixel_values_videos", "video_position_ids",
     "vision_feature_layer", "vision_feature_select_strategy",
-    # how strongly a prompt counts in the logits
-    "guidance_scale",
 })  # fmt: skip
 
 

@@ -6,8 +6,9 @@ the padding, and the sequence each token belongs to. Everything else (chunks, im
 and whatever must keep its shape while it is traced, is a boolean matrix in `Structure.keep`.
 
 Not every attention is tilewise's: some modules of transformers apply the mask themselves, and some edit it first. So
-`attention_mask_function` answers with a `StructuredMask`, a tensor that is the float matrix which eager attention gets.
-The matrix is made when someone reads it; `attention_forward` takes the structure instead.
+`attention_mask_function` answers with a `StructuredMask`, a tensor that is the matrix which the model's default
+attention gets: a boolean one where that is sdpa, a float one where it is eager attention. The matrix is made when
+someone reads it; `attention_forward` takes the structure instead.
 """
 
 from __future__ import annotations
@@ -25,9 +26,20 @@ from torch.utils._pytree import tree_map_only
 
 from tilewise.integrations.translation import Window
 
-__all__ = ["Packing", "Structure", "StructuredMask", "attention_mask_function", "packing_of", "tracing"]
+__all__ = [
+    "READ_BOOLEANS",
+    "Packing",
+    "Structure",
+    "StructuredMask",
+    "attention_mask_function",
+    "packing_of",
+    "tracing",
+]
 
 MaskFunction = Callable[..., Any]
+
+# Classes of configurations whose models get booleans from transformers unless another attention is asked for.
+READ_BOOLEANS: set[type] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +97,9 @@ class Structure:
 
 
 class StructuredMask(Tensor):
-    """A mask of eager attention, 0 where a key is seen and the lowest number where not, that knows its structure.
+    """A mask that knows its structure: a matrix of booleans, True where a key is seen, or of numbers to add to scores.
 
-    Its matrix is made by the first operation on it.
+    The matrix is made by the first operation on it.
     """
 
     _structure: Structure
@@ -107,7 +119,7 @@ class StructuredMask(Tensor):
 
     @property
     def matrix(self) -> Tensor:
-        """What eager attention would get."""
+        """What sdpa or eager attention would get."""
         if self._matrix is None:
             self._matrix = self._make()
         return self._matrix
@@ -169,9 +181,12 @@ def attention_mask_function(
     """What `attention_forward` gets as `attention_mask`; called by transformers, once per kind of layer and forward.
 
     Query i stands at position q_offset + i, key j at kv_offset + j; `attention_mask` (batch, positions) is False for
-    padding. The answer is None only where everything is seen and eager attention gets None, too.
+    padding. The answer is None only where everything is seen and eager attention gets None, too. `others` has the
+    configuration of the model, by which `dtype` is chosen.
     """
     from transformers import masking_utils
+
+    dtype = torch.bool if type(others.get("config")) in READ_BOOLEANS else dtype
 
     if isinstance(attention_mask, Structure):
         return attention_mask  # made by an outer model while it is traced
@@ -196,10 +211,10 @@ def attention_mask_function(
             keep = _padding(attention_mask, kv_offset, keys, is_traced)
             structure = Structure(shape, pieces.causal, pieces.window, keys, keep, pieces.sequences)
     if structure is not None:
-        make = functools.partial(_added, functools.partial(masking_utils.sdpa_mask, **arguments), dtype)
+        make = functools.partial(_written, functools.partial(masking_utils.sdpa_mask, **arguments), dtype)
     else:
         matrix = masking_utils.sdpa_mask(**arguments)
-        make = functools.partial(_added, lambda: matrix, dtype)
+        make = functools.partial(_written, lambda: matrix, dtype)
         if q_length == 1:
             return make()  # a row is no larger than its description, and may go into a compiled model
         structure = Structure(shape, False, None, kv_length, matrix)
@@ -209,9 +224,11 @@ def attention_mask_function(
     return structure if allow_is_causal_skip or allow_is_bidirectional_skip else make()
 
 
-def _added(keep: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-    """What is added to scores: 0 where a key is seen, the lowest number where not."""
+def _written(keep: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+    """As booleans, or as what is added to scores: 0 where a key is seen, the lowest number where not."""
     seen = keep()
+    if dtype == torch.bool:
+        return seen
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
 

@@ -8,6 +8,7 @@ transformers takes every registered name for every model, also for those whose m
 - A model that does not support flash-attn gets "tilewise" for "tilewise_flash", so that none of its branches for names
   that contain "flash" runs.
 - A table of attention classes (`{"eager": ..., "sdpa": ...}`) gets the class of eager attention for both names.
+- Which kind of mask the model reads is noted.
 - `output_attentions=True` raises: tiling never forms the weights.
 
 Libraries that ask transformers for the flash-attn functions behind "tilewise_flash" get tilewise's.
@@ -24,12 +25,15 @@ from typing import Any
 import torch
 
 from tilewise.errors import Unsupported
+from tilewise.integrations.transformers.masks import READ_BOOLEANS
 
 __all__ = ["FLASH_NAME", "NAME", "watch"]
 
 NAME, FLASH_NAME = "tilewise", "tilewise_flash"
 NAMES = (NAME, FLASH_NAME, f"paged|{NAME}", f"paged|{FLASH_NAME}")
 MARK = "watched_by_tilewise"
+
+READ_NUMBERS: set[type] = set()
 
 
 def watch() -> None:
@@ -87,6 +91,7 @@ def _decide(correct: Callable[..., str], model: Any, requested: str | None, *arg
     if not _asks_the_interface(files):
         _warn(f"{type(model).__name__} computes its attention itself", name)
         return "eager"
+    _note_masks(model)
     for file in files:
         for table in _class_tables(file):
             _add_entries(table)
@@ -94,6 +99,19 @@ def _decide(correct: Callable[..., str], model: Any, requested: str | None, *arg
         model.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
     has_flash = any(getattr(model, flag, False) for flag in ("_supports_flash_attn", "_supports_flash_attn_2"))
     return name if has_flash else name.replace(FLASH_NAME, NAME)
+
+
+def _note_masks(model: Any) -> None:
+    """Some models read their masks, and are right only with the kind that sdpa or eager attention gets, their default.
+
+    Numbers are right for every other model, so they win where the classes of one configuration disagree.
+    """
+    kind = type(model.config)
+    if not getattr(model, "_supports_sdpa", False):
+        READ_NUMBERS.add(kind)
+        READ_BOOLEANS.discard(kind)
+    elif kind not in READ_NUMBERS:
+        READ_BOOLEANS.add(kind)
 
 
 def _files(model_class: type) -> list[ModuleType]:
