@@ -60,7 +60,7 @@ def _serve(port: int, no_browser: bool, json: bool) -> None:
             typer.echo(f"tilewise explorer at {server.url}")
             typer.echo("Only this machine can reach it. Stop it with Ctrl+C.")
         if not no_browser:
-            # Starting a browser can take seconds; the server answers meanwhile.
+            # Starting a browser can take seconds; the server answers in the meantime.
             threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
         try:
             server.serve_forever()
