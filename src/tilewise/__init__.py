@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tilewise.kv import PagedKVCache
     from tilewise.plan import Plan, explain
 else:
-    from tilewise import backends  # the package, which can be called
+    from tilewise import backends  # the package, which is callable
 
 __all__ = [
     "InvalidProblem",
@@ -42,7 +42,7 @@ __all__ = [
     "unregister_backend",
 ]
 
-# Names that are loaded on first use, and from where.
+# Names that are loaded on first use, and their modules.
 _LAZY = {"PagedKVCache": "tilewise.kv", "Plan": "tilewise.plan", "explain": "tilewise.plan"}
 
 
@@ -51,7 +51,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Planning and the paged cache are loaded on first use: a third of the import time, not needed to compute."""
+    """Planning and the paged cache are loaded on first use: they take import time and are not needed to compute."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

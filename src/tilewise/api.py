@@ -1,4 +1,4 @@
-"""The calls: `attention`, `attention_varlen`, `attention_paged`, `merge`, `backends`. docs/contract.md defines them."""
+"""The public calls: `attention`, `attention_varlen`, `attention_paged`, `merge`, `backends`. See docs/contract.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tilewise.problem import Kind
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    # For type checkers only, which thus know what return_lse changes; the functions below spell every flag out.
+    # For type checkers only: they learn what return_lse changes. The functions below spell out every flag.
     class Common(TypedDict, total=False):
         """The flags every call shares."""
 
@@ -72,9 +72,9 @@ __all__ = [
     "unregister_backend",
 ]
 
-# q, k and v: tensors, or e4m3 data with its scales.
+# q, k and v may be tensors, or e4m3 data with its scales.
 Attended = Tensor | Fp8Tensor
-# Index tensors, the operands between v and bias, of a call that has none.
+# The index tensors (the operands between v and bias) of a call that has none.
 NO_INDICES = (None,) * Operands._fields.index("bias")
 
 
@@ -111,10 +111,10 @@ def attention(
 ) -> calls.Result:
     """Exact attention of dense tensors, differentiable in q, k, v, bias, sinks and through lse.
 
-    q (batch, num_heads, seqlen_q, head_dim), k (batch, num_kv_heads, seqlen_k, head_dim), v (..., head_dim_v); with
-    `layout="bshd"` (batch, seqlen, heads, dim). Returns out like q with head_dim_v, and lse (batch, num_heads,
-    seqlen_q) if `return_lse`. q, k, v may be `tilewise.fp8.Fp8Tensor`, without gradients. Rejects with InvalidProblem
-    what makes no sense and with Unsupported what no permitted backend can do.
+    Shapes: q (batch, num_heads, seqlen_q, head_dim), k (batch, num_kv_heads, seqlen_k, head_dim), v (..., head_dim_v).
+    With `layout="bshd"` they are (batch, seqlen, heads, dim). Returns out (like q, with head_dim_v columns), and also
+    lse (batch, num_heads, seqlen_q) if `return_lse`. q, k, v may be `tilewise.fp8.Fp8Tensor`, without gradients. Raises
+    InvalidProblem for invalid arguments, and Unsupported if no permitted backend can compute the call.
 
         >>> q = k = v = torch.ones(1, 2, 4, 8)
         >>> attention(q, k, v, causal=True).shape
@@ -172,12 +172,12 @@ def attention_varlen(
     return_lse: bool = False,
     **unknown: Any,
 ) -> calls.Result:
-    """Exact attention of packed sequences, each to itself: sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1.
+    """Exact attention within packed sequences: sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1.
 
-    q (total_q, num_heads, head_dim), k and v (total_k, num_kv_heads, dim), cu_seqlens int32 (batch + 1,). Rows past
-    the last sequence give 0 and lse -inf. Returns out (total_q, num_heads, head_dim_v), and lse (num_heads, total_q)
-    if `return_lse`. bias and mask broadcast to (batch, num_heads, max_seqlen_q, max_seqlen_k), indexed within each
-    sequence.
+    Shapes: q (total_q, num_heads, head_dim), k and v (total_k, num_kv_heads, dim), cu_seqlens int32 (batch + 1,). Rows
+    past the last sequence give 0 and lse -inf. Returns out (total_q, num_heads, head_dim_v), and also lse (num_heads,
+    total_q) if `return_lse`. bias and mask broadcast to (batch, num_heads, max_seqlen_q, max_seqlen_k) and are indexed
+    within each sequence.
 
         >>> q = k = v = torch.ones(5, 2, 8)
         >>> cu = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -238,14 +238,14 @@ def attention_paged(
     return_lse: bool = False,
     **unknown: Any,
 ) -> calls.Result:
-    """Exact attention to keys and values kept in pages: token j of sequence b is slot j % page_size of page
-    block_table[b, j // page_size].
+    """Exact attention to a paged KV cache: token j of sequence b is slot j % page_size of page block_table[b, j //
+    page_size].
 
-    q (batch, num_heads, head_dim), one token a sequence, or packed (total_q, ...) with `cu_seqlens_q`; pages
-    (num_pages, page_size, num_kv_heads, dim), block_table int32 (batch, max_pages), seqlens_k int32 (batch,). Returns
-    out (total_q, num_heads, head_dim_v), and lse (num_heads, total_q) if `return_lse`. bias and mask broadcast over
-    max_pages * page_size keys. `shared_prefix` names sequences that start with the same pages, which are then
-    attended once where that pays: see tilewise.cascade.
+    Shapes: q (batch, num_heads, head_dim) with one token per sequence, or packed (total_q, ...) with `cu_seqlens_q`;
+    pages (num_pages, page_size, num_kv_heads, dim), block_table int32 (batch, max_pages), seqlens_k int32 (batch,).
+    Returns out (total_q, num_heads, head_dim_v), and also lse (num_heads, total_q) if `return_lse`. bias and mask
+    broadcast over max_pages * page_size keys. `shared_prefix` names sequences that start with the same pages; these
+    pages are read once per group where that is faster (see tilewise.cascade).
 
         >>> pages = torch.ones(3, 4, 2, 8)
         >>> table = torch.tensor([[2, 0]], dtype=torch.int32)
@@ -267,9 +267,9 @@ def _attend(
     seed: int | Tensor | None = None,
     shared_prefix: Any = None,
 ) -> calls.Result:
-    """What all three calls do: a call like an earlier one runs what that one prepared, any other is validated first.
+    """Common path of the three calls: run the cached call if the signature is known, else validate and run.
 
-    `given` are the first operands in order, `scores` are bias, mask, alibi_slopes and sinks.
+    `given` are the first operands in the order of `Operands`, `scores` are bias, mask, alibi_slopes and sinks.
     """
     bias, mask, alibi_slopes, sinks = scores
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
@@ -307,10 +307,10 @@ def _attend(
 def attention_after(
     write: Callable[[], None], kind: Literal["dense", "paged"], attended: tuple[Any, Any, Any], **others: Any
 ) -> tuple[Tensor, Tensor]:
-    """For caches of this package: (out, lse) of `attention` or `attention_paged` to keys that `write` brings.
+    """For the caches of this package: (out, lse) of `attention` or `attention_paged` to keys that `write` stores.
 
-    It is called between validation, so that a call that raises has written nothing, and computing. Compilers validate
-    as they trace: they see both, one by one. `others` are the tensors and options of the call.
+    `write` is called after validation and before the computation, so a call that raises has written nothing. Compilers
+    trace validation: they see `write` and the attention as separate steps. `others` are the call's tensors and options.
     """
     given, options = _sorted(attended, others)
     operands, flags = validation.checked(kind, given, options, cast=False, needs_grad=False)
@@ -333,10 +333,10 @@ def attention_backward(
     seed: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For drop-ins whose callers keep what autograd would: (dq, dk, dv) of q, k, v, given (dout, out, lse).
+    """For drop-in replacements whose callers keep what autograd would save: (dq, dk, dv) given (dout, out, lse).
 
-    `out` and `lse` may be those of more keys than these: what they say is used, not computed again. A gradient that is
-    not wanted is an empty tensor. `others` are the tensors and options of the call.
+    `out` and `lse` may cover more keys than k and v: they are used as given and not recomputed. A gradient that is not
+    wanted is an empty tensor. `others` are the tensors and options of the call.
     """
     dout, out, lse = saved
     given, options = _sorted(attended, others)
@@ -360,9 +360,9 @@ def attention_backward(
 
 
 def refuse_rows(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **others: Any) -> None:
-    """For caches of this package: raise what causal `attention_varlen` to such rows would, with nothing computed.
+    """For the caches of this package: raise what causal `attention_varlen` would raise for such rows; compute nothing.
 
-    For a cache that says which keys there are only once it is written. Calls with the same signature are checked once.
+    A cache that knows its keys only after writing calls this before it writes. Each call signature is checked once.
     """
     none = cu_seqlens[:1]
     operands, options = _sorted((q[:0], k[:0], v[:0]), {"cu_seqlens_q": none, "cu_seqlens_k": none, **others})
@@ -377,7 +377,7 @@ def refuse_rows(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **others: A
 
 
 def _sorted(attended: tuple[Any, Any, Any], others: Mapping[str, Any]) -> tuple[Operands, Options]:
-    """The arguments of a call by what they are."""
+    """Splits keyword arguments into tensors and options."""
     tensors = {name: value for name, value in others.items() if name not in Options._fields}
     options = {name: value for name, value in others.items() if name in Options._fields}
     return Operands(*attended, **tensors), Options(**options)
@@ -386,7 +386,7 @@ def _sorted(attended: tuple[Any, Any, Any], others: Mapping[str, Any]) -> tuple[
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:
     """Combine two partial results over disjoint keys exactly, as if all keys had been seen at once; differentiable.
 
-    Takes what `attention` (in its `layout`) or `attention_varlen` return with `return_lse=True`, and returns the same
+    Takes the results of `attention` (in its `layout`) or `attention_varlen` with `return_lse=True`. Returns the same
     shapes.
     """
     validation.require_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
@@ -409,21 +409,21 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout:
 
 
 def backends() -> tuple[dispatch.Status, ...]:
-    """The backends in order of preference, each "available" or with the reason why not."""
+    """The backends in order of preference, each with "available" or the reason why it cannot run."""
     return dispatch.statuses()
 
 
 def register_backend(backend: Backend, *, before: str = "reference") -> None:
-    """Offer a backend of your own under its `name`: to `backend=<name>`, to `backend="auto"`, `explain` and `backends`.
+    """Register a backend under its `name` for `backend=<name>`, `backend="auto"`, `explain` and `backends`.
 
     `backend` is an object with the methods of `tilewise.backends.base.Backend`. "auto" asks it just before the backend
-    named by `before`: after all those of this package unless told otherwise. A name that is taken is refused.
+    named by `before`; by default after all backends of this package but "reference". A name that is taken is refused.
     """
     dispatch.register(backend, before=before)
     calls.forget()
 
 
 def unregister_backend(name: str) -> None:
-    """Take a backend back that was registered; the backends of this package stay."""
+    """Remove a registered backend. The backends of this package cannot be removed."""
     dispatch.unregister(name)
     calls.forget()

@@ -1,7 +1,7 @@
-"""What `torch.func.vmap` does to the ops: examples are folded into the batch where that is the same computation.
+"""vmap rules of the ops: examples are folded into the batch where that is the same computation.
 
 Folding is exact for dense problems without dropout (whose bits are counted by batch), and for gradients that are not
-summed over the batch. Everything else runs example by example, which is what vmap promises, at the price of a loop.
+summed over the batch. Everything else runs example by example, in a loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["backward_rule", "forward_rule"]
 
 Op = Callable[..., tuple[Tensor, ...]]
 Batched = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
-# What comes before the operands in a backward op: dout, dlse, out, lse, wanted.
+# Arguments before the operands in a backward op: dout, dlse, out, lse, wanted.
 SAVED = 5
 BIAS = Wanted._fields.index("dbias")
 
@@ -46,7 +46,7 @@ def backward_rule(op: Op, names: Sequence[str], examples: int, in_dims: Sequence
     results = [_folded("out", t, d, examples, batch) for t, d in zip(saved[:-1], in_dims, strict=False)]
     folded = {n: _folded(n, getattr(operands, n), dims[n], examples, batch) for n in names}
     if wanted.dbias:
-        # One gradient an example: a bias the examples share must not share its gradient.
+        # Each example needs its own gradient of a bias, even of one that the examples share.
         folded["bias"] = _spread(operands.bias, dims["bias"], examples, batch)
     gradients = op(*results, list(wanted), *folded.values(), *flags)
     found = [_unfolded(g, examples, batch) if want else g for g, want in zip(gradients, wanted, strict=True)]
@@ -66,7 +66,7 @@ def _batch(operands: Operands, dims: dict[str, int | None]) -> int:
 
 
 def _folded(name: str, tensor: Tensor | None, dim: int | None, examples: int, batch: int) -> Tensor | None:
-    """The operand with `examples` folded into its batch; one that all of them share and broadcast stays as it is."""
+    """The operand with `examples` folded into its batch. One that is shared and broadcast stays unchanged."""
     if tensor is None or (dim is None and name in ("sinks", "seed")):
         return tensor
     if name in ("bias", "mask"):
@@ -111,7 +111,7 @@ def _one_by_one(op: Op, examples: int, in_dims: Sequence[Any], args: Sequence[An
         return [a.select(d, index) if isinstance(a, Tensor) and d is not None else a for a, d in pairs]
 
     def any_example() -> list[Any]:
-        """Where there is none, one of zeros that tells the shapes of results."""
+        """With zero examples, one of zeros gives the shapes of the results."""
         pairs = zip(args, in_dims, strict=True)
         return [
             a.new_zeros(a.movedim(d, 0).shape[1:]) if isinstance(a, Tensor) and d is not None else a for a, d in pairs

@@ -1,9 +1,11 @@
-"""Calls seen before: what was judged, chosen and prepared for one serves every later one that looks the same.
+"""Caches validation and launch plans per call signature.
 
-A call looks the same if its flags, all that torch knows of its tensors but their addresses and contents, and what else
-the answer depends on (recording of gradients, determinism, settings, a device spelt out) are equal. Then a GPU call is
-a look-up here, the making of its results, and the launch. What watches calls (compilers, modes, transforms, subclasses
-of Tensor) sees none of this.
+A signature holds the flags, everything torch knows about the tensors except addresses and contents, each address modulo
+16, and whatever else decides the result: grad mode, determinism, settings, a device override. On a hit, a GPU call is a
+lookup here, the allocation of its results, and the launch. Calls that something observes (compilers, modes, transforms,
+subclasses of Tensor) are not cached.
+
+Host times behind the choices of this file are in bench/results/host-costs.csv, by name.
 """
 
 from __future__ import annotations
@@ -24,34 +26,35 @@ from tilewise import device, settings
 
 __all__ = ["MAX_CALLS", "Look", "Places", "Slot", "are_plain", "forget", "is_watched", "slot_of"]
 
-# Kept at a time: 3 KiB each, on a GPU 19 with a forward pass for one set of addresses and 50 with a backward. What is
-# laid out for more addresses is bounded for all calls together (backends/gpu/launching.py).
+# Bounds host memory: a cached call takes a few KiB, more with bound passes. Argument buffers for further addresses are
+# bounded for all calls together (backends/gpu/launching.py).
 MAX_CALLS, MAX_FAMILIES = 1024, 256
-# Alignment of addresses that kernels are told apart by, in bytes.
+# Kernels are specialised by the alignment of addresses up to this many bytes.
 ALIGNMENT = 16
 NUMBERS = (float, int, bool)
 INTEGERS, SIDES = frozenset((int,)), frozenset((int, type(None)))
-# What is behind torch's own wrappers, which take longer.
+# The C functions behind torch's wrappers, which are slower.
 _num_function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # noqa: SLF001
 _is_deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001
 _address = Tensor.data_ptr
 
 Result = Tensor | tuple[Tensor, Tensor]
-# Addresses.
+# Addresses of tensors.
 Places = tuple[int, ...]
-# What `slot_of` finds.
+# Result of `slot_of`.
 Found = tuple["Slot | None", Places | None]
 NOTHING: Found = (None, None)
 
 
 class Look:
-    """How tensors look: all that torch knows of them but their addresses and contents, compared in one call.
+    """The signature of a list of tensors: all that torch knows of them except addresses and contents, in one
+    comparison.
 
-    Dynamo's guards do that in C: 0.6 us for three tensors, while asking for shapes, strides and so on and hashing them
-    takes 3.5. They compare the dispatch keys in force too, so tensors never fit while a mode or a transform is active.
-    Addresses lie as far behind a multiple of ALIGNMENT as those seen first: 4 and 8 bytes in the hint of a shared
-    prefix cut out of one tensor, whose calls took 24.8 us of an x86 host instead of 13.4 when such ones never fitted.
+    Dynamo's guards compare in C, which is several times faster than hashing shapes and strides in Python. They also
+    compare the active dispatch keys, so nothing matches while a mode or a transform is active. Each address must have
+    the same offset modulo ALIGNMENT as at first. Offsets other than 0 are common: the tensors of a shared-prefix hint
+    are slices of one allocation.
     """
 
     __slots__ = ("_absent", "_check", "_count", "_distinct", "_offsets", "_present", "_twins")
@@ -63,7 +66,7 @@ class Look:
         self._absent = _picker(absent) if absent else None
         self._present = _picker(places)
         present = [tensor for tensor in tensors if tensor is not None]
-        # The guards take no tensor twice.
+        # The guards refuse a tensor that is passed twice.
         firsts = [next(j for j, other in enumerate(present) if other is tensor) for tensor in present]
         self._twins = [(i, j) for i, j in enumerate(firsts) if i != j]
         self._distinct = _picker(sorted(set(firsts)))
@@ -77,7 +80,7 @@ class Look:
         ).check
 
     def places(self, tensors: Sequence[Any]) -> Places | None:
-        """The addresses of those that are there, if these surely look the same; else None."""
+        """The addresses of the tensors that are not None if the signature matches, else None."""
         if len(tensors) != self._count:
             return None
         if self._absent is not None:
@@ -91,7 +94,7 @@ class Look:
                 if tensors[i] is not tensors[j]:
                     return None
             distinct = self._distinct(tensors)
-        # The guards end the process at a nested tensor, which has no strides.
+        # The guards crash the process on a nested tensor, which has no strides.
         for tensor in distinct:
             if tensor is None or tensor.is_nested:
                 return None
@@ -106,8 +109,8 @@ def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 class Slot:
-    """The place of calls that look the same and hint at the same `groups` of sequences; `call` is None until one was
-    judged, and stays so if each must be: `is_tried` says that this is known.
+    """Cache entry of one signature and one tuple of shared-prefix `groups`. `call` is None until a call was validated,
+    and stays None if every call must be: then `is_tried` is set.
     """
 
     __slots__ = ("call", "groups", "is_tried", "look")
@@ -119,7 +122,7 @@ class Slot:
 
 
 class Family:
-    """Calls with equal flags; `last` is the slot of the latest, most often of the next one too."""
+    """Calls with equal flags. `last` is the slot used last, which the next call most often uses too."""
 
     __slots__ = ("last",)
 
@@ -128,7 +131,7 @@ class Family:
 
 
 def are_plain(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether these hold their own numbers: none is a fake, of a subclass, or stands for the examples of a vmap."""
+    """Whether the tensors hold their own data: none is fake, of a subclass, or a batched wrapper of vmap."""
     return all(
         t is None or ((type(t) is Tensor or type(t) is Parameter) and not t.is_meta and not _is_wrapped(t))
         for t in tensors
@@ -136,13 +139,13 @@ def are_plain(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
-    """By torch.func, or by the older vmap that `is_grads_batched=True` is made of."""
+    """By torch.func, or by the legacy vmap behind `is_grads_batched=True`."""
     functorch = torch._C._functorch  # noqa: SLF001
     return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 def is_watched() -> bool:
-    """Whether something beside autograd watches what happens now: compilers, vmap, modes, torch.jit.trace."""
+    """Whether something besides autograd observes calls now: compilers, vmap, modes, torch.jit.trace."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()  # noqa: SLF001
@@ -153,9 +156,9 @@ def is_watched() -> bool:
 
 
 def _function_modes_watch() -> bool:
-    """A default device is a mode, too, but only says where tensors are made that do not say it themselves.
+    """Whether an active mode observes calls. A default device is a mode too, but only decides where new tensors go.
 
-    Taken for a watcher, `torch.set_default_device` made a call of 30 us one of 170, and one of 53 with autograd of 710.
+    So calls under `torch.set_default_device` stay cached; without this they would take the slow path.
     """
     modes = [torch._C._get_function_stack_at(i) for i in range(_num_function_modes())]  # noqa: SLF001
     return any(type(mode) is not DeviceContext for mode in modes)
@@ -164,14 +167,14 @@ def _function_modes_watch() -> bool:
 def slot_of(
     tensors: Sequence[Any], *key: Any, dropout: Any = 0.0, seed: Any = None, window: Any = None, groups: Any = None
 ) -> Found:
-    """The slot of a call, None for one that is not remembered: then there may be anything among the arguments. With it
-    come the addresses of the tensors that are there, if it was found at once.
+    """The slot of a call, or None for a call that is not cached, and the addresses of its tensors if it hit at once.
 
-    `tensors` are in the order of `Operands`, without the Nones at its end; `key` is what else tells calls apart. Of
-    that `dropout`, `seed` and `window` are looked at: a call with dropout draws or has a seed, and is not remembered.
-    `groups`, the numbers of a shared prefix, change from step to step: in the key they would drive other calls out.
+    `tensors` are in the order of `Operands`, without trailing Nones; `key` is the rest of the signature. `dropout`,
+    `seed` and `window` are inspected: a call with dropout depends on a random seed and is not cached. `groups`, the
+    numbers of a shared prefix, change every step, so they are kept out of the flags' key, where they would evict other
+    calls. Arguments may be of any type: what cannot be hashed is not cached.
     """
-    # Other compilers are at work under modes, in which no look fits; of a tensor's tangent no look knows.
+    # Other compilers run under modes, where no signature matches. A signature does not include forward-mode tangents.
     if torch.compiler.is_dynamo_compiling() or (_num_function_modes() and _function_modes_watch()):
         return NOTHING
     if forward_ad._current_level >= 0:  # noqa: SLF001
@@ -182,7 +185,7 @@ def slot_of(
         return NOTHING
     current = settings.current()
     try:
-        # 4.0 equals a 4 seen before, and is to be refused all the same.
+        # 4.0 == 4 would hit the cache, but a float must be refused.
         if window is not None and not SIDES.issuperset(map(type, window)):
             return NOTHING
         family = _family(
@@ -192,12 +195,13 @@ def slot_of(
             current.check_values,
             current.nvtx,
             device.override(),
-            # Whether a prefix is attended apart is a question of cost, which counts the threads.
+            # The cost rule for shared prefixes depends on the number of threads.
             None if groups is None else torch.get_num_threads(),
             *key,
         )
         last = family.last
-        # So are numbers of floats and plain tuples in the place of a Group; a step hands out the same groups.
+        # Floats and plain tuples would compare equal too, and must be refused. Within a step the groups are the same
+        # object.
         if groups is not None and (last is None or last.groups is not groups) and not _are_plain(groups):
             return NOTHING
         if last is not None and last.look is not None and (last.groups is groups or last.groups == groups):
@@ -205,7 +209,7 @@ def slot_of(
             if places is not None:
                 return last, places
         return NOTHING if is_watched() else (_looked_up(family, tensors, groups), None)
-    # A flag that has no hash, a tensor without strides or memory, no tensor: judged every time.
+    # Unhashable flags, tensors without strides or storage, or no tensors at all: validated on every call.
     except (TypeError, RuntimeError, AttributeError):
         return NOTHING
 
@@ -225,7 +229,7 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Slot | No
         else:
             return None
     slot = _slot(family, groups, *looks)
-    # Made anew where tensors equal in all this do not fit: under autocast, in inference mode, others of them the same.
+    # Rebuilt where the guards reject tensors with an equal key: autocast, inference mode, or other tensors repeated.
     if slot.look is None or slot.look.places(tensors) is None:
         slot.look = Look(tensors)
     family.last = slot
@@ -233,7 +237,7 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Slot | No
 
 
 def _is_cast(tensors: Sequence[Any]) -> bool:
-    """Whether autocast would make other tensors of these."""
+    """Whether autocast would convert any of these."""
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             return True
@@ -243,7 +247,7 @@ def _is_cast(tensors: Sequence[Any]) -> bool:
     return False
 
 
-# Typed, so that causal=1 is not taken for the causal=True seen before.
+# Typed, so that causal=1 does not hit the entry of causal=True.
 @functools.lru_cache(maxsize=MAX_FAMILIES, typed=True)
 def _family(*flags: Any) -> Family:
     del flags
@@ -257,6 +261,6 @@ def _slot(family: Family, groups: Any, *looks: Any) -> Slot:
 
 
 def forget() -> None:
-    """Forget every call: who computes it may have changed."""
+    """Drop all cached calls, because another backend may compute them now."""
     _family.cache_clear()
     _slot.cache_clear()

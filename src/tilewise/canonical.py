@@ -15,10 +15,10 @@ COUNTS = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k")
 
 
 def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
-    """Heads-first q, k, v with a contiguous last dimension; bias, mask and slopes expanded without being copied.
+    """Heads-first q, k, v with a contiguous last dimension; bias, mask and slopes expanded without a copy.
 
-    Lengths and tables of pages lie without gaps, too (one length for all, `n.expand(batch)`, has stride 0), and those
-    of int64 become int32: validation has checked that the rows they count are fewer than 2^31.
+    Lengths and block tables become contiguous too (`n.expand(batch)` has stride 0), and int64 becomes int32: validation
+    has checked that the row counts fit.
     """
     operands = _with_counts(operands)
     q, k, v, *rest = operands
@@ -41,7 +41,7 @@ def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
 
 
 def _with_counts(operands: Operands) -> Operands:
-    """Kernels count through these by address, in int32."""
+    """Contiguous int32: kernels index these by address."""
     moved = {}
     for name in COUNTS:
         tensor = getattr(operands, name)
@@ -51,7 +51,7 @@ def _with_counts(operands: Operands) -> Operands:
 
 
 def heads_first(problem: AttentionProblem, tensor: Tensor) -> Tensor:
-    """Swap between (batch, seqlen, heads, dim) and (batch, heads, seqlen, dim) for `layout="bshd"`; its own inverse."""
+    """Swap (batch, seqlen, heads, dim) and (batch, heads, seqlen, dim) for `layout="bshd"`; its own inverse."""
     return tensor.transpose(1, 2) if problem.layout == "bshd" else tensor
 
 

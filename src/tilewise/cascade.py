@@ -1,14 +1,14 @@
-"""Shared-prefix (cascade) attention: what a group of sequences has in common is attended once for all of them.
+"""Shared-prefix (cascade) attention: keys that a group of sequences shares are read once for the group.
 
-Sequences of a paged batch whose tables start with the same pages read the same keys again and again. Here the query
-rows of such a group are taken together as one long query over the shared pages; each sequence attends to the rest of
-its own keys as ever; the two results are merged through lse, exactly.
+Sequences of a paged batch whose tables start with the same pages would each read the same keys. Here the query rows of
+such a group attend to the shared pages together, as one long query; each sequence attends to its remaining keys on its
+own; the two results are merged through lse, exactly.
 
     without   q0 x [prefix | own 0]   q1 x [prefix | own 1]   ...      the prefix is read by every sequence
     cascade   [q0 q1 ...] x prefix    q0 x own 0   q1 x own 1  ...     the prefix is read once a group
 
-`SharedPrefix` is a hint that changes no result beyond rounding; `tilewise.PagedKVCache` makes it from its own tables,
-so nothing is read back from a device. It is followed when `refusal` has nothing against it.
+`SharedPrefix` is a hint that changes results only by rounding. `tilewise.PagedKVCache` makes it from its host tables,
+so nothing is read back from a device. The hint is followed unless `refusal` gives a reason against it.
 """
 
 from __future__ import annotations
@@ -32,25 +32,22 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["Group", "SharedPrefix", "attention", "bound", "describe", "price_seconds", "refusal", "saved_seconds"]
 
-# The rule's rates. A GPU pays for two more launches and the prefix's products, and saves reads, most of which L2 would
-# have answered: an H200 takes 115 us for 64 sequences with 4096 keys in common and 128 of their own (8 heads on 8 or
-# 32), 9.6 TB/s. So counted it pays 14 us for 64 sequences with 512 keys in common, 33 with 4096; what is left out (8
-# sequences with 2048 keys) would gain 1.4x as a graph, but the host takes 20 us longer for a call.
-# A CPU thread (AVX-512, fp32 and bf16, 8 and 32 heads on 8, dim 128; bench/serving_cost.py) gains a second for every
-# 20 to 34 GB it need not read again, where 8 or 64 sequences share 512 keys or more; taken as 60, since short prefixes
-# stay in its caches. It pays 0.3 ms, and 2 ns for every element of the rows, of which merging is 0.4 to 0.5 (64
-# sequences with 64 keys in common gain 10 % with 8 heads and lose 3 % with 32).
+# Rates of the cost rule; measurements by name in bench/results/cascade-costs.csv. A GPU pays for two more launches and
+# the prefix's products, and saves reads, most of which L2 would have served. The launch cost counts host time, so some
+# groups are left out that would gain inside a CUDA graph only. A CPU thread pays a fixed cost and a cost for each
+# element of the rows, mostly outside the merge. Its bandwidth is set above the measured one, because short prefixes
+# stay in its caches.
 LAUNCH_SECONDS = {"cpu": 3e-4, "cuda": 25e-6}
 CPU_BYTES_PER_SECOND = 60e9
 L2_SPEED = 2.0
 CPU_MERGE_SECONDS = 2e-9
-# What kernels merge; results of the fp64 reference are merged by torch.
+# Dtypes that kernels merge. Results of the fp64 reference are merged by torch.
 MERGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HINT_MAKER = "PagedKVCache.shared_prefix() makes it."
 
 
 class Group(NamedTuple):
-    """Sequences that share their first `seqlen_k` keys, and how many query rows they have together."""
+    """Sequences that share their first `seqlen_k` keys, and the number of query rows they have together."""
 
     sequences: int
     rows: int
@@ -60,10 +57,10 @@ class Group(NamedTuple):
 class SharedPrefix(NamedTuple):
     """Which sequences of a paged batch start with the same pages.
 
-    `groups` says so in numbers; group g has the query rows cu_seqlens_q[g] .. cu_seqlens_q[g+1]-1 of `rows`, which
-    names rows of the packed q (None: they are its first ones), and its prefix is block_table[g] up to seqlens_k[g].
-    Every query of a group stands behind the prefix. `own_table`, `own_seqlens` are the batch's tables without the
-    prefixes, in the batch's order.
+    `groups` holds the sizes as Python numbers. Group g has the query rows cu_seqlens_q[g] .. cu_seqlens_q[g+1]-1 of
+    `rows`, an index into the packed q (None: its first rows). Its prefix is block_table[g] up to seqlens_k[g]. Every
+    query of a group comes after the prefix. `own_table` and `own_seqlens` are the batch's tables without the prefixes,
+    in the batch's order.
     """
 
     groups: tuple[Group, ...]
@@ -81,12 +78,12 @@ class SharedPrefix(NamedTuple):
 
     @property
     def keys_saved(self) -> int:
-        """Keys that are not read again, for each K/V head."""
+        """Keys whose repeated reads are saved, per K/V head."""
         return sum((group.sequences - 1) * group.seqlen_k for group in self.groups)
 
 
 def saved_seconds(shared: SharedPrefix, operands: Operands, spec: DeviceSpec) -> float:
-    """The time the keys that are not read again would have taken."""
+    """Estimated time to read the keys that are saved."""
     k, v = operands.k, operands.v
     per_key = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
     rate = CPU_BYTES_PER_SECOND * _num_threads() if spec.type == "cpu" else L2_SPEED * spec.bandwidth
@@ -94,7 +91,7 @@ def saved_seconds(shared: SharedPrefix, operands: Operands, spec: DeviceSpec) ->
 
 
 def price_seconds(shared: SharedPrefix, operands: Operands, spec: DeviceSpec) -> float:
-    """The time that a second call and the merge take."""
+    """Estimated time of the second pass and the merge."""
     elements = shared.num_rows * operands.q.shape[1] * operands.v.shape[3]
     merge = elements * CPU_MERGE_SECONDS / _num_threads() if spec.type == "cpu" else 0.0
     return LAUNCH_SECONDS.get(spec.type, 0.0) + merge
@@ -106,7 +103,7 @@ def _num_threads() -> int:
 
 
 def refusal(shared: SharedPrefix, operands: Operands, flags: Flags, spec: DeviceSpec) -> str | None:
-    """Why the prefix is not attended apart, or None if it is."""
+    """Why the prefix is not attended separately, or None if it is."""
     if flags.window_left is not None or (flags.window_right is not None and not flags.causal):
         return "a window ends in another place of the prefix for every sequence"
     for name in ("alibi_slopes", "bias", "mask"):
@@ -127,7 +124,7 @@ def refusal(shared: SharedPrefix, operands: Operands, flags: Flags, spec: Device
 
 
 def describe(shared: SharedPrefix, operands: Operands, flags: Flags, spec: DeviceSpec) -> str:
-    """What becomes of the hint, for `explain`."""
+    """What happens to the hint, for `explain`."""
     reason = refusal(shared, operands, flags, spec)
     if reason is not None:
         return f"no: {reason}"
@@ -137,19 +134,20 @@ def describe(shared: SharedPrefix, operands: Operands, flags: Flags, spec: Devic
 
 
 def attention(shared: SharedPrefix | None, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a paged problem; the shared prefix, if there is one, is attended apart where that pays."""
+    """(out, lse) of a paged problem. A shared prefix is attended separately where that is faster."""
     if shared is not None:
         _check(shared, operands)
     if shared is None or refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
         return ops.repeated("paged", operands, flags)
     if ops.is_plain_eager(operands):
-        # The batch's own tables are not read; a hint that is followed makes none legal that is refused without.
+        # The batch's own tables are not read when the hint is followed. A call that is invalid without it stays
+        # invalid.
         validation.check_structure("paged", operands, flags)
     return _apart(shared, operands, flags)
 
 
 def _check(shared: Any, operands: Operands) -> None:
-    """Types, and the sizes that are known without a look into the tensors, which the ops judge as any others."""
+    """Checks types and the sizes known on the host. The ops validate the tensors themselves."""
     fix, num_queries = HINT_MAKER, len(operands.q)
     if not isinstance(shared, SharedPrefix):
         raise InvalidProblem("shared_prefix", "a tilewise.cascade.SharedPrefix or None", type(shared).__name__, fix)
@@ -179,7 +177,7 @@ def _check(shared: Any, operands: Operands) -> None:
 
 
 def _check_contents(shared: SharedPrefix, num_queries: int) -> None:
-    """On a CPU, where a look into the tensors waits for nobody, and on a GPU if `settings` asks for it."""
+    """Checks the contents: on a CPU, where reading is free, and on a GPU if `settings` asks for it."""
     totals, rows = shared.cu_seqlens_q.tolist(), shared.rows
     if shared.cu_seqlens_q.shape != (len(shared.groups) + 1,) or totals[-1] != shared.num_rows:
         expected = f"{len(shared.groups) + 1} running totals up to {shared.num_rows}, the rows of the groups"
@@ -196,10 +194,10 @@ def bound(
     shared: SharedPrefix, operands: Operands, flags: Flags, result: tuple[Tensor, Tensor], count: int, *,
     return_lse: bool,
 ) -> Callable[..., Any] | None:  # fmt: skip
-    """What serves later calls that look like this one, which had such a result (see calls); None if each is to be
-    judged.
+    """The prepared call for later calls with this signature, given the `result` of the first (see calls). None if each
+    call must be validated.
 
-    Called with the first `count` operands and the tensors of the hint, all in their order.
+    It is called with the first `count` operands and the tensors of the hint, in their order.
     """
     if dispatch.serving(operands.q.device.type) is None or not validation.lasts("paged", operands, flags):
         return None
@@ -209,7 +207,7 @@ def bound(
         present = sum(tensor is not None for tensor in operands[:count])
         return functools.partial(_unshared, plain, shared.groups if reads else None, count, present)
     prefix = _direct(shared, operands, flags)
-    # What had to be copied first is copied in every call.
+    # Operands that had to be copied would have to be copied in every call.
     given = (*_prefix(shared, operands, flags)[0], shared.rows)
     if prefix is None or any(a is not b for a, b in zip((*prefix.operands, _rows(shared)), given, strict=True)):
         return None
@@ -221,7 +219,7 @@ def bound(
 
 
 class _Shared:
-    """A call whose prefixes are attended apart. It outlives the tensors it was made with, and holds none of them."""
+    """A call whose prefixes are attended separately. It outlives the tensors it was made with and holds none."""
 
     __slots__ = (
         "_attend", "_backend", "_both", "_count", "_flags", "_groups", "_nvtx", "_own", "_problem", "_reads",
@@ -235,9 +233,8 @@ class _Shared:
         self._backend, self._problem, _, self._flags = prefix
         self._groups, self._own, self._attend, self._count = groups, own, attend, count
         self._reads, self._with_lse, self._nvtx = reads, return_lse, settings.current().nvtx
-        # All kernels at once, where those of the own keys are bound, too, and no contents are to be judged or converted
-        # before them:
-        # two passes after each other take a slow host 11 us more.
+        # Launch all kernels as one pass, which saves host time. This needs a bound pass for the own keys, and no
+        # contents to check or convert before it.
         unread, first = () if return_lse else ("lse",), None if reads or own.wide else own.bound
         self._both = None if first is None else self._backend.bind_after(first, attend, count, unread, own.problem)
 
@@ -287,8 +284,8 @@ def _unshared(
     plain: ops.Call, read: tuple[Group, ...] | None, count: int, present: int, tensors: Sequence[Tensor | None],
     places: tuple[int, ...] | None = None,
 ) -> Any:  # fmt: skip
-    """A call whose hint is not followed, but judged if its groups are to be `read`; its first `count` tensors, of which
-    so many are `present`, are those of the call without it.
+    """A cached call whose hint is not followed. The hint's contents are checked if the groups are passed as `read`. The
+    first `count` tensors, `present` of them not None, are those of the call without the hint.
     """
     if read is not None:
         queries: Any = tensors[0]
@@ -297,7 +294,7 @@ def _unshared(
 
 
 def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
-    """Prefixes once a group, the rest as ever, merged."""
+    """Attends own keys and prefixes separately and merges the results."""
     out, lse = ops.repeated("paged", _own(shared, operands), flags)
     direct, rows = _direct(shared, operands, flags), _rows(shared)
     if direct is not None:
@@ -310,17 +307,17 @@ def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tens
 
 
 def _rows(shared: SharedPrefix) -> Tensor | None:
-    """Without gaps, as kernels count through them."""
+    """Contiguous, as kernels index it by address."""
     return None if shared.rows is None else shared.rows.contiguous()
 
 
 def _own(shared: SharedPrefix, operands: Operands) -> Operands:
-    """Every sequence's keys behind its prefix."""
+    """Operands whose keys are each sequence's own keys after its prefix."""
     return operands._replace(block_table=shared.own_table, seqlens_k=shared.own_seqlens)
 
 
 def _prefix(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Operands, Flags]:
-    """The groups as sequences, with all of q; a sink counts once, with each sequence's own keys."""
+    """Operands whose sequences are the groups, with all of q. A sink counts once, with each sequence's own keys."""
     prefix = Operands(
         operands.q, operands.k, operands.v, cu_seqlens_q=shared.cu_seqlens_q, block_table=shared.block_table,
         seqlens_k=shared.seqlens_k, k_scale=operands.k_scale, v_scale=operands.v_scale,
@@ -330,7 +327,7 @@ def _prefix(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Ope
 
 
 class _Direct(NamedTuple):
-    """Who attends prefixes and merges them in one pass, and what it is given."""
+    """A backend that attends prefixes and merges them in one pass, and its arguments."""
 
     backend: Serving
     problem: AttentionProblem
@@ -339,7 +336,7 @@ class _Direct(NamedTuple):
 
 
 def _direct(shared: SharedPrefix, operands: Operands, flags: Flags) -> _Direct | None:
-    """None where no backend attends to prefixes, or another one was asked for."""
+    """None if no backend attends prefixes directly, or another backend was requested."""
     backend = dispatch.serving(operands.q.device.type)
     if backend is None or flags.backend not in ("auto", backend.name):
         return None
@@ -354,7 +351,7 @@ def _direct(shared: SharedPrefix, operands: Operands, flags: Flags) -> _Direct |
 def _merged(
     out: Tensor, lse: Tensor, prefix_out: Tensor, prefix_lse: Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`out` (rows, heads, dim) and `lse` (heads, rows) with the prefixes' results worked in; both are overwritten."""
+    """`out` (rows, heads, dim) and `lse` (heads, rows) merged in place with the results of the prefixes."""
     merge = _merger(out, lse, prefix_out)
     if merge is not None:
         merge(out, lse, prefix_out, prefix_lse, rows)
@@ -367,7 +364,7 @@ def _merged(
 
 
 def _merger(out: Tensor, *others: Tensor) -> Callable[..., None] | None:
-    """The kernel that merges such results; torch merges what something else watches, and what no kernel is for."""
+    """The kernel that merges such results. None if torch must merge: observed calls, or dtypes without a kernel."""
     backend = dispatch.serving(out.device.type)
     if backend is None or out.dtype not in MERGE_DTYPES or not ops.is_plain_eager((out, *others)):
         return None

@@ -1,6 +1,6 @@
 """FP8 operands as plain tensors, for kernels that compute in 16 or 32 bits.
 
-Of pages only those that the table names are converted, into pages of their own: the cache itself stays in e4m3.
+Only pages named by the table are converted, into new pages; the cache itself stays in e4m3.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNNAMED = {"q_scale": None, "k_scale": None, "v_scale": None}
 
 
 def dequantised(problem: AttentionProblem, operands: Operands, dtype: torch.dtype) -> tuple[AttentionProblem, Operands]:
-    """The problem in `dtype` and canonical operands to match; a problem without FP8 comes back as it is."""
+    """The problem in `dtype` and matching canonical operands. A problem without FP8 is returned unchanged."""
     if not problem.fp8:
         return problem, operands
     plain = dataclasses.replace(problem, fp8=(), scale_blocks=(None, None, None), dtype=dtype)
@@ -35,7 +35,7 @@ def dequantised(problem: AttentionProblem, operands: Operands, dtype: torch.dtyp
 
 
 def _query_starts(problem: AttentionProblem, operands: Operands) -> Tensor | None:
-    """Running totals of packed queries; where a paged call has one row a sequence, each row is one."""
+    """Running totals of packed queries. A paged call with one row per sequence counts each row."""
     if problem.kind == "paged" and operands.cu_seqlens_q is None:
         return torch.arange(problem.batch + 1, dtype=torch.int32, device=operands.q.device)
     return operands.cu_seqlens_q
@@ -57,7 +57,7 @@ def _rows(
     starts = cu_seqlens.long()
     sequence = (torch.bucketize(row, starts, right=True) - 1).clamp(0, scale.shape[0] - 1)
     within = (row - starts[sequence]) // block if block else row * 0
-    # Rows of no sequence have no scale; whatever they become is not read.
+    # Rows of no sequence have no scale; their values are never read.
     return data.float() * scale[sequence, :, within.clamp(0, scale.shape[2] - 1)][..., None]
 
 
@@ -66,7 +66,7 @@ def _pages(data: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _named_pages(problem: AttentionProblem, operands: Operands) -> tuple[AttentionProblem, Operands]:
-    """Every table entry in use as a page of its own, in order; entries past a sequence's end name the page itself."""
+    """Every table entry as a page of its own, in order, so that pages and scales can be converted at once."""
     table, lengths = operands.block_table, operands.seqlens_k
     assert table is not None
     assert lengths is not None
@@ -75,7 +75,7 @@ def _named_pages(problem: AttentionProblem, operands: Operands) -> tuple[Attenti
     assert operands.v_scale is not None
     columns = torch.arange(table.shape[1], device=table.device)
     used = columns * problem.page_size < lengths[:, None]
-    # Page 0 stands in for entries that nobody may follow, whatever they say.
+    # Page 0 stands in for entries past a sequence's end, which may hold anything.
     named = torch.where(used, table, 0).flatten().long()
     count = len(named)
     own = torch.arange(count, dtype=torch.int32, device=table.device).view(table.shape)

@@ -1,6 +1,4 @@
-"""What cannot be made of attention, refused in one place: second derivatives, those along a direction, and graphs of
-torch.jit.trace.
-"""
+"""Refuses what attention does not support: second derivatives, forward-mode derivatives, and torch.jit.trace."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ __all__ = ["refuse_forward_mode", "refuse_second", "refuse_tangents", "refuse_tr
 
 
 def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
-    """Raise if torch is asked for the derivative along a tensor's tangent (torch.func.jvp, dual tensors).
+    """Raise if torch asks for a forward-mode derivative (torch.func.jvp, dual tensors).
 
-    An op that has reverse derivatives alone would drop it and return results that look constant.
+    An op with reverse-mode derivatives only would drop the tangent, and the result would look constant.
     """
     active = forward_ad._current_level >= 0  # noqa: SLF001
     if active and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
@@ -27,20 +25,20 @@ def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
 
 
 def refuse_forward_mode(ctx: Any = None, *_: Any) -> None:
-    """Raise, whatever there is."""
+    """Always raises."""
     del ctx
     raise Unsupported("forward-mode derivatives (jvp) of attention are not computed; take vjp or backward() instead")
 
 
 def refuse_second(ctx: Any, *_: Any) -> None:
-    """Raise, whatever there is."""
+    """Always raises."""
     del ctx
     raise Unsupported("second derivatives of attention are not computed; take them of a formula in plain torch instead")
 
 
 def refuse_tracing() -> None:
-    """Raise while torch.jit.trace records (and the exporters that are made of it): it would keep the result as a
-    constant, or flags and lengths of this call for all later ones.
+    """Raise while torch.jit.trace (or an exporter based on it) records: it would bake the result, or this call's flags
+    and lengths, into the graph as constants.
     """
     if not torch.compiler.is_compiling() and torch._C._is_tracing():  # noqa: SLF001
         raise Unsupported(

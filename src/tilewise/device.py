@@ -1,8 +1,7 @@
-"""Hardware facts under names, so that no other file compares compute capabilities.
+"""Hardware facts by name, so that no other file compares compute capabilities.
 
-`of(torch_device)` describes a device that is here, `named("h200")` one that need not be, `overridden(spec)` makes
-tests and offline compilation believe in another one. Rates are the vendors' dense peaks; the CPU's are measured on
-first use.
+`of(torch_device)` describes a present device, `named("h200")` any known one, and `overridden(spec)` replaces the device
+for tests and offline compilation. Rates are the vendors' dense peaks; the CPU's are measured on first use.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ KIB, MIB, GIB, GB, TERA = 1 << 10, 1 << 20, 1 << 30, 10**9, 10**12
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """What a kernel author needs to know of a chip; bytes and per-second rates."""
+    """Hardware facts that kernels and plans need, in bytes and per-second rates."""
 
     name: str
     type: str
@@ -42,7 +41,7 @@ class DeviceSpec:
     flops: dict[torch.dtype, float] = field(hash=False)
 
     def __hash__(self) -> int:
-        # Caches ask for it on every call.
+        # Short, because caches hash it in every call.
         return hash(self.name)
 
     @property
@@ -52,7 +51,7 @@ class DeviceSpec:
 
     @property
     def has_wgmma(self) -> bool:
-        """Asynchronous warpgroup matrix instructions: Hopper only, gone again in Blackwell."""
+        """Asynchronous warpgroup matrix instructions: Hopper only, not in Blackwell."""
         return self.capability is not None and self.capability[0] == 9
 
     @property
@@ -88,7 +87,7 @@ def _gpu(
     return DeviceSpec(name, "cuda", capability, sms, smem * KIB, l2 * MIB, memory * GB, gb_s * GB, rates)
 
 
-# From the vendor's datasheets: SMs, shared memory a block can have (KiB), L2 (MiB), memory (GB), bandwidth (GB/s),
+# From the vendor's datasheets: SMs, maximum shared memory per block (KiB), L2 (MiB), memory (GB), bandwidth (GB/s),
 # dense TFLOP/s.
 DEVICES: dict[str, DeviceSpec] = {
     "v100": _gpu("NVIDIA V100 SXM2", (7, 0), 80, 96, 6, 32, 900, _rates(125, 15.7, 7.8, bf16=False)),
@@ -117,9 +116,9 @@ def named(name: str) -> DeviceSpec:
 
 
 def constant_in_traces(function: Function) -> Function:
-    """For what compilers cannot trace and need not: it is called once in a trace.
+    """For functions that compilers cannot trace and need not: called once per trace.
 
-    As torch.compiler.assume_constant_result does, which loads the compilers even where nobody compiles.
+    Like torch.compiler.assume_constant_result, which loads the compilers even if nothing is compiled.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
     return function
@@ -127,7 +126,7 @@ def constant_in_traces(function: Function) -> Function:
 
 @constant_in_traces
 def of(device: torch.device) -> DeviceSpec:
-    """The facts of a device that is here; a meta tensor's device is the best one here."""
+    """The facts of a present device. A meta tensor's device is the best one present."""
     spec = _override.get()
     if spec is not None:
         return spec
@@ -139,7 +138,7 @@ def of(device: torch.device) -> DeviceSpec:
 
 
 def override() -> DeviceSpec | None:
-    """What every device is described by here and now, if anything."""
+    """The device spec that replaces all others in this context, if any."""
     return _override.get()
 
 
@@ -184,7 +183,7 @@ def _unknown(kind: str) -> DeviceSpec:
 
 
 def cpu_name() -> str:
-    """The processor's marketing name where the system tells it."""
+    """The processor's marketing name, if the system reports it."""
     with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as info:
         for line in info:
             if line.startswith("model name"):
@@ -194,16 +193,16 @@ def cpu_name() -> str:
 
 @functools.cache
 def this_cpu() -> DeviceSpec:
-    """This machine's processor. Facts only: rates are measured by `measured_cpu`, which takes a tenth of a second."""
+    """This machine's processor, without rates: `measured_cpu` measures them, which takes longer."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    # Where the system does not tell: 1 MiB beside each core and 32 MiB shared are common.
+    # Defaults where the system does not report cache sizes: 1 MiB per core and 32 MiB shared are common.
     own, shared = _cache_bytes(2) or MIB, _cache_bytes(3) or 32 * MIB
     return DeviceSpec(cpu_name(), "cpu", None, cores, own, shared, memory, 0.0, {})
 
 
 def _cache_bytes(level: int) -> int | None:
-    """The size of a data cache level of the first core, as Linux tells it in files such as "2048K"."""
+    """The size of a data cache level of the first core, from Linux files such as "2048K"."""
     with contextlib.suppress(OSError, ValueError):
         for cache in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
             if int((cache / "level").read_text()) == level:
@@ -213,7 +212,7 @@ def _cache_bytes(level: int) -> int | None:
 
 @functools.cache
 def measured_cpu() -> DeviceSpec:
-    """`this_cpu` with the fp32 matrix rate and copy bandwidth that torch reaches with its present threads."""
+    """`this_cpu` with the fp32 matrix rate and copy bandwidth that torch reaches with its current threads."""
     facts = this_cpu()
     a = torch.rand(768, 768, dtype=torch.float32, device="cpu")
     matmul = _best_seconds(lambda: a @ a)

@@ -1,4 +1,4 @@
-"""Who does it: the backends in order of preference, and why each one was passed over.
+"""Chooses the backend of a problem: asks them in order of preference and keeps the reason of each that refused.
 
 >>> from tilewise import dispatch
 >>> dispatch.load("reference").name
@@ -23,7 +23,7 @@ __all__ = [
     "Rejection", "Selection", "Status", "load", "register", "require", "select", "serving", "statuses", "unregister",
 ]  # fmt: skip
 
-# By type of device: the backend with the passes of serving beside attention.
+# The backend with the serving passes (writes, prefixes, merges), by device type.
 SERVING = {"cpu": "cpu", "cuda": "triton"}
 
 
@@ -42,19 +42,19 @@ class Selection(NamedTuple):
 
 
 def register(backend: Backend, *, before: str) -> None:
-    """Add a backend from outside, asked before the one named; what was chosen so far is chosen again."""
+    """Register an outside backend, asked before the one named. Drops cached selections."""
     backends.register(backend, before)
     _select.cache_clear()
 
 
 def unregister(name: str) -> None:
-    """Remove a backend from outside."""
+    """Remove an outside backend."""
     backends.unregister(name)
     _select.cache_clear()
 
 
 def require(name: str, argument: str = "backend") -> None:
-    """Raise unless there is such a backend."""
+    """Raise unless a backend of that name exists."""
     if name != "auto" and name not in (known := backends.names()):
         expected = "'auto' or one of " + ", ".join(map(repr, known))
         fix = "tilewise.backends() lists what is there." if argument == "backend" else "Unset it or name a backend."
@@ -64,7 +64,7 @@ def require(name: str, argument: str = "backend") -> None:
 def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, here: bool = True) -> Selection:
     """The first backend that takes the problem. A backend named by the caller is the only candidate.
 
-    With `here=False` only the problem and the device count, not what this machine has: for planning.
+    With `here=False` availability on this machine is ignored, for planning.
     """
     name = settings.current().backend if requested == "auto" else requested
     require(name, "TILEWISE_BACKEND" if requested == "auto" else "backend")
@@ -94,13 +94,13 @@ def _select(problem: AttentionProblem, device: DeviceSpec, name: str, here: bool
 
 
 def serving(device_type: str) -> Serving | None:
-    """The backend with the passes of serving on such a device; None where there is none, or it cannot run."""
+    """The backend with the serving passes for such a device. None if there is none or it cannot run."""
     name = SERVING.get(device_type)
     return None if name is None else _serving(name)
 
 
 @functools.cache
 def _serving(name: str) -> Serving | None:
-    """Asked once, as finding a package takes longer than a call."""
+    """Cached, because looking for a package takes longer than a call."""
     backend = load(name)
     return backend if isinstance(backend, Serving) and backend.unavailable() is None else None

@@ -1,12 +1,12 @@
 """The exceptions of tilewise.
 
     TilewiseError
-    ├── InvalidProblem (ValueError)         the call makes no sense: an argument is wrong, whoever computes it
-    │   └── UnexpectedArgument (TypeError)  there is no argument of that name; says which one is meant
-    ├── Unsupported (NotImplementedError)   the call makes sense, but no permitted backend can run it here
+    ├── InvalidProblem (ValueError)         an argument is wrong, for every backend
+    │   └── UnexpectedArgument (TypeError)  there is no argument of that name; suggests the one that is meant
+    ├── Unsupported (NotImplementedError)   the call is valid, but no permitted backend can run it here
     └── OutOfPages (MemoryError)            a paged cache has no page left; nothing was changed
 
-Every message says what was asked, what would be accepted, and how to get there.
+Every message says what was given, what is accepted, and what to do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TilewiseError(Exception):
 
 
 class InvalidProblem(TilewiseError, ValueError):
-    """An argument is wrong: says which one, what was expected, what came, and the fix."""
+    """An argument is wrong: says which one, what was expected, what was given, and the fix."""
 
     def __init__(self, argument: str, expected: str, got: object, fix: str) -> None:
         super().__init__(f"{argument}: expected {expected}, got {got}. {fix}")
@@ -35,7 +35,7 @@ class InvalidProblem(TilewiseError, ValueError):
 
 
 class UnexpectedArgument(InvalidProblem, TypeError):
-    """A function was given a keyword that it does not take, such as another library's name for one that it does."""
+    """A keyword that a function does not take, such as another library's name for one of its arguments."""
 
 
 class Unsupported(TilewiseError, NotImplementedError):

@@ -10,8 +10,9 @@ from tilewise.errors import TilewiseError
 
 __all__ = ["INK", "OTHERS", "OURS", "render", "require"]
 
-# Text and lines are drawn in this colour, then follow the reader's scheme: matplotlib cannot say "currentColor". The
-# light scheme's grey has a contrast above 4 with white and with near-black, for a dark page on a light system.
+# Text and lines are drawn in this colour, then follow the reader's scheme, because matplotlib cannot write
+# "currentColor". The light scheme's grey has a contrast above 4 with white and with near-black, for a dark page on a
+# light system.
 INK = "#123456"
 STYLE = "<style>svg{color:#6e7781}@media(prefers-color-scheme:dark){svg{color:#c9d1d9}}</style>"
 # Legible on white and on black (contrast above 3 with both); tilewise is always the first.
@@ -25,7 +26,7 @@ RULES = {
 
 
 def render(draw: Callable[[Any], None], width: float, height: float) -> str:
-    """What `draw` puts on a matplotlib figure of so many inches, the same text for the same drawing."""
+    """The SVG of what `draw` puts on a matplotlib figure, size in inches. Equal drawings give equal text."""
     mpl = require()
     with mpl.rc_context(RULES):
         figure = mpl.figure.Figure(figsize=(width, height), layout="constrained")
@@ -37,7 +38,7 @@ def render(draw: Callable[[Any], None], width: float, height: float) -> str:
 
 
 def require() -> Any:
-    """Import matplotlib, or an error that says how to get it."""
+    """Import matplotlib, or raise an error that says how to get it."""
     try:
         import matplotlib as mpl
         import matplotlib.figure

@@ -1,8 +1,8 @@
-"""What `torch.utils.flop_counter` counts for the ops: as for torch's own attention every pair of a query and a key,
-whatever causal, a window or a mask leave out, and five products of the size of the forward's two for a backward.
-Packed and paged sequences count by their lengths, or by the longest where those are not known (fake tensors).
+"""FLOP formulas of the ops for `torch.utils.flop_counter`. As for torch's own attention, every (query, key) pair
+counts, even if causal, window or mask hide it, and a backward counts five products where the forward counts two. Packed
+and paged sequences count by their lengths, or by the longest where those are unknown (fake tensors).
 
-The counter is not imported here, for it would load Triton; it is told when it watches a call.
+The counter is not imported here, because it would load Triton. The formulas are registered once it observes a call.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SAVED = 5
 
 
 def tell_counters() -> None:
-    """Register the formulas if torch's counter is loaded, and with the counters that are at work and do not have them:
-    each copied what was registered when it was made.
+    """Register the formulas if torch's counter is loaded, also with active counters that lack them: each copies the
+    registry when it is made.
     """
     if COUNTER not in sys.modules:
         return
@@ -45,7 +45,7 @@ def tell_counters() -> None:
 
 @functools.cache
 def _registered() -> dict[Any, Callable[..., int]]:
-    """The formula of each op, which torch's counter knows from now on."""
+    """The formula of each op, registered with torch's counter."""
     formulas: dict[Any, Callable[..., int]] = {}
     for kind in OPERANDS:
         formulas[getattr(torch.ops.tilewise, kind)] = functools.partial(_forward, kind)
@@ -70,7 +70,7 @@ def _backward(kind: Kind, *args: Any, out_val: Any = None) -> int:
 
 
 def _sizes(kind: Kind, args: tuple[Any, ...]) -> tuple[AttentionProblem, int]:
-    """The problem, and the pairs of queries and keys of all sequences."""
+    """The problem, and the number of (query, key) pairs of all sequences."""
     operands, flags = unpack(kind, args)
     problem = validation.describe(kind, operands, flags)
     lengths = zip(_lengths_q(problem, operands), _lengths_k(problem, operands), strict=True)
@@ -92,7 +92,7 @@ def _lengths_k(problem: AttentionProblem, operands: Operands) -> list[int]:
 
 
 def _numbers(tensor: Tensor) -> list[int] | None:
-    """What it holds, None for one that holds nothing."""
+    """Its contents, or None for a tensor without data."""
     found: list[int] | None = tensor.tolist() if calls.are_plain((tensor,)) else None
     return found
 

@@ -1,9 +1,9 @@
-"""Tensors that outlive the call which makes them: they must not lie in a pool that is meant for that call.
+"""Allocates tensors that outlive the call, outside of memory pools that belong to the call.
 
-With `torch.compile(mode="reduce-overhead")` a graph's first run, in which nothing is captured yet, allocates from the
-memory pool of the graphs; torch gives up when anything of it is still there afterwards that the graph does not return.
-`torch.cuda.use_mem_pool` fills a pool of the user's. Pools within pools do not help, as torch's allocator takes the
-outermost one, but both kinds hold for one thread: what is to last is made in another one.
+With `torch.compile(mode="reduce-overhead")` the first, uncaptured run of a graph allocates from the graphs' memory
+pool; torch raises if anything in it survives that the graph does not return. `torch.cuda.use_mem_pool` fills a pool of
+the user's. Nested pools do not help, because torch's allocator uses the outermost one. But both kinds of pool apply to
+one thread, so lasting tensors are made in another thread.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Made = TypeVar("Made")
 
 
 def outside_pools(make: Callable[[], Made], device: torch.device) -> Made:
-    """What `make` makes on the device's current stream, in memory of no pool; nothing may be captured on that stream.
+    """The result of `make`, run on the device's current stream, in memory of no pool. Nothing may be captured there.
 
-    Starting a thread takes 0.1 ms, so this is for what is made once. No mode of the caller's (of fake tensors, of
-    inference) is in force there. Where no thread can be started any more, as the interpreter ends, the caller makes it.
+    Starting a thread is slow, so this is for tensors made once. No mode of the caller (fake tensors, inference) applies
+    in the thread. If no thread can be started, at interpreter exit, the caller's thread runs `make`.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -37,7 +37,7 @@ def outside_pools(make: Callable[[], Made], device: torch.device) -> Made:
         except BaseException as error:
             made.set_exception(error)
 
-    # Not a pool of threads: those take no work once the main thread has ended, though others may still serve.
+    # Not a thread pool: pools take no work after the main thread has ended, though other threads may still serve.
     worker = threading.Thread(target=work, name="tilewise-lasting", daemon=True)
     try:
         worker.start()

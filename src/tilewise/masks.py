@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 
 
 class TileCounts(NamedTuple):
-    """How many tiles of a score matrix are computed bare, computed with a mask, and never touched."""
+    """How many tiles of a score matrix are computed without a mask, with a mask, and skipped."""
 
     full: int
     partial: int
@@ -68,7 +68,7 @@ class Band(NamedTuple):
         return self.seqlen_k - self.seqlen_q
 
     def sees(self, m_idx: int, n_idx: int) -> bool:
-        """Whether query m_idx attends to key n_idx; the definition everything else must agree with."""
+        """Whether query m_idx attends to key n_idx. This is the definition; everything else must agree with it."""
         distance = n_idx - (m_idx + self.offset)
         return (
             0 <= m_idx < self.seqlen_q

@@ -25,11 +25,11 @@ LN2 = math.log(2.0)
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
 PHILOX_ROUNDS = 10
-# One Philox call yields four words, which serve four neighbouring keys: word j % 4 of counter j // 4.
+# One Philox call yields four words for four neighbouring keys: key j takes word j % 4 of counter j // 4.
 KEYS_PER_DRAW = 4
 
 if TYPE_CHECKING:
-    # numpy.typing takes 6 ms to import.
+    # numpy.typing is slow to import.
     from numpy.typing import NDArray
 
     Words = NDArray[np.uint32]
@@ -62,7 +62,7 @@ def merge_all(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, T
 
 def _share(out: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     weight = weight.unsqueeze(-1).to(dtype)
-    # Before the product, not after: a NaN times a weight of 0 would come back through the gradient.
+    # Select before the product: NaN times a weight of 0 would return through the gradient.
     return torch.where(weight == 0.0, 0.0, out.to(dtype)) * weight
 
 

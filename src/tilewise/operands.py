@@ -32,7 +32,7 @@ class Operands(NamedTuple):
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     seed: Tensor | None = None
-    # Of e4m3 operands: fp32 (batch, heads, blocks), of pages (pages, heads, 1); see tilewise.fp8.
+    # Scales of e4m3 operands: fp32 (batch, heads, blocks), of pages (pages, heads, 1); see tilewise.fp8.
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
@@ -55,7 +55,7 @@ class Options(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """Options that were checked, in the order of the op schemas (see ops.py)."""
+    """Validated options, in the order of the op schemas (see ops.py)."""
 
     causal: bool = False
     window_left: int | None = None
@@ -69,7 +69,7 @@ class Flags(NamedTuple):
     deterministic: bool = False
     needs_grad: bool = False
     backend: str = "auto"
-    # Rows that share a scale (None: all of a head's), and the dtype of a result whose q is e4m3.
+    # Rows that share a scale (None: all rows of a head), and the result's dtype if q is e4m3.
     q_block: int | None = None
     k_block: int | None = None
     v_block: int | None = None
@@ -87,7 +87,7 @@ class Wanted(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward pass returns; one that was not wanted may be None. `dbias` has the problem's `bias_shape`."""
+    """The results of a backward pass. One that was not wanted may be None. `dbias` has the problem's `bias_shape`."""
 
     dq: Tensor | None = None
     dk: Tensor | None = None

@@ -1,7 +1,8 @@
 """The `torch.library` ops: tilewise::dense, ::varlen, ::paged and their backward ops, generated from one table.
 
-Each op judges its operands, describes them as a problem, chooses a backend and launches it; its fake does the first
-two and makes empty results. Autograd saves the inputs, `out` and `lse`: probabilities are recomputed, never stored.
+Each op validates its operands, describes them as a problem, chooses a backend and launches it. Its fake only validates,
+describes and allocates results. Autograd saves the inputs, `out` and `lse`; probabilities are recomputed, never stored.
+Plain eager calls skip the dispatcher and run through `Call`, with the same results.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ __all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "refuse"
 
 # The operands that have gradients, in the order of `Wanted` and `Gradients`.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
-# Where they stand among the operands.
+# Their indices in `Operands`.
 _PLACES = tuple(Operands._fields.index(name) for name in DIFFERENTIABLE)
-# Index tensors, which kernels read as int32.
+# Indices of the index tensors, which kernels read as int32.
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
-# Backward passes that a call keeps in mind, by what is wanted and how the results' gradients lie: rarely more than one.
+# Backward passes cached per call, keyed by the wanted gradients and the strides of dout and dlse. Few calls need two.
 MAX_BACKWARDS = 4
 
 Args = Sequence[Any]
@@ -43,9 +44,7 @@ def attention(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Ten
 def repeated(
     kind: Kind, operands: Operands, flags: Flags, before: Callable[[], None] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`attention` without dropout, remembered as the calls of the public functions are; `before` it is computed and
-    after it was judged, something may be done.
-    """
+    """`attention` without dropout, cached per call signature. `before` is called between validation and computing."""
     slot, places = calls.slot_of(operands, kind, *flags, dropout=flags.dropout)
     if slot is not None and slot.call is not None:
         return cast("tuple[Tensor, Tensor]", slot.call(operands, places, before))
@@ -53,14 +52,14 @@ def repeated(
 
 
 def refuse(kind: Kind, operands: Operands, flags: Flags) -> None:
-    """Raise what `attention` would; of tensors that stand for others (fakes, batched ones) that call alone can tell."""
+    """Raise what `attention` would raise. Fake and batched tensors are only checked by the call itself."""
     plain = not torch.compiler.is_compiling() and calls.are_plain(operands)
     if plain and not torch._C._are_functorch_transforms_active():  # noqa: SLF001
         _choose(kind, operands, flags)
 
 
 def judged(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, Operands]:
-    """The problem and its canonical operands, for a pass beside those that every backend has."""
+    """The validated problem and its canonical operands, for passes that only some backends have."""
     problem = validation.problem_of(kind, operands, flags)
     return problem, canonical(problem, operands)
 
@@ -74,7 +73,7 @@ def result(
     slot: calls.Slot | None = None,
     before: Callable[[], None] | None = None,
 ) -> calls.Result:
-    """`attention`, of which only `out` may be wanted; `slot` is where later calls that look the same find this one."""
+    """`attention`, without lse unless `return_lse`. The call is stored in `slot`, where its signature allows that."""
     derivatives.refuse_tangents(operands)
     derivatives.refuse_tracing()
     if is_plain_eager(operands):
@@ -94,21 +93,20 @@ def result(
 
 
 def is_plain_eager(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether nothing but autograd watches a call with these: then the dispatcher, 20 us of boxing and unboxing, is
-    left out.
+    """Whether only autograd observes a call with these tensors. Then the dispatcher and its boxing are skipped.
 
-    Compilers, fake and functional tensors, vmap and modes see the registered ops instead.
+    Compilers, fake and functional tensors, vmap and modes get the registered ops instead.
     """
     if calls.is_watched() or not calls.are_plain(tensors):
         return False
-    # A view such as `x.conj().imag` holds the numbers with the other sign; the dispatcher turns it round.
+    # A view such as `x.conj().imag` stores negated values; the dispatcher resolves them.
     return not any(tensor is not None and tensor.is_neg() for tensor in tensors)
 
 
 class Call:
-    """A call that was judged and, if it is to last, bound to how its tensors lie in memory (see calls).
+    """A validated call. If it is `lasting`, it is also bound to the strides and alignment of its tensors (see calls).
 
-    Called with the tensors in the order of `Operands`; Nones at the end may be left out.
+    Called with the tensors in the order of `Operands`; trailing Nones may be left out.
     """
 
     __slots__ = (
@@ -120,21 +118,21 @@ class Call:
         self.kind, self.flags, self.return_lse = kind, flags, return_lse
         self.problem, self._chosen = _choose(kind, operands, flags)
         self._recorded = flags.needs_grad
-        # Index tensors of int64 are converted before the pass, which is bound to those of int32.
+        # int64 index tensors are converted before the pass; the bound pass takes int32.
         self.wide = tuple([i for i in _COUNTS if (t := operands[i]) is not None and t.dtype == torch.int64])
-        # The forward pass, if it is bound to how the tensors lie.
+        # The bound forward pass, or None.
         self.bound = self._bound_forward(Operands(*self._narrowed(operands))) if lasting else None
         self._lasting, self._nvtx = lasting, settings.current().nvtx
         self._reads = lasting and validation.reads_contents(kind, operands)
         self._backwards: tuple[_BoundBackward, ...] = ()
-        # The wrapper of torch's own `apply` unwraps what functorch leaves behind (2 us); no lasting call has such.
+        # The Python wrapper of torch's `apply` unwraps functorch leftovers, which a lasting call never has: skip it.
         self._record: Any = super(torch.autograd.Function, _Recorded).apply if lasting else _Recorded.apply
 
     def __call__(
         self, tensors: Sequence[Tensor | None], places: calls.Places | None = None,
         before: Callable[[], None] | None = None, traced: bool = False,
     ) -> calls.Result:  # fmt: skip
-        """(out, lse), or out if only that was asked for; `places` as `calls.slot_of` gives them."""
+        """(out, lse), or out alone without `return_lse`. `places` are the addresses that `calls.slot_of` returned."""
         if (tracing.profiler._is_profiler_enabled or self._nvtx) and not traced:  # noqa: SLF001
             with tracing.span(tracing.FORWARD, tensors, self._chosen.backend.name, self.problem):
                 return self(tensors, places, before, True)
@@ -147,7 +145,7 @@ class Call:
         if self._recorded:
             recorded: calls.Result = self._record(self, places, *tensors)
             return recorded
-        # As `forward`, which is a step more.
+        # The body of `forward`, inlined to save a Python call.
         bound = self.bound
         made: Sequence[Tensor] | None = None if bound is None else bound(tensors, places)
         if made is None:
@@ -155,7 +153,7 @@ class Call:
         return (made[0], made[1]) if self.return_lse else made[0]
 
     def forward(self, tensors: Sequence[Tensor | None], places: calls.Places | None = None) -> Sequence[Tensor]:
-        """out, lse (if that is returned or recorded) and what else was made; not recorded."""
+        """out, lse (if it is returned or recorded) and anything else the pass made; not recorded by autograd."""
         made = None if self.bound is None else self.bound(tensors, places)
         if made is None:
             return _run(self.problem, self._chosen, Operands(*tensors))  # type: ignore[arg-type]
@@ -164,10 +162,11 @@ class Call:
     def gradients(
         self, given: tuple[Any, ...], needs: tuple[bool, ...], traced: bool = False
     ) -> Sequence[Tensor | None]:
-        """Of every tensor of the call that `needs` one; given are dout, dlse, out, lse and the tensors."""
+        """The gradient of each tensor that `needs` one. `given` is dout, dlse, out, lse and then the call's tensors."""
         if forward_ad._current_level >= 0:  # noqa: SLF001
             derivatives.refuse_tangents(given)
-        # With create_graph=True the op is called, whose own autograd refuses second derivatives; and if a mode watches.
+        # With create_graph=True the op is called, because its autograd refuses second derivatives. Modes must see the
+        # op.
         by_op = torch.is_grad_enabled() or bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001
         watched = tracing.profiler._is_profiler_enabled or self._nvtx  # noqa: SLF001
         if watched and not traced and not by_op and calls.are_plain(given[:2]):
@@ -181,7 +180,7 @@ class Call:
                 return [None if place is None else made[place] for place in known.results]
         dout, dlse, out, lse, *tensors = given
         wanted = _wanted(needs)
-        # Gradients of many results at once (is_grads_batched=True) stand for others.
+        # With is_grads_batched=True the gradients are batched wrappers, which only the op accepts.
         if by_op or not calls.are_plain((dout, dlse)):
             found = backward(self.kind, Operands(*tensors), self.flags, out, lse, dout, dlse, wanted)
         else:
@@ -189,7 +188,7 @@ class Call:
         return _scattered(found, wanted, len(tensors))
 
     def _narrowed(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """Every index tensor as int32; what was read of them was read before."""
+        """Every index tensor as int32. Contents were validated before the conversion."""
         return [t.to(torch.int32) if i in self.wide else t for i, t in enumerate(tensors)] if self.wide else tensors
 
     def _bound_forward(self, operands: Operands) -> Bound | None:
@@ -202,8 +201,8 @@ class Call:
     def _bound_backward(
         self, given: tuple[Any, ...], needs: tuple[bool, ...]
     ) -> tuple[_BoundBackward, calls.Places] | None:
-        """The pass for such tensors, and their addresses; None for those that would never be found again, and only
-        drive others out.
+        """The bound pass for such tensors and their addresses. None for tensors that could never hit the cache: storing
+        them would only evict other entries.
         """
         for known in self._backwards:
             if known.needs == needs:
@@ -236,8 +235,8 @@ class Call:
 
 
 class _BoundBackward(NamedTuple):
-    """A backward pass for tensors that look so, None if each call must look for itself; `results` says which of what it
-    made is the gradient of which operand.
+    """A cached backward pass for one signature; `bound` is None if each call must take the general path. `results[i]`
+    is the index of operand i's gradient among the tensors that the pass makes.
     """
 
     look: calls.Look
@@ -247,14 +246,14 @@ class _BoundBackward(NamedTuple):
 
 
 def _is_moved(given: Sequence[Tensor | None], ready: Sequence[Tensor | None]) -> bool:
-    """Whether any of these tensors was copied to make the other one of it."""
+    """Whether any tensor in `ready` is a copy of the one in `given`."""
     return any(
         a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, ready, strict=True)
     )
 
 
 class _Recorded(torch.autograd.Function):
-    """The same forward, saved tensors and backward as the registered autograd of the ops, called directly."""
+    """Autograd of plain eager calls: the same forward, saved tensors and backward as the registered ops."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, places: calls.Places | None, *tensors: Tensor | None) -> calls.Result:
@@ -274,12 +273,12 @@ class _Recorded(torch.autograd.Function):
 
 
 def _wanted(needs: Sequence[bool]) -> Wanted:
-    """Of what a call's tensors need, in the order of `Operands`."""
+    """The wanted gradients, from flags in the order of `Operands`."""
     return Wanted(*[place < len(needs) and needs[place] for place in _PLACES])
 
 
 def _scattered(gradients: Gradients, wanted: Wanted, count: int) -> list[Tensor | None]:
-    """The wanted gradients where their tensors stand among `count` operands."""
+    """The wanted gradients at the positions of their operands, None elsewhere."""
     found: list[Tensor | None] = [None] * count
     for place, gradient, want in zip(_PLACES, gradients, wanted, strict=True):
         if want:
@@ -288,7 +287,7 @@ def _scattered(gradients: Gradients, wanted: Wanted, count: int) -> list[Tensor 
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """`_Recorded` for torch.func: grad and vmap want the context filled in separately, and the ops inside."""
+    """`_Recorded` for torch.func: grad and vmap need `setup_context` and the registered ops."""
 
     generate_vmap_rule = True
 
@@ -344,7 +343,7 @@ def _call_op(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tens
 
 
 def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, dispatch.Selection]:
-    """What is asked, and who does it."""
+    """The problem, and the backend that computes it."""
     problem = validation.problem_of(kind, operands, flags)
     return problem, dispatch.select(problem, device.of(operands.q.device), flags.backend)
 
@@ -420,7 +419,7 @@ def _backward_fake(
 
 
 def _materialised(operands: Operands, gradients: Gradients, wanted: Wanted) -> tuple[Tensor, ...]:
-    """Ops return tensors only: a gradient nobody wants is an empty one."""
+    """Ops must return tensors: a gradient that is not wanted becomes an empty one."""
     nothing = operands.q.new_empty
     return tuple(g if want and g is not None else nothing(0) for g, want in zip(gradients, wanted, strict=True))
 
@@ -455,7 +454,7 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
-    """The gradients of a saved forward, through the dispatcher; one that is not wanted is an empty tensor."""
+    """The gradients of a saved forward, through the dispatcher. One that is not wanted is an empty tensor."""
     if not torch.compiler.is_compiling():
         flops.tell_counters()
     tensors = [getattr(operands, name) for name in operand_names(kind)]
@@ -492,7 +491,7 @@ def _vmapped(kind: Kind, name: str, rule: Callable[..., Any], info: Any, in_dims
     return rule(op, operand_names(kind), info.batch_size, in_dims, args)
 
 
-# The library lives as long as the process: dropping it would unregister the ops.
+# The library must live as long as the process: dropping it would unregister the ops.
 _LIBRARY = torch.library.Library("tilewise", "DEF")
 for _kind in OPERANDS:
     _register(_LIBRARY, _kind)

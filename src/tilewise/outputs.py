@@ -1,4 +1,4 @@
-"""Files that commands write: a path that cannot be written is known before the work, and named with its option."""
+"""Files that commands write. A path that cannot be written is reported before the work, with its option."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ensure_writable", "write"]
 
 
 def ensure_writable(path: Path, option: str) -> None:
-    """Known before an hour of measurements, not after it; `option` gave the path: "output" for --output."""
+    """Raise before long measurements, not after them. `option` gave the path: "output" for --output."""
     is_new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,7 +22,7 @@ def ensure_writable(path: Path, option: str) -> None:
 
 
 def write(path: Path, text: str, option: str) -> None:
-    """Text to a file, whose folder is made."""
+    """Write text to a file; its folder is made."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

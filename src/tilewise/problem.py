@@ -1,7 +1,7 @@
-"""What is asked: one frozen description of an attention call, without its tensors.
+"""One frozen description of an attention call, without its tensors.
 
-`AttentionProblem` is the only thing that crosses from validation to dispatch, planning and the backends. Two calls
-with equal problems run the same kernel with the same configuration, so it is also the key of every cache.
+`AttentionProblem` is all that crosses from validation to dispatch, planning and the backends. Two calls with equal
+problems run the same kernel with the same configuration, so it is also the key of every cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 __all__ = ["MAX_HEAD_DIM", "MAX_SEQLEN", "AttentionProblem", "Kind", "Layout"]
 
-# The contract's limit for head_dim and head_dim_v, whoever computes.
+# The contract's limit for head_dim and head_dim_v, for every backend.
 MAX_HEAD_DIM = 512
 # Positions within a sequence, and running totals of packed rows, are int32.
 MAX_SEQLEN = 2**31 - 1
@@ -24,14 +24,13 @@ Layout = Literal["bhsd", "bshd"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """Sizes, dtype and semantics of one attention call (see docs/contract.md for the semantics).
+    """Sizes, dtype and semantics of one attention call (docs/contract.md defines the semantics).
 
-    For packed and paged problems `seqlen_q` and `seqlen_k` are bounds on the longest sequence, and `total_q`,
-    `total_k` count the rows actually stored (for paged keys: every slot of every page). `dropout_origin` says that the
-    problem is a part of a larger one: the seed is followed by the batch entry, head, row and key (a multiple of 4) that
-    dropout counts from. `fp8` names the operands that are e4m3 with scales, ("k", "v") or ("q", "k", "v"), and
-    `scale_blocks` the rows of q, k, v that share one (None: all of a head's; of pages, a page's); `dtype` is then the
-    result's.
+    For packed and paged problems `seqlen_q` and `seqlen_k` are bounds on the longest sequence, and `total_q`, `total_k`
+    count the stored rows (for paged keys: every slot of every page). `dropout_origin` marks a part of a larger problem:
+    the seed is followed by the batch entry, head, row and key (a multiple of 4) at which dropout starts counting. `fp8`
+    names the operands in e4m3 with scales, ("k", "v") or ("q", "k", "v"); `scale_blocks` are the rows of q, k, v that
+    share a scale (None: all rows of a head; of pages, a page's); `dtype` is then the result's.
     """
 
     kind: Kind
@@ -65,7 +64,8 @@ class AttentionProblem:
     scale_blocks: tuple[int | None, int | None, int | None] = (None, None, None)
 
     def __hash__(self) -> int:
-        # Of what differs between the calls of a program: every cache asks for it, and hashing all fields takes 2 us.
+        # Only fields that differ between the calls of a program: every cache hashes the problem, and all fields take
+        # longer.
         return hash((self.kind, self.batch, self.seqlen_q, self.seqlen_k, self.total_q, self.num_heads, self.causal))
 
     @property

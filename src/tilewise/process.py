@@ -1,7 +1,7 @@
 """Forked children: the threads of torch's OpenMP team do not survive fork(), and a child that waits for them hangs.
 
-A child that is forked after tilewise was imported therefore works with one thread, torch's own operations included:
-many of them surround the kernels (casts, zeros, sums of gradients). A DataLoader does the same for its workers.
+A child forked after tilewise was imported therefore uses one thread, also for torch's own operations, many of which
+surround the kernels (casts, zeros, sums of gradients). DataLoader workers do the same.
 """
 
 import os
@@ -14,7 +14,7 @@ _IMPORTED_IN = os.getpid()
 
 
 def is_forked() -> bool:
-    """Whether this process was forked after tilewise had been imported."""
+    """Whether this process was forked after tilewise was imported."""
     return os.getpid() != _IMPORTED_IN
 
 

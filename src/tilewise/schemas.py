@@ -1,4 +1,4 @@
-"""How a call is spelled as the arguments of a `torch.library` op: its operands, then its flags."""
+"""The arguments of the `torch.library` ops: operands, then flags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tilewise.problem import Kind
 
 __all__ = ["OPERANDS", "operand_names", "schema", "unpack"]
 
-# The operands of each op; a question mark makes one optional.
+# The operands of each op; a question mark marks an optional one.
 OPERANDS: dict[Kind, str] = {
     "dense": "q k v bias? mask? alibi_slopes? sinks? seed? q_scale? k_scale? v_scale?",
     "varlen": "q k v cu_seqlens_q cu_seqlens_k bias? mask? alibi_slopes? sinks? seed? q_scale? k_scale? v_scale?",
@@ -31,13 +31,13 @@ def operand_names(kind: Kind) -> list[str]:
 
 
 def unpack(kind: Kind, args: Sequence[Any]) -> tuple[Operands, Flags]:
-    """What the arguments of an op say."""
+    """Operands and flags from the arguments of an op."""
     names = operand_names(kind)
     return Operands(**dict(zip(names, args, strict=False))), Flags(*args[len(names) :])
 
 
 def schema(kind: Kind) -> str:
-    """The arguments of an op as torch.library wants them."""
+    """The arguments of an op in torch.library's schema syntax."""
     operands = ", ".join(
         f"Tensor{'?' if n.endswith('?') else ''} {n.removesuffix('?')}" for n in OPERANDS[kind].split()
     )

@@ -1,9 +1,9 @@
-"""DTensors: each rank attends with its part, where the parts are attention problems of their own.
+"""DTensors: each rank computes its part, where the parts are attention problems of their own.
 
-On every dimension of the mesh q, k and v are replicated, or sharded by batch (dense calls) or by heads. A replicated
-tensor beside sharded ones is cut where it lies; nothing is gathered. The gradient of what every rank needs whole, such
-as a bias that all sequences share, is summed over the ranks. Sequences or columns that are spread over ranks, and sums
-that are not finished, are refused: tilewise.distributed has attention over sequences that are spread over ranks.
+On every mesh dimension q, k and v are replicated, or sharded by batch (dense calls) or by heads. A replicated tensor
+next to sharded ones is sliced locally; nothing is gathered. The gradient of a tensor that every rank needs whole, such
+as a bias shared by all sequences, is summed over the ranks. Sharded sequences or columns, and partial sums, are
+refused: tilewise.distributed computes attention over sequences that are spread over ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tilewise.validation.tensors import public_names
 __all__ = ["attend", "is_dtensor"]
 
 Cuts = dict[str, dict[str, int]]
-# The parts that a call may be cut into, and the dimension of each tensor that is cut for them.
+# How a call may be sharded, and the dimension of each tensor that is sliced for it.
 CUTS: dict[str, Cuts] = {
     "dense bhsd": {
         "batch": {"q": 0, "k": 0, "v": 0, "out": 0, "lse": 0},
@@ -37,26 +37,26 @@ CUTS: dict[str, Cuts] = {
     "paged": {"heads": {"q": 1, "k_pages": 2, "v_pages": 2, "out": 1, "lse": 0}},
 }
 ATTENDED = ("q", "k", "v", "k_pages", "v_pages")
-# The same on every rank, as plain tensors or replicated ones.
+# Equal on every rank, as plain or replicated tensors.
 INDICES = frozenset(("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k"))
 
 
 class _Cut(NamedTuple):
-    """What one dimension of the mesh does: `part` is "batch", "heads" or None, over so many ranks."""
+    """The role of one mesh dimension: `part` is "batch", "heads" or None, over `ranks` ranks."""
 
     part: str | None
     ranks: int
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether it is a DTensor; whoever has one has loaded its module."""
+    """Whether it is a DTensor. Does not import the module: whoever has a DTensor has loaded it."""
     return type(tensor).__name__ == "DTensor" and hasattr(tensor, "placements")
 
 
 def attend(
     kind: Kind, attention: Callable[[Operands, Options], Any], operands: Operands, options: Options
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` of each rank's parts of these. q is a DTensor; results are cut as it is."""
+    """`attention` of this rank's parts. q is a DTensor; results are sharded like it."""
     check_flag("layout", options.layout)
     if options.dropout:
         raise Unsupported("dropout of DTensors is not computed: ranks would have to draw the bits of the whole tensor")
@@ -95,7 +95,7 @@ def _check_types(given: Mapping[str, Any], dims: Mapping[str, int], others: int)
 
 
 def _plan(given: Mapping[str, Any], cuts: Cuts) -> list[_Cut]:
-    """What each dimension of the mesh cuts: what q, k or v are sharded by there."""
+    """The role of each mesh dimension, from how q, k or v are sharded there."""
     mesh, plan = given["q"].device_mesh, []
     for dim in range(mesh.ndim):
         part: str | None = None
@@ -116,7 +116,7 @@ def _plan(given: Mapping[str, Any], cuts: Cuts) -> list[_Cut]:
 
 
 def _is_shard(placement: Any, dim: int) -> bool:
-    """Equal pieces in their order: a subclass of Shard may deal them out in another one."""
+    """Equal pieces in order: a subclass of Shard may distribute them differently."""
     return type(placement).__name__ == "Shard" and placement.dim == dim
 
 
@@ -131,7 +131,7 @@ def _refusal(name: str, tensor: Any, dim: int, allowed: Sequence[int]) -> Invali
 
 
 def _check_heads(given: Mapping[str, Any], cuts: Cuts, plan: Sequence[_Cut]) -> None:
-    """Query heads and the K/V heads that serve them must come to the same rank."""
+    """Query heads and the K/V heads that serve them must be on the same rank."""
     ranks = _product([cut.ranks for cut in plan if cut.part == "heads"])
     if ranks == 1:
         return
@@ -141,14 +141,14 @@ def _check_heads(given: Mapping[str, Any], cuts: Cuts, plan: Sequence[_Cut]) -> 
             continue
         heads = tensor.shape[dim]
         sharded = any(cut.part == "heads" and p.is_shard() for cut, p in zip(plan, tensor.placements, strict=True))
-        # One K/V head serves all query heads, wherever they are.
+        # A single K/V head serves all query heads and is replicated.
         if heads % ranks and not (name != "q" and heads == 1 and not sharded):
             fix = "Replicate a single K/V head; else let the heads of q, k and v be multiples of the ranks."
             raise InvalidProblem(name, f"a multiple of {ranks} heads for {ranks} ranks", heads, fix)
 
 
 def _local(name: str, tensor: Any, cuts: Cuts, plan: Sequence[_Cut]) -> Tensor:
-    """This rank's part of an operand; its gradient comes back as the part of a tensor or of a sum."""
+    """This rank's part of an operand. Its gradient is a part of a tensor or of a sum."""
     if not is_dtensor(tensor):
         return tensor  # type: ignore[no-any-return]
     from torch.distributed.tensor import Partial, Replicate, Shard
@@ -168,7 +168,7 @@ def _local(name: str, tensor: Any, cuts: Cuts, plan: Sequence[_Cut]) -> Tensor:
 
 
 def _dimension(name: str, tensor: Any, part: str, cuts: Cuts) -> int | None:
-    """The dimension in which a tensor is cut into these parts, None if every rank needs all of it."""
+    """The dimension in which a tensor is sliced, or None if every rank needs all of it."""
     size: int = tensor.dim()
     if name in cuts[part]:
         dim = cuts[part][name]
@@ -183,7 +183,7 @@ def _dimension(name: str, tensor: Any, part: str, cuts: Cuts) -> int | None:
 
 
 def _whole(local: Tensor, name: str, shape: tuple[int, ...], cuts: Cuts, plan: Sequence[_Cut], q: Any) -> Tensor:
-    """The result that this rank's part belongs to."""
+    """The DTensor result of which `local` is this rank's part."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     placements = [Replicate() if cut.part is None else Shard(cuts[cut.part][name]) for cut in plan]

@@ -1,13 +1,13 @@
-"""Subclasses of torch.Tensor: which ones are taken for the numbers in their memory, and which are refused.
+"""Which subclasses of torch.Tensor are accepted as plain tensors, and which are refused.
 
 Kernels read memory, and a subclass may give it another meaning: `torch.nn.attention.bias.CausalBias` never fills its
-own, a DTensor holds one part of what it stands for. Taken are
+own, a DTensor holds only one part of its value. Accepted are
 
 - torch.Tensor and torch.nn.Parameter;
-- what torch itself puts in their place: fake and functional tensors of its compilers, the result of a collective that
-  may still be under way;
-- subclasses that add attributes and methods only. They define neither `__torch_dispatch__` nor `__torch_function__`
-  (or disable the latter, as Parameter does), so torch's own functions read their memory, too.
+- torch's own stand-ins for them: fake and functional tensors of its compilers, and the result of a collective that may
+  still be running;
+- subclasses that only add attributes and methods. They define neither `__torch_dispatch__` nor `__torch_function__`
+  (or disable the latter, as Parameter does), so torch's own functions read their memory too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tilewise.errors import InvalidProblem
 
 __all__ = ["check_class"]
 
-# Where torch defines the classes that stand for plain tensors; those that were never imported have no instances.
+# Where torch defines the classes that stand in for plain tensors. A class that was never imported has no instances.
 STAND_INS = (
     ("torch._subclasses.fake_tensor", "FakeTensor"),
     ("torch._subclasses.functional_tensor", "FunctionalTensor"),
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
 )
-# What to do about the classes of torch that users are likely to pass.
+# Advice for the torch classes that users are likely to pass.
 FIXES = {
     "CausalBias": "causal=True is causal_lower_right; sdpa.scaled_dot_product_attention takes either as attn_mask.",
     "DTensor": "Pass its local part, tensor.to_local().",

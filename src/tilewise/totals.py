@@ -1,4 +1,4 @@
-"""Running totals of packed sequences (`cu_seqlens`): which entries make sense."""
+"""Checks running totals of packed sequences (`cu_seqlens`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["check_totals", "longest_of"]
 
 
 def check_totals(name: str, entries: Sequence[int], rows: int) -> None:
-    """Refuse entries that are no running totals of at most so many rows."""
+    """Raise unless the entries are running totals of at most `rows` rows."""
     if entries[0] != 0:
         raise InvalidProblem(name, "0 as its first entry", entries[0], "Prepend the 0: it holds running totals.")
     for index, (start, stop) in enumerate(itertools.pairwise(entries)):
@@ -24,7 +24,7 @@ def check_totals(name: str, entries: Sequence[int], rows: int) -> None:
 
 
 def longest_of(name: str, totals: str, entries: Sequence[int], given: int | None) -> int:
-    """The longest length, or a `given` bound of it, which may not be less."""
+    """The longest length, or a `given` upper bound for it, which must not be smaller."""
     longest = max((stop - start for start, stop in itertools.pairwise(entries)), default=0)
     if given is not None and given < longest:
         fix = "Pass the longest length or more, or None."

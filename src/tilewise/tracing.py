@@ -1,8 +1,8 @@
-"""What profilers see of a call: `tilewise::attention` and `tilewise::attention_backward`, with backend and shapes.
+"""Profiler events of a call: `tilewise::attention` and `tilewise::attention_backward`, with backend and shapes.
 
 torch's profilers show an event of that name whose inputs are q, k, v and so on, with `backend`, `kind` and `features`
-beside their shapes (`record_shapes=True`), and inside it one whose name ends in the backend's. With `TILEWISE_NVTX=1`
-the same is an NVTX range. While no profiler runs, a repeated call reads one attribute (`profiler` below) and no more.
+next to their shapes (`record_shapes=True`), and inside it one whose name ends in the backend's. With `TILEWISE_NVTX=1`
+the same is an NVTX range. While no profiler runs, a repeated call only reads one attribute (`profiler` below).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def is_on() -> bool:
-    """Whether somebody watches: a profiler of torch in any thread, or NVTX ranges are asked for."""
+    """Whether a torch profiler runs in any thread, or NVTX ranges are requested."""
     return profiler._is_profiler_enabled or settings.current().nvtx  # noqa: SLF001
 
 
 def span(
     name: str, tensors: Sequence[Tensor | None], backend: str | None = None, problem: AttentionProblem | None = None
 ) -> AbstractContextManager[None]:
-    """Within the block profilers see this name and what is known of the call; nothing where nobody watches."""
+    """Emits the event around a block. Does nothing if no profiler is on."""
     if torch.compiler.is_compiling() or not is_on():
         return NOTHING
     return _span(name, tensors, backend, problem)
@@ -49,7 +49,7 @@ def _span(
     with contextlib.ExitStack() as stack:
         if settings.current().nvtx:
             stack.enter_context(_nvtx_range(name, tensors, about))
-        # torch's own event for kernels that its compiler launches: unlike record_function it has inputs with shapes.
+        # torch's own event for compiled kernels: unlike record_function it has inputs with shapes.
         event = torch._C._profiler._RecordFunctionFast  # noqa: SLF001
         stack.enter_context(event(name, tuple(tensors), about))
         if backend is not None:

@@ -1,9 +1,8 @@
-"""Who computes: the backends in order of preference, those of this package and those registered from outside.
+"""The registry of backends in order of preference: those of this package and those registered from outside.
 
-Each package here exposes `BACKEND`, an object that satisfies `base.Backend`. A backend from outside is an object of the
-same kind, given to `tilewise.register_backend` or named by another distribution's entry point in the group
-`tilewise.backends`; its code is loaded when it is first asked. This package can be called: `tilewise.backends()` lists
-what is there.
+Each package here exposes `BACKEND`, an object that satisfies `base.Backend`. An outside backend is such an object too,
+given to `tilewise.register_backend` or named by another distribution's entry point in the group `tilewise.backends`;
+its code is loaded when it is first asked. This package is callable: `tilewise.backends()` lists all backends.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ __all__ = ["GROUP", "NAMES", "Status", "load", "names", "register", "statuses", 
 
 # The backends of this package, in order of preference: `backend="auto"` takes the first that supports the problem.
 NAMES = ("hopper", "triton", "cpu", "reference")
-# Backends from outside come before this one unless they say otherwise.
+# Outside backends come before this one unless they say otherwise.
 LAST = "reference"
-# The entry points of other distributions.
+# The entry-point group of other distributions.
 GROUP = "tilewise.backends"
 METHODS = ("backward", "forward", "supports", "tile_shape", "unavailable")
 
@@ -42,13 +41,13 @@ class Status(NamedTuple):
 
 
 class _Outside(NamedTuple):
-    """A backend from outside: how to get it, and before which one it is asked."""
+    """An outside backend: how to load it, and before which backend it is asked."""
 
     load: Callable[[], Backend]
     before: str
 
 
-# Filled by the first question for names, which reads the entry points.
+# Filled when names are first needed, which reads the entry points.
 _outside: dict[str, _Outside] | None = None
 
 
@@ -63,7 +62,7 @@ def names() -> tuple[str, ...]:
 
 @functools.cache
 def load(name: str) -> Backend:
-    """The backend of that name; its compiler is not loaded yet."""
+    """The backend of that name. Its compiler is not loaded yet."""
     outside = _registered().get(name)
     if outside is not None:
         return outside.load()
@@ -77,7 +76,7 @@ def statuses() -> tuple[Status, ...]:
 
 
 def register(backend: Backend, before: str = LAST) -> None:
-    """Add a backend from outside, asked just before the one named."""
+    """Add an outside backend, asked just before the one named."""
     _check(backend)
     known = names()
     if backend.name in known:
@@ -90,7 +89,7 @@ def register(backend: Backend, before: str = LAST) -> None:
 
 
 def unregister(name: str) -> None:
-    """Remove a backend from outside. Those that were registered before it are asked where it was."""
+    """Remove an outside backend. Backends registered before it take over its position."""
     outside = _registered()
     if name not in outside:
         expected = "a registered backend (" + (", ".join(outside) or "there is none") + ")"
@@ -117,7 +116,7 @@ def _check(backend: Any) -> None:
 
 
 def _registered() -> dict[str, _Outside]:
-    """The backends from outside, in the order of their registration. Entry points come first, sorted by name."""
+    """The outside backends in order of registration. Entry points come first, sorted by name."""
     global _outside
     if _outside is None:
         found: dict[str, _Outside] = {}
@@ -136,12 +135,12 @@ def _registered() -> dict[str, _Outside]:
 
 
 def _loaded(point: importlib.metadata.EntryPoint) -> Backend:
-    """What an entry point names, or a backend that says why it cannot be had: others must not suffer from it."""
+    """The backend an entry point names, or one that reports why it cannot be loaded: others stay usable."""
     said = f"the entry point {point.value!r} (group {GROUP})"
     try:
         backend: Backend = point.load()
         _check(backend)
-    except Exception as error:  # whatever the code of others raises
+    except Exception as error:  # foreign code may raise anything
         return _Broken(point.name, f"{said} cannot be loaded: {type(error).__name__}: {error}")
     if backend.name != point.name:
         return _Broken(point.name, f"{said} names another backend: its name is {backend.name!r}")
@@ -155,11 +154,11 @@ class _Broken:
         self.name, self.reason = name, reason
 
     def unavailable(self) -> str | None:
-        """Why."""
+        """The reason."""
         return self.reason
 
     def supports(self, *_: Any) -> str | None:
-        """Nothing."""
+        """Always refuses."""
         return self.reason
 
     def _refuse(self, *_: Any) -> Any:
@@ -169,13 +168,13 @@ class _Broken:
 
 
 class _Package(types.ModuleType):
-    """This package, which is also the public function `tilewise.backends()`.
+    """The type of this package, which makes it the public function `tilewise.backends()` too.
 
-    A function of that name would hide the package: `import tilewise.backends.cpu as cpu` would fail.
+    A plain function of that name would hide the package: `import tilewise.backends.cpu as cpu` would fail.
     """
 
     def __call__(self) -> tuple[Status, ...]:
-        """The backends in order of preference, each "available" or with the reason why not."""
+        """The backends in order of preference, each with "available" or the reason why it cannot run."""
         return statuses()
 
 

@@ -1,8 +1,8 @@
-"""What a backend is, and what it may be beyond that: nothing else of a backend is called.
+"""The interface of a backend. Callers use nothing else of it.
 
-`Backend` is what every one has: its name, three questions and two computations. The other protocols are optional, and
-callers ask with isinstance. A backend package exposes one instance as `BACKEND`. Importing the package must be cheap:
-compilers (llvmlite, triton) are imported on the first launch, not to answer `supports`.
+Every backend satisfies `Backend`: a name, three questions and two computations. The other protocols are optional;
+callers test them with isinstance. A backend package exposes one instance as `BACKEND`. Importing the package must be
+cheap: compilers (llvmlite, triton) are imported by the first launch, not to answer `supports`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class TileShape(NamedTuple):
-    """Rows of queries and of keys that a kernel holds at once."""
+    """Rows of queries and of keys in one tile."""
 
     block_m: int
     block_n: int
@@ -43,10 +43,10 @@ class Backend(Protocol):
     name: str
 
     def unavailable(self) -> str | None:
-        """None if this backend can run on this machine at all, else the reason and what would help."""
+        """None if this backend can run on this machine, else the reason and what would help."""
 
     def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
-        """None if the problem (with its backward, if `needs_grad`) would run on such a device, else why not."""
+        """None if the problem (with its backward, if `needs_grad`) would run on such a device, else the reason."""
 
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
         """The forward tile this backend would use."""
@@ -68,31 +68,31 @@ class Backend(Protocol):
 
 
 class Bound(Protocol):
-    """A pass that was prepared for tensors with certain shapes, strides, alignment and device."""
+    """A pass prepared for tensors with certain shapes, strides, alignment and device."""
 
     @property
     def made(self) -> tuple[str, ...]:
-        """The names of what a call returns."""
+        """The names of the results."""
 
     def __call__(
         self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, /
     ) -> list[Tensor] | None:
-        """What was made (and more, which is not the caller's), in the caller's layout; None if it must be computed the
-        ordinary way this time. `places` are the addresses of the tensors that are not None, if they are known.
+        """The results in the caller's layout, possibly followed by internal tensors. None if this call must take the
+        general path. `places` are the addresses of the tensors that are not None, if they are known.
         """
 
 
 @runtime_checkable
 class Binding(Protocol):
-    """A backend that saves host time in repeated calls: its passes may be bound to how tensors lie in memory.
+    """A backend that saves host time in repeated calls: its passes can be bound to strides and alignment.
 
-    A bound pass is given the fields of `Operands`; a backward dout, dlse, out and lse before them. Nones at the end may
-    be left out.
+    A bound forward takes the fields of `Operands`; a bound backward takes dout, dlse, out and lse before them. Trailing
+    Nones may be left out.
     """
 
     def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
-        """A pass that makes `out`, `lse` if wanted (and whatever else it needs) for operands that lie like these
-        canonical ones, or None if they must be looked at or copied in every call.
+        """A pass that makes `out`, and `lse` if wanted, for operands with the strides and alignment of these canonical
+        ones. None if every call must inspect or copy them.
         """
 
     def bind_backward(
@@ -105,7 +105,7 @@ class Binding(Protocol):
         dlse: Tensor | None,
         wanted: Wanted,
     ) -> Bound | None:
-        """A pass that makes the wanted among `dq`, `dk`, `dv`; None as for the forward, or if others are wanted."""
+        """A pass that makes the wanted ones of `dq`, `dk`, `dv`. None as for the forward, or if others are wanted."""
 
 
 class Prefixes(Protocol):
@@ -114,25 +114,27 @@ class Prefixes(Protocol):
     def __call__(
         self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, /
     ) -> Sequence[Tensor] | None:
-        """Done for operands, rows, out and lse; None if it must be done the ordinary way this time."""
+        """Runs for operands, rows, out and lse. None if this call must take the general path."""
 
 
 @runtime_checkable
 class Serving(Protocol):
-    """A backend with the passes that a paged cache needs beside attention: see tilewise.kv and tilewise.cascade."""
+    """A backend with the passes that a paged cache needs in addition to attention. See tilewise.kv,
+    tilewise.cascade.
+    """
 
     name: str
 
     def write_rows(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-        """Rows of K and V into slots of pages; a negative slot is no slot."""
+        """Writes rows of K and V into slots of pages. A negative slot is skipped."""
 
     def append_quantised(
         self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
     ) -> None:
-        """Rows of K and V into slots of e4m3 pages, whose scales grow as needed."""
+        """Writes rows of K and V into slots of e4m3 pages, whose scales grow as needed."""
 
     def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
-        """Whether `attend_prefixes` is for such groups; if not, ordinary calls and `merge_rows` are faster."""
+        """Whether `attend_prefixes` suits such groups. If not, separate calls and `merge_rows` are faster."""
 
     def attend_prefixes(
         self,
@@ -143,22 +145,22 @@ class Serving(Protocol):
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """What query rows see of the prefix of their group, merged into `out` and `lse` of their own keys."""
+        """Attends query rows to the prefix of their group and merges into `out` and `lse` of their own keys."""
 
     def bind_prefixes(
         self, problem: AttentionProblem, operands: Operands, num_rows: int, *results: Tensor | None
     ) -> Prefixes | None:
-        """`attend_prefixes` for operands, rows, out and lse that lie like these; None if they must be copied first."""
+        """`attend_prefixes` bound to operands, rows, out and lse with such strides. None if they must be copied."""
 
     def bind_after(
         self, own: Bound, prefixes: Prefixes, count: int, unread: Sequence[str], problem: AttentionProblem
     ) -> Bound | None:
-        """The pass of the own keys (`problem`) and that of the prefixes as one, for the first `count` operands and the
-        tensors of a hint, without what is `unread`; None if they stay two.
+        """One pass for the own keys (`problem`) and the prefixes together. It takes the first `count` operands and the
+        tensors of a hint, and does not make the results in `unread`. None if the two passes cannot be joined.
         """
 
     def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
-        """Rows of a partial result over other keys merged into `out` and `lse`."""
+        """Merges rows of a partial result over other keys into `out` and `lse`."""
 
 
 @runtime_checkable
@@ -166,7 +168,7 @@ class Quantising(Protocol):
     """A backend with a kernel that rounds to e4m3: see tilewise.fp8.quantisation."""
 
     def quantize(self, x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """(data, scale)."""
+        """Returns (data, scale)."""
 
 
 @runtime_checkable
@@ -174,10 +176,10 @@ class Explaining(Protocol):
     """A backend that tells `explain()` more about a problem."""
 
     def fp8_path(self, problem: AttentionProblem) -> str:
-        """What becomes of e4m3 operands."""
+        """How e4m3 operands are computed."""
 
     def unordered(self, problem: AttentionProblem) -> str | None:
-        """What is summed in no fixed order, if anything: results then differ in their last bits from run to run."""
+        """Sums without a fixed order, if any: they make results differ in their last bits between runs."""
 
 
 @runtime_checkable
@@ -188,7 +190,7 @@ class Compiling(Protocol):
         """What compiles the kernels."""
 
     def launch_path(self) -> str:
-        """How they are started."""
+        """How kernels are launched."""
 
 
 @runtime_checkable
@@ -196,7 +198,7 @@ class Caching(Protocol):
     """A backend whose compiled kernels are kept on disk: see `tilewise warmup`."""
 
     def cache_state(self) -> Mapping[str, Any]:
-        """Where they are, and how many of how many."""
+        """Where they are kept, and how many of all are there."""
 
     def warmup(self, progress: Callable[[str, int, int], None]) -> None:
-        """Compile them all; `progress(name, done, total)` is called before each one."""
+        """Compiles all of them; `progress(name, done, total)` is called before each one."""

@@ -1,4 +1,4 @@
-"""Where a figure was measured: processor, GPU, memory, versions, driver and commit."""
+"""The machine of a measurement: processor, GPU, memory, versions, driver and commit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def installed_version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of this source tree, with a + where the package differs from it; None outside a checkout."""
+    """The commit of this source tree, with a + if the package differs from it; None outside a checkout."""
     package = Path(__file__).parents[1]
     head = _output("git", "-C", str(package), "rev-parse", "--short=12", "HEAD")
     changed = _output("git", "-C", str(package), "status", "--porcelain", "--", str(package))

@@ -18,14 +18,14 @@ __all__ = ["extra_memory", "memory_method", "peak_extra_memory", "torch_peak"]
 Run = Callable[[], object]
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-# What Linux takes as "forget the high-water mark of resident memory".
+# Linux: resets the high-water mark of resident memory.
 RESET_PEAK = "5"
 
 
 def extra_memory(call: Callable[[], Tensor], device: str) -> int:
     """Bytes held at the peak of a call less what was held before and what its output takes.
 
-    On the CPU as `peak_extra_memory` measures; on the GPU what torch's allocator handed out.
+    On the CPU measured by `peak_extra_memory`; on the GPU by torch's allocator.
     """
     sizes: list[int] = []
 
@@ -57,8 +57,8 @@ def memory_method() -> str:
 def peak_extra_memory(run: Run) -> int:
     """Bytes that a call holds at its peak beyond what the process held before, its result included.
 
-    Where Linux lets us, this is the process's high-water mark of resident memory, reset before the call: it sees every
-    allocation, torch's or not. Elsewhere it is what torch allocated.
+    On Linux, if permitted, this is the process's high-water mark of resident memory, reset before the call: it sees
+    every allocation, torch's or not. Elsewhere it is what torch allocated.
     """
     gc.collect()
     return _resident_peak(run) if _resettable() else torch_peak(run)
@@ -73,7 +73,7 @@ def _resettable() -> bool:
 
 
 def _resident_peak(run: Run) -> int:
-    # Memory that malloc keeps for later would hide the next allocation: hand it back first.
+    # Memory that malloc keeps for reuse would hide the next allocation: return it first.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,6 +1,4 @@
-"""A few everyday calls: tilewise, torch's SDPA and attention as the formula is written, checked against fp64, timed in
-turn.
-"""
+"""A few everyday calls: tilewise, torch's SDPA and the plain formula, checked against fp64 and timed in turn."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ MOST_SCORE_BYTES = 1 << 30
 # Sequences of different lengths, packed without padding.
 RAGGED = (1024, 97, 640, 33, 911, 256, 128, 175)
 
-# A result may deviate from fp64 by so many times the error of the formula in its dtype, and so many ulp.
+# A result may deviate from fp64 by this many times the error of the formula in its dtype, plus this many ulp.
 PLAIN_FACTOR, ULPS = 2.0, 16.0
 
 Call = Callable[[], Tensor]
@@ -63,8 +61,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """How one implementation did: median and quartiles of a call's seconds, work per second, and the largest deviation
-    from fp64 of what was compared. `fault` says why there is no time: it failed, or its result is wrong.
+    """The result of one implementation: median and quartiles of a call's seconds, work per second, and the largest
+    deviation from fp64. `fault` says why there is no time: it failed, or its result is wrong.
     """
 
     implementation: str
@@ -77,7 +75,7 @@ class Measured:
 
 
 def device_of(asked: str) -> str:
-    """The GPU where there is one, unless the CPU is asked for."""
+    """The GPU if there is one, unless the CPU is requested."""
     if asked not in ("auto", "cpu", "cuda"):
         raise InvalidProblem("--device", "auto, cpu or cuda", repr(asked), "Name one of these.")
     if asked == "cuda" and not torch.cuda.is_available():
@@ -108,7 +106,7 @@ def cases(device: str) -> tuple[Case, ...]:
 
 
 def select(found: Sequence[Case], only: Sequence[str]) -> tuple[Case, ...]:
-    """The cases whose name contains one of the patterns, or fits one with `*` and `?`; all without a pattern."""
+    """The cases whose name contains one of the patterns, or matches one with `*` and `?`; all without a pattern."""
     chosen = tuple(c for c in found if not only or any(fnmatch.fnmatchcase(c.name, f"*{p}*") for p in only))
     if not chosen:
         expected = "a part of a case's name: " + ", ".join(c.name for c in found)
@@ -118,7 +116,7 @@ def select(found: Sequence[Case], only: Sequence[str]) -> tuple[Case, ...]:
 
 @contextlib.contextmanager
 def threads_of(wanted: int | None) -> Iterator[int]:
-    """Threads of torch set for a run, and as they were afterwards."""
+    """Sets torch's threads for a run and restores them afterwards."""
     before = torch.get_num_threads()
     if wanted is not None:
         torch.set_num_threads(wanted)
@@ -129,7 +127,7 @@ def threads_of(wanted: int | None) -> Iterator[int]:
 
 
 def run(case: Case, seconds: float) -> list[Measured]:
-    """Check every implementation, then time those that are right in turn for about so many seconds in all."""
+    """Check every implementation, then time the correct ones in turn for about `seconds` in all."""
     found: dict[str, Measured] = {}
     entrants = []
     with torch.set_grad_enabled(case.backward):
@@ -143,7 +141,7 @@ def run(case: Case, seconds: float) -> list[Measured]:
                 error, complaint = check(_computed(case, call, (q, k, v), dout))
                 entrants.append(Entrant(name, _repeater(_work(case, call, (q, k, v), dout))))
                 found[name] = Measured(name, error=error, fault=complaint)
-            except Exception as problem:  # one that fails is reported, the others go on
+            except Exception as problem:  # a failure is reported, the others go on
                 found[name] = Measured(name, fault=describe(problem))
         right = [entrant for entrant in entrants if found[entrant.name].fault is None]
         race(right, CudaClock() if case.device == "cuda" else CpuClock(), seconds)
@@ -194,7 +192,7 @@ def _sdpa(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Call:
 
 
 def _naive(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Call | None:
-    """The formula as written, where its score matrices fit and torch is not slow at products of that dtype."""
+    """The formula as written, if its score matrices fit and torch is not slow at products of that dtype."""
     score_bytes = case.batch * case.num_heads * case.seqlen_q * case.seqlen_k * case.dtype.itemsize
     slow = case.device == "cpu" and case.dtype != torch.float32
     if case.seqlens or slow or score_bytes > MOST_SCORE_BYTES:
@@ -220,13 +218,13 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def _computed(case: Case, call: Call, leaves: Tensors, dout: Tensor) -> tuple[Tensor, ...]:
-    """The result, or the gradients where the case times those."""
+    """The result, or the gradients if the case times those."""
     out = call()
     return torch.autograd.grad(out, leaves, dout) if case.backward else (out,)
 
 
 def _work(case: Case, call: Call, leaves: Tensors, dout: Tensor) -> Callable[[], object]:
-    """What is timed: the call, or the backward of a result made here."""
+    """The timed function: the call, or the backward of a result made here."""
     if not case.backward:
         return call
     out = call()

@@ -1,10 +1,10 @@
-"""How time is taken: all contestants of a case in turn, round after round, each sample a batch of calls.
+"""Timing: all implementations of a case in turn, round after round, each sample a batch of calls.
 
-Who comes before whom changes from round to round, because on a chip at its power limit a sample inherits the clock that
-the one before it left: nobody follows the same one every time.
+The order changes from round to round, because on a chip at its power limit a sample inherits the clock frequency that
+the previous one left.
 
-On a GPU a sample is the time between two events with the second-level cache flushed before the first one; the call
-rotates over several sets of inputs where one set would stay in that cache.
+On a GPU a sample is the time between two events with the second-level cache flushed before the first one. The call
+rotates over several sets of inputs if one set would stay in that cache.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["Clock", "CpuClock", "CudaClock", "Entrant", "HostClock", "Summary", 
 
 Batch = Callable[[], object]
 
-# A sample lasts at least so long, by repeating the call: a clock tick or an event's latency is then under 0.5 %.
+# Minimum duration of a sample, by repeating the call: a clock tick or an event's latency is then under 0.5 %.
 SAMPLE_SECONDS = {"cpu": 10e-3, "cuda": 3e-3}
 MOST_CALLS = 1000
-# Rounds at least: on a GPU twice five contestants, so that each of them has followed every other one twice.
+# Minimum number of rounds: on a GPU twice five implementations, so that each has followed every other one twice.
 LEAST_ROUNDS = {"cpu": 5, "cuda": 10}
 MOST_ROUNDS, LEAST_SAMPLES = 60, 2
 # Written before each GPU sample; larger than any second-level cache (50 MB on Hopper, 126 MB on Blackwell).
@@ -79,7 +79,7 @@ class CudaClock(Clock):
 
 
 class HostClock(Clock):
-    """What a call costs the host, which does not wait for the device; a sample fits the device's launch queue."""
+    """The host time of a call, without waiting for the device. A sample fits the device's launch queue."""
 
     sample_seconds = SAMPLE_SECONDS["cuda"]
 
@@ -95,7 +95,7 @@ class HostClock(Clock):
 
 @dataclass(slots=True)
 class Entrant:
-    """A contestant in one case: `repeat(calls)` makes the batch that is timed. Filled in by `race`."""
+    """An implementation in one case: `repeat(calls)` makes the batch that is timed. Filled in by `race`."""
 
     name: str
     repeat: Callable[[int], Batch]
@@ -107,7 +107,7 @@ class Entrant:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Seconds a call: median and quartiles over the samples."""
+    """Seconds per call: median and quartiles over the samples."""
 
     median: float
     low: float
@@ -117,8 +117,8 @@ class Summary:
 
 
 def race(entrants: Sequence[Entrant], clock: Clock, seconds: float) -> None:
-    """Time the entrants round after round for about `seconds` in all, in another order (`turns`) whenever the same ones
-    meet again.
+    """Time the entrants round after round for about `seconds` in all, in another order (`turns`) each time the same
+    ones meet again.
 
     An entrant that takes more than its share takes part in fewer rounds; one that raises drops out with `failure`.
     """
@@ -134,7 +134,8 @@ def race(entrants: Sequence[Entrant], clock: Clock, seconds: float) -> None:
     }
     for entrant in running:
         entrant.samples.clear()
-    # How often the same ones met: by rounds, one that sits out `count - 1` of `count` would keep one place for ever.
+    # Counts how often the same set met. Counted by rounds, one that skips `count - 1` of `count` would keep one
+    # position.
     met: Counter[tuple[int, ...]] = Counter()
     for index in range(rounds):
         present = tuple(place for place, e in enumerate(running) if index % strides[e.name] == 0 and not e.failure)
@@ -156,17 +157,17 @@ def turns(count: int, index: int) -> list[int]:
 
 
 def _calibrated(entrant: Entrant, clock: Clock) -> Batch | None:
-    """Choose how often the call is repeated in a sample, and leave one sample of that in `samples`."""
+    """Choose how often the call is repeated in a sample, and store one such sample in `samples`."""
     try:
         once = entrant.lead_in = entrant.repeat(1)
         seconds = min(clock(once, once) for _ in range(2))
         entrant.calls = max(1, min(MOST_CALLS, math.ceil(clock.sample_seconds / max(seconds, 1e-7))))
-        if entrant.calls == 1:  # slow calls are not made more often than needed
+        if entrant.calls == 1:  # slow calls are not repeated more than needed
             entrant.samples.append(seconds)
             return once
         batch = entrant.repeat(entrant.calls)
         batch()
-    except Exception as error:  # a contestant that fails is reported, the others go on
+    except Exception as error:  # a failure is reported, the others go on
         entrant.failure = describe(error)
         return None
     _sample(entrant, batch, clock)
@@ -188,7 +189,7 @@ def describe(error: Exception) -> str:
 
 
 def summarise(entrant: Entrant) -> Summary:
-    """Median and quartiles of what an entrant took."""
+    """Median and quartiles of an entrant's samples."""
     samples = sorted(entrant.samples)
     if len(samples) < 2:
         return Summary(samples[0], samples[0], samples[0], len(samples), entrant.calls)

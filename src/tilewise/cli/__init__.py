@@ -39,7 +39,7 @@ class FriendlyGroup(TyperGroup):
 def build_app() -> typer.Typer:
     """The application with every command."""
     app = typer.Typer(cls=FriendlyGroup, help=HELP, no_args_is_help=True, add_completion=False)
-    # A callback keeps the commands named even if there were only one of them.
+    # A callback keeps command names required even if there were only one command.
     app.callback(epilog="Example:  tilewise demo")(_top_level)
     for name in COMMANDS:
         module = importlib.import_module(f"tilewise.cli.{name}")
@@ -60,7 +60,7 @@ def _top_level(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """What `tilewise` takes before the name of a command."""
+    """Options before the name of a command."""
 
 
 def _reflowed(docstring: str | None) -> str:

@@ -1,8 +1,8 @@
 """How far attention in fp16, bf16 and FP8 is from fp64, with everything rounded as the kernels round it.
 
 Measured on a subset of query rows against all keys. Quantising is that of tilewise.fp8; probabilities are rounded as
-docs/contract.md says for tensor cores of that dtype, sums are fp32. So a CPU says what an FP8 GPU would: the rounding
-is the same, the order of the sums is not.
+docs/contract.md says for tensor cores of that dtype, sums are fp32. So a CPU reproduces the rounding of an FP8 GPU, but
+not the order of its sums.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Measured", "Recipe", "measure", "recipes"]
 HALF, BRAIN, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 # P is rounded as 2^8 P / max P.
 P_UNIT = 2.0**8
-# Rows of q at a time: fp64 scores of 8192 keys and 4 heads take 64 MiB.
+# Rows of q at a time, which bounds the memory of fp64 scores.
 ROWS_AT_ONCE = 256
 
 
@@ -34,14 +34,14 @@ class Recipe(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For tables and plots."""
+        """Name in tables and plots."""
         return " ".join(
             filter(None, (self.dtype, self.granularity and f"per {self.granularity}", "rotated" * self.rotation))
         )
 
 
 class Measured(NamedTuple):
-    """RMS and largest error of one recipe on one distribution, and the size of what was to be computed."""
+    """RMS and largest error of one recipe on one distribution, and the magnitude of the exact output."""
 
     distribution: str
     recipe: Recipe
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
 
 
 def recipes() -> Iterator[Recipe]:
-    """All that are compared."""
+    """All recipes that are compared."""
     yield Recipe("fp16")
     yield Recipe("bf16")
     for granularity in ("tensor", "head", "block"):
@@ -62,7 +62,7 @@ def recipes() -> Iterator[Recipe]:
 def measure(
     distribution: str, seqlen: int, heads: int, head_dim: int, rows: int, seed: int, announce: Callable[[str], None]
 ) -> tuple[list[Measured], str]:
-    """Every recipe on one distribution, and a note on what the tensors are."""
+    """Every recipe on one distribution, and a note that describes the tensors."""
     sample = make_sample(distribution, seqlen, heads, head_dim, seed, announce)
     step = max(1, seqlen // rows)
     chosen = torch.arange(step - 1, seqlen, step)
@@ -90,7 +90,9 @@ def _rounded(sample: Sample, recipe: Recipe, chosen: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, causal: bool, p_dtype: torch.dtype | None) -> Tensor:
-    """Attention of the chosen rows in the dtype of its operands; P is rounded to `p_dtype` before it meets V."""
+    """Attention of the chosen rows in the dtype of its operands; P is rounded to `p_dtype` before the product
+    with V.
+    """
     pieces = []
     keys = torch.arange(k.shape[2])
     for rows in chosen.split(ROWS_AT_ONCE):

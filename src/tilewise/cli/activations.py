@@ -13,7 +13,7 @@ from tilewise import attention
 
 __all__ = ["DISTRIBUTIONS", "Sample", "make_sample"]
 
-# Of the published comparison: one value in a thousand has a standard deviation of 10 on top.
+# As in the published comparison: one value in a thousand has a standard deviation of 10 on top.
 OUTLIER_SHARE, OUTLIER_SIGMA = 0.001, 10.0
 VOCABULARY, WIDTH, LAYERS, MODEL_HEAD_DIM = 32, 128, 2, 64
 WORDS, LETTERS = 40, 6
@@ -21,7 +21,7 @@ TRAIN_STEPS, TRAIN_BATCH, TRAIN_TOKENS, LEARNING_RATE = 60, 8, 96, 3e-3
 
 
 class Sample(NamedTuple):
-    """q, k and v (1, heads, seqlen, head_dim) in fp32, and how they are to be attended."""
+    """q, k and v (1, heads, seqlen, head_dim) in fp32, and the flags of the attention call."""
 
     q: Tensor
     k: Tensor
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 
 
 class Layer(nn.Module):
-    """Attention and a multilayer perceptron, each behind a normalisation."""
+    """Attention and a multilayer perceptron, each after a normalisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ DISTRIBUTIONS = ("normal", "outliers", "model")
 
 
 def _trained(seqlen: int, seed: int, announce: Callable[[str], None]) -> Sample:
-    """The last layer of a model that has just learnt to spell a small language."""
+    """The last layer of a model that was just trained to spell a small language."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         words = torch.randint(0, VOCABULARY, (WORDS, LETTERS))

@@ -1,4 +1,4 @@
-"""`tilewise bench`: a few everyday calls beside torch's own attention, checked and timed in turn."""
+"""`tilewise bench`: a few everyday calls next to torch's own attention, checked and timed in turn."""
 
 from __future__ import annotations
 
@@ -103,5 +103,5 @@ def _rate(case: Case, ours: Measured) -> str:
 
 
 def _ratio(ours: Measured, theirs: Measured) -> str:
-    """How many times as fast as torch's attention tilewise is."""
+    """The speed of tilewise relative to torch's attention."""
     return "" if ours.seconds is None or theirs.seconds is None else f"{theirs.seconds / ours.seconds:.2f}x"

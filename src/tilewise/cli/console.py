@@ -1,4 +1,4 @@
-"""What commands share: the --json option, and progress on stderr while results go to stdout."""
+"""Shared by commands: the --json option, and progress on stderr while results go to stdout."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ JSON_KEY = "tilewise.json"
 
 
 def _remember(context: typer.Context, json_asked: bool) -> bool:
-    """Errors leave the command, so that it is known outside how they are to be printed."""
+    """Remembers --json in the context, because errors are printed outside the command."""
     context.meta[JSON_KEY] = json_asked
     return json_asked
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.", callback=_remember)]
 
-# Called before each step of a long job with what is about to happen.
+# Called before each step of a long job with a description of it.
 Step = Callable[[str], None]
 
 
@@ -56,7 +56,7 @@ def cache_line(cache: Mapping[str, Any]) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Before the work, not after it: refuses what is no SVG, cannot be written, or cannot be drawn here."""
+    """Checked before the work: refuses a path that is not SVG or cannot be written, and a missing matplotlib."""
     if path.suffix.lower() != ".svg":
         raise InvalidProblem("plot", "a name that ends in .svg", str(path), "The picture is an SVG.")
     outputs.ensure_writable(path, "plot")
@@ -65,7 +65,7 @@ def check_plot(path: Path) -> None:
 
 @contextlib.contextmanager
 def progress(total: int | None) -> Iterator[Step]:
-    """A bar on stderr that disappears at the end (without a total: a pulse); silent where stderr is not a terminal."""
+    """A bar on stderr that disappears at the end (without a total: a pulse); silent if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

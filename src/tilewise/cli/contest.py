@@ -1,4 +1,4 @@
-"""The contest that `demo` runs: one problem size after another, naive against tiled, each measured the same way."""
+"""The comparison that `demo` runs: one problem size after another, naive against tiled, measured the same way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTBOOK = "textbook"
 SMALLEST = 256
 # Rows of each head that are compared with fp64; all of them up to this many tokens.
 CHECKED_ROWS = 256
-# Time and memory of naive attention grow with the square of N; a little more once it leaves the caches.
+# Time and memory of naive attention grow with the square of N, and a little more once it leaves the caches.
 GROWTH = 4.5
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
@@ -31,7 +31,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where the contest ends: longest sequence, seconds in all, and seconds and bytes that naive attention may take."""
+    """Limits of the comparison: longest sequence, total seconds, and seconds and bytes for naive attention."""
 
     max_seqlen: int
     seconds: float
@@ -50,7 +50,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One size: naive attention is None where it would not be sensible, and `naive_needs` says what it would take."""
+    """One size. Naive attention is None if it would exceed the limits; `naive_needs` says what it would take."""
 
     seqlen: int
     causal: bool
@@ -60,7 +60,7 @@ class Round:
 
 
 def implementation(shape: tuple[int, int, int], dtype: torch.dtype) -> str:
-    """Who plays for tilewise: the backend that a plain call gets, or the textbook where only the reference takes it."""
+    """What runs for tilewise: the backend that a plain call gets, or the textbook if only the reference takes it."""
     batch, heads, head_dim = shape
     q = torch.empty(batch, heads, SMALLEST, head_dim, dtype=dtype, device="meta")
     backend = explain(q, q, q, device=torch.device("cpu")).backend
@@ -68,14 +68,14 @@ def implementation(shape: tuple[int, int, int], dtype: torch.dtype) -> str:
 
 
 def steps(limits: Limits) -> int:
-    """How many measurements there are at most."""
+    """The maximum number of measurements."""
     return 1 + 4 * len(_seqlens(limits))
 
 
 def play(
     shape: tuple[int, int, int], dtype: torch.dtype, player: str, limits: Limits, announce: Callable[[str], None]
 ) -> Iterator[Round]:
-    """Rounds of growing length, full and causal, until naive attention has not been sensible for one length."""
+    """Rounds of growing length, full and causal, until naive attention has exceeded the limits for one length."""
     deadline = time.monotonic() + limits.seconds
     tiled = _textbook if player == TEXTBOOK else _library
     announce("first call (compiles where needed)")
@@ -106,7 +106,7 @@ def _seqlens(limits: Limits) -> list[int]:
 
 
 def _expected(last: Iterable[Round], limits: Limits) -> float:
-    """Seconds that the next length will take, judged by the last one; its score matrices are four times as large."""
+    """Estimated seconds of the next length, from the last one; its score matrices are four times as large."""
     calls = [played.tiled.seconds for played in last]
     calls += [p.naive.seconds for p in last if p.naive and _sensible(p, 4 * p.naive_needs, limits)]
     return sum(max(LEAST_CALLS * GROWTH * seconds, TIMING_SECONDS) + GROWTH * seconds for seconds in calls)

@@ -59,7 +59,7 @@ def command(
 
 
 def _sensible_memory() -> int:
-    """A sixth of this machine's memory, and at most 4 GiB: nobody's laptop should swap for a demonstration."""
+    """A sixth of this machine's memory, and at most 4 GiB: a demonstration must not make a machine swap."""
     return min(4 << 30, device.this_cpu().memory_bytes // 6)
 
 
@@ -134,7 +134,7 @@ def _cells(played: Round) -> tuple[str, ...]:
 
 
 def _summary(player: str, rounds: Sequence[Round]) -> str:
-    """What was just seen, in words."""
+    """The result in words."""
     compared = [(played, played.naive) for played in rounds if played.naive is not None and not played.causal]
     if not compared:
         return "Nothing was compared: allow naive attention more time or memory."

@@ -77,7 +77,7 @@ def _device(spec: DeviceSpec, where: torch.device) -> dict[str, Any]:
 
 
 def _backend(status: dispatch.Status) -> dict[str, Any]:
-    """Name, availability, and, where the backend has them to tell of, its compiler, its kernel cache and how it starts
+    """Name, availability, and, if the backend reports them, its compiler, its kernel cache and how it launches
     kernels.
     """
     backend, runs = dispatch.load(status.name), status.reason is None

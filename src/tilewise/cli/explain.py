@@ -20,7 +20,7 @@ from tilewise.plan.plots import write_plot
 
 __all__ = ["EXAMPLE", "command"]
 
-# Every tile of queries is counted: 16M tokens take four seconds.
+# Every tile of queries is counted, so longer sequences would take too long.
 LONGEST = 1 << 24
 
 EXAMPLE = "tilewise explain --seqlen 8192 --heads 32 --kv-heads 8 --causal --backward --device h200"
@@ -40,7 +40,7 @@ class DType(str, enum.Enum):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """What torch calls it."""
+        """The torch dtype."""
         long_name = self.value.replace("bf16", "bfloat16").replace("fp", "float")
         found: torch.dtype = getattr(torch, long_name)
         return found
@@ -123,7 +123,7 @@ def command(
 
 
 def _check_together(ranks: int | None, along: dict[str, bool], alone: dict[str, bool]) -> None:
-    """Refuses options that mean something only beside --context-parallel, or only without it."""
+    """Refuses options that need --context-parallel, or that exclude it."""
     given = [name for name, there in (along if ranks is None else alone).items() if there]
     if given and ranks is None:
         raise InvalidProblem(given[0], "--context-parallel beside it", "none", "Say over how many devices.")
@@ -151,8 +151,8 @@ def _show_forecast(
     link: str | None,
     json: bool,
 ) -> None:
-    """What a sequence over several devices will cost; the sizes are the first of a `Scenario`."""
-    # torch.distributed takes half a second to import.
+    """The cost of a sequence over several devices; the sizes are the first of a `Scenario`."""
+    # torch.distributed is slow to import.
     from tilewise.distributed.forecast import forecast
     from tilewise.distributed.scaling import Scenario
 
@@ -167,7 +167,7 @@ def length(text: str | int) -> int:
         (text, "") if isinstance(text, int) else (text[:-1], text[-1:]) if text[-1:].isalpha() else (text, "")
     )
     scale = {"": 1, "k": 1 << 10, "m": 1 << 20}.get(unit.lower())
-    # Nine digits and 1024^2 stay far below what a machine integer holds.
+    # Nine digits and 1024^2 stay far below the limit of a machine integer.
     if scale is None or not str(digits).isdecimal() or len(str(digits)) > 9 or int(digits) * scale > LONGEST:
         raise typer.BadParameter(f"expected a number of tokens such as 4096, 128k or 1M, up to 16M, got {text!r}.")
     return int(digits) * scale
@@ -176,7 +176,7 @@ def length(text: str | int) -> int:
 def _in_pages(
     batch: int, queries: int, keys: int, page_size: int, kv_heads: int, widths: tuple[int, int], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """K and V of sequences that share no page, and their tables; several queries a sequence are packed."""
+    """K and V of sequences that share no page, and their tables; several queries per sequence are packed."""
     columns = -(-keys // page_size)
     pages = {
         name: _meta(batch * columns, page_size, kv_heads, n, dtype=dtype) for name, n in zip("kv", widths, strict=True)

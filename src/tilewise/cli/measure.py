@@ -1,4 +1,4 @@
-"""Measuring one call: its best time."""
+"""The best time of one call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["LEAST_CALLS", "TIMING_SECONDS", "best_seconds"]
 
 Run = Callable[[], object]
 
-# Timing repeats a call this often, and between the two for about so many seconds.
+# Minimum and maximum number of calls, and the seconds to spend between the two.
 LEAST_CALLS, MOST_CALLS, TIMING_SECONDS = 2, 20, 0.8
 
 
 def best_seconds(run: Run) -> float:
-    """The fastest of some calls: at least two, since the first may compile, then more while there is time."""
+    """The fastest of several calls: at least two, because the first may compile, then more while there is time."""
     times: list[float] = []
     while len(times) < LEAST_CALLS or (len(times) < MOST_CALLS and sum(times) + min(times) < TIMING_SECONDS):
         start = time.perf_counter()

@@ -84,7 +84,7 @@ def _device(name: str) -> torch.device:
 
 
 def _check_outputs(trace: Path, plot: Path | None) -> None:
-    """Before the measurement, not after it."""
+    """Checked before the measurement."""
     if trace.suffix != ".json" and trace.suffixes[-2:] != [".json", ".gz"]:
         raise InvalidProblem("trace", "a name that ends in .json or .json.gz", str(trace), "Name it so.")
     outputs.ensure_writable(trace, "trace")
@@ -148,7 +148,7 @@ def _cells(side: Side, name: str) -> tuple[str, str]:
 
 
 def _remarks(found: Profile, sizes: Sizes) -> list[str]:
-    """What the table cannot show."""
+    """Remarks that the table cannot show."""
     calls = f"{sizes.calls} call{'s' * (sizes.calls != 1)}"
     lines = [
         f"Mean of {calls} under the profiler, which adds a little to each operator. Results differ by at most "

@@ -1,7 +1,7 @@
 """Where the time of naive and of tilewise attention goes, from torch.profiler's events.
 
-Both run in one profiled session, each call inside a range of its own, so the trace shows them side by side. An event
-belongs to the range in whose time it starts; what counts is its own time, without that of the events inside it.
+Both run in one profiled session, each call inside a range of its own, so the trace shows both. An event belongs to the
+range in which it starts; its own time counts, without that of the events inside it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["CATEGORIES", "Profile", "Side", "Sizes", "plan_for", "run", "steps"]
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
-# In the order of the table. Fused is a kernel that does all of it at once.
+# In the order of the table. "fused" is a kernel that does everything at once.
 CATEGORIES = ("matmul", "softmax", "memory", "fused", "other")
 # The first of these that the name of an operator or kernel contains decides; lower case.
 MARKS = (
     ("softmax", ("softmax",)),
     ("matmul", ("bmm", "matmul", "::mm", "addmm", "gemm", "cutlass", "xmma", "nvjet")),
-    # What is left of torch's own moves or combines elements: copies, fills, masks, scaling.
+    # The rest of torch's own moves or combines elements: copies, fills, masks, scaling.
     ("memory", ("aten::", "at::native", "memcpy", "memset", "elementwise")),
 )
 
@@ -78,7 +78,7 @@ class Profile:
 
     @property
     def least_matmul_seconds(self) -> float | None:
-        """What the visible products alone take at the device's rate, None where that is unknown."""
+        """The time of the visible products alone at the device's rate; None if that is unknown."""
         rate = self.plan.device.flops.get(self.plan.problem.dtype)
         return self.plan.tiled.flops / rate if rate else None
 
@@ -100,7 +100,7 @@ def steps(sizes: Sizes) -> int:
 
 
 def run(sizes: Sizes, trace: Path, announce: Callable[[str], None]) -> Profile:
-    """Profile both sides, write the trace, and add up where their time went."""
+    """Profile both sides, write the trace, and add up their time by category."""
     plan = plan_for(sizes)
     tensors = _tensors(sizes, sizes.device)
     label = f"tilewise.attention [{plan.backend or 'none'}]"
@@ -128,7 +128,7 @@ def run(sizes: Sizes, trace: Path, announce: Callable[[str], None]) -> Profile:
 def _tensors(sizes: Sizes, device: torch.device) -> Triple:
     shape = sizes.batch, sizes.heads, sizes.seqlen, sizes.head_dim
     shared = sizes.batch, sizes.kv_heads, sizes.seqlen, sizes.head_dim
-    # Deterministic inputs without touching anybody's generator.
+    # Deterministic inputs without changing a global generator.
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
     q, k, v = (torch.randn(s, dtype=sizes.dtype, device=device, generator=generator) for s in (shape, shared, shared))
     for tensor in (q, k, v):
@@ -186,7 +186,7 @@ def _by_category(events: Sequence[Any], name: str, sizes: Sizes, *, fused: bool)
 
 
 def category(event: str, *, fused: bool) -> str:
-    """What an event spends its own time on. What is not torch's is the kernel of a side that has one, else a call."""
+    """The category of an event. What is not torch's is the fused kernel of a side that has one, else "other"."""
     lowered = event.lower()
     for found, marks in MARKS:
         if any(mark in lowered for mark in marks):

@@ -39,7 +39,7 @@ def command(*, device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = N
     else:
         for found in filled:
             typer.echo(_line(found))
-    # A cache that stays incomplete would be noticed only later, by every process that compiles again.
+    # A cache that stays incomplete would make every later process compile again.
     if any(found["failed"] or not _is_full(found["cache"]) for found in filled):
         raise typer.Exit(1)
 
@@ -49,7 +49,7 @@ def _is_full(cache: dict[str, Any] | None) -> bool:
 
 
 def _gpu(name: str | None) -> DeviceSpec | None:
-    """The GPU to compile for: the one here unless another one, or none, is named."""
+    """The GPU to compile for: the present one unless another one, or none, is named."""
     here = torch.cuda.is_available()
     if name == "cuda" and not here:
         known = ", ".join(DEVICES)
@@ -81,7 +81,7 @@ def fill(status: dispatch.Status, step: Step) -> dict[str, Any]:
 
 
 def fill_for_gpu(name: str, gpu: DeviceSpec, step: Step) -> dict[str, Any]:
-    """Compile the kernels of the common problems that a backend gets on a GPU, which need not be here."""
+    """Compile the kernels of the common problems that a backend gets on a GPU, which need not be present."""
     if (missing := releases.missing()) is not None:
         return _skipped(name, missing)
     common = importlib.import_module("tilewise.backends.gpu.warmup").common_problems()
@@ -97,7 +97,7 @@ def fill_for_gpu(name: str, gpu: DeviceSpec, step: Step) -> dict[str, Any]:
 
     try:
         state = importlib.import_module("tilewise.backends.gpu.warmup").warmup(name, mine, gpu, told)
-    except Exception as error:  # whatever a compiler may raise: the others are still filled
+    except Exception as error:  # any error of a compiler: the other caches are still filled
         first = (str(error).strip() or "no reason given").splitlines()[0]
         reason = f"triton {releases.installed()} could not compile {compiling}: {type(error).__name__}: {first}"
         return _skipped(name, reason) | {"skipped": None, "failed": reason}

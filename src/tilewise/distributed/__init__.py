@@ -4,7 +4,7 @@
     q, k, v = (shard(t, mesh) for t in (q, k, v))
     out = context_parallel_attention(q, k, v, mesh, causal=True)
 
-`predict` says how long a step takes and what it holds on 1 to 1024 devices, and which method is better for a link.
+`predict` estimates time and memory of a step on 1 to 1024 devices, and which method is better for a link.
 """
 
 from tilewise.distributed.attention import context_parallel_attention

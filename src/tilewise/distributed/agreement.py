@@ -1,7 +1,7 @@
-"""Ranks that call with different arguments would wait for each other for ever; they are compared on first use instead.
+"""Compares the arguments of all ranks on first use: ranks that call with different arguments would deadlock.
 
-Every rank describes its call in words. One number a rank is exchanged the first time a rank sees a description; only
-when they differ are the descriptions themselves exchanged, and the error names what differs and on which ranks.
+Every rank describes its call in words. The first time a rank sees a description, one number per rank is exchanged; only
+if they differ are the descriptions exchanged, and the error names what differs and on which ranks.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from tilewise.errors import InvalidProblem, TilewiseError
 
 __all__ = ["Description", "agree", "refuse"]
 
-# What a rank was called with, by the names of the arguments; hashable, so that it is compared once.
+# The arguments of a rank by name; hashable, so that they are compared once.
 Description = tuple[tuple[str, str], ...]
 
-# Descriptions that a group remembers. Packed batches bring new documents, and so a new one, every step; the oldest are
-# forgotten in the order of the calls, which is the same on every rank.
+# Descriptions cached per group. Packed batches bring new documents, and so a new description, every step. The oldest
+# are evicted in the order of the calls, which is the same on every rank.
 MAX_REMEMBERED = 1024
 
-# A rank whose arguments are wrong in themselves tells its peers under this name.
+# A rank whose own arguments are invalid tells its peers under this name.
 FAILED = "arguments"
 
 
 @functools.cache
 def _agreed() -> WeakKeyDictionary[Group, OrderedDict[int, None]]:
-    """The digests of what each group has agreed on; weakly, because a group that outlives the interpreter's end aborts
+    """The digests each group has agreed on. Weak references, because a group that outlives the interpreter's end aborts
     the process.
     """
     return WeakKeyDictionary()
 
 
 def agree(description: Description, group: Group, where: torch.device) -> None:
-    """Return if every rank of the group calls alike, else raise InvalidProblem on all of them; remembered."""
+    """Return if every rank of the group makes the same call, else raise InvalidProblem on all of them; cached."""
     known = _agreed().setdefault(group, OrderedDict())
     digest = _digest(description)
     if digest in known:
@@ -53,8 +53,8 @@ def agree(description: Description, group: Group, where: torch.device) -> None:
 
 
 def refuse(error: TilewiseError, group: Group, where: torch.device) -> NoReturn:
-    """Tell the peers, if they are comparing too, that this rank cannot take part; its own error is raised after."""
-    # Once calls have agreed, peers may be past comparing: they find out by their timeout, this rank should not wait.
+    """Tell the peers, if they are comparing too, that this rank cannot take part; then raise its own error."""
+    # Once calls have agreed, peers may be past comparing: they time out, and this rank should not wait for them.
     if not _agreed().get(group):
         try:
             _compare(((FAILED, f"{type(error).__name__}: {error}"),), group, where)

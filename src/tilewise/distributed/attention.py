@@ -1,4 +1,4 @@
-"""The call: attention over a sequence that is spread over ranks. docs/distributed.md explains it."""
+"""The public call: attention over a sequence that is spread over ranks. See docs/distributed.md."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Method = Literal["auto", "ring", "all_gather", "heads"]
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    # For type checkers only, which thus know what return_lse changes; the function below spells every flag out.
+    # For type checkers only: they learn what return_lse changes. The function below spells out every flag.
     class Keywords(TypedDict, total=False):
-        """What `context_parallel_attention` takes."""
+        """The flags of `context_parallel_attention`."""
 
         method: Method
         sharding: Sharding
@@ -98,11 +98,12 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries to the keys of all ranks of a group or one-dimensional DeviceMesh.
 
-    q, k, v are this rank's shards, as `shard` makes them: as `tilewise.attention` takes them, or with the `cu_seqlens`
-    of all documents (the same on every rank) packed rows (rows, heads, dim). All ranks hold equally many rows; `seqlen`
-    (and `seqlen_k`, where keys are others) is the length of the whole sequence without padding. Returns this rank's
+    q, k, v are this rank's shards, as made by `shard`: laid out as for `tilewise.attention`, or, with the `cu_seqlens`
+    of all documents (the same on every rank), packed rows (rows, heads, dim). All ranks hold the same number of rows;
+    `seqlen` (and `seqlen_k`, if keys differ) is the length of the whole sequence without padding. Returns this rank's
     rows of out, and of lse if `return_lse`; rows of padding are 0 and -inf. Differentiable in q, k, v, sinks (each rank
-    gets its rows' part) and through lse; every rank must take part in the backward. Rejects what differs between ranks.
+    gets its rows' part) and through lse; every rank must take part in the backward. Raises if arguments differ between
+    ranks.
 
         >>> out = context_parallel_attention(q, k, v, mesh["context"], causal=True)  # doctest: +SKIP
     """
@@ -121,7 +122,7 @@ def context_parallel_attention(
         out, lse = _by_heads(tensors, settings, group)
     else:
         if cu_seqlens is not None and not torch.compiler.is_compiling():
-            # Read by the host in forward and backward: it stops once, or not at all where it came from the host.
+            # The host reads it in forward and backward: copied once, or not at all if it is on the host.
             tensors = tensors._replace(cu_seqlens=cu_seqlens.cpu())
         out, lse = context_parallel(tensors, settings)
     return (out, lse) if return_lse else out
@@ -151,7 +152,7 @@ def _judged(
     backend: str,
     return_lse: bool,
 ) -> tuple[Tensors, Settings]:
-    """The arguments as the op takes them, or InvalidProblem."""
+    """The arguments as the op takes them. Raises InvalidProblem."""
     _check_choice("method", method)
     _check_choice("sharding", sharding)
     _check_length("seqlen", seqlen)

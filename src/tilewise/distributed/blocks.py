@@ -1,7 +1,7 @@
-"""One piece at a time: the library's own forward and backward on rows of two shards, and the sum over pieces.
+"""One piece at a time: forward and backward of rows of two shards with the ordinary backends, and the sum over pieces.
 
 Partial results are merged in fp32 through lse. The backward of a piece gets the lse and out of the whole row, which
-makes its probabilities, and so its gradients, exactly those of the whole problem restricted to the piece's keys.
+makes its probabilities and gradients exactly those of the whole problem restricted to the piece's keys.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["Call", "Running", "Saved", "piece_backward", "piece_forward", "sink_gradient"]
 
-# Keys that share one draw of random words.
+# Keys that share one Philox draw.
 KEYS_PER_DRAW = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """What all pieces of a call share. `slopes` are fp32 (heads,), or one row per batch entry or packed document;
-    `head` is the first of the heads at hand, which dropout counts.
+    `head` is the number of the first local head, for dropout.
     """
 
     scale: float
@@ -53,7 +53,7 @@ class Call:
 
 
 class Block(NamedTuple):
-    """A piece as a backend takes it; `shift` is added to its lse, the first `hidden` keys are not there."""
+    """A piece as a backend takes it. `shift` is added to its lse; the first `hidden` keys are masked."""
 
     problem: AttentionProblem
     operands: Operands
@@ -62,28 +62,28 @@ class Block(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Rows being summed up: out in the accumulator's dtype, lse beside it; both heads first."""
+    """Running sums of rows: out in the accumulator's dtype, and lse; both heads first."""
 
     out: Tensor
     lse: Tensor
 
     @classmethod
     def empty(cls, q: Tensor, head_dim_v: int) -> Running:
-        """Nothing seen yet, for queries heads first."""
+        """An empty state for heads-first queries."""
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = torch.zeros((*q.shape[:3], head_dim_v), dtype=dtype, device=q.device)
         return cls(out, torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device))
 
     def for_heads(self, start: int, stop: int) -> Running:
-        """The same memory, some of the heads."""
+        """The same memory, restricted to some heads."""
         return Running(self.out[:, start:stop], self.lse[:, start:stop])
 
     def rows(self, start: int, stop: int) -> Running:
-        """The same memory, some of the rows."""
+        """The same memory, restricted to some rows."""
         return Running(self.out[:, :, start:stop], self.lse[:, :, start:stop])
 
     def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
-        """Merge a partial result over other keys into these rows; an empty row (lse -inf) adds nothing."""
+        """Merge a partial result over other keys into these rows. An empty row (lse -inf) adds nothing."""
         total, before = self.rows(start, stop)
         after = torch.logaddexp(before, lse)
         top = torch.where(after == -math.inf, 0.0, after)
@@ -92,7 +92,7 @@ class Running(NamedTuple):
         before.copy_(after)
 
     def add_sinks(self, sinks: Tensor) -> None:
-        """The extra logit of each head, once for every row, in the order of the contract: after all keys."""
+        """Add the sink logit of each head to every row, after all keys, as the contract defines."""
         logits = sinks.to(self.lse.dtype).view(1, -1, 1)
         after = torch.logaddexp(self.lse, logits)
         self.out.mul_(torch.exp(self.lse - after).unsqueeze(-1))
@@ -100,7 +100,7 @@ class Running(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Whole rows over all keys and their cotangents, heads first: what a backward starts from."""
+    """Whole rows over all keys and their cotangents, heads first: the inputs of a backward."""
 
     out: Tensor
     lse: Tensor
@@ -113,7 +113,7 @@ class Saved(NamedTuple):
         return Saved(out, lse, dout, None if self.dlse is None else self.dlse[:, start:stop])
 
     def rows_of(self, piece: Piece, shift: Tensor | None) -> Saved:
-        """A piece's rows, with lse as the piece's own scores count it."""
+        """A piece's rows, with lse in the piece's own score units."""
         out, lse, dout = (t[:, :, piece.q_start : piece.q_stop] for t in self[:3])
         dlse = None if self.dlse is None else self.dlse[:, :, piece.q_start : piece.q_stop].contiguous()
         return Saved(out, (lse if shift is None else lse - shift).contiguous(), dout, dlse)
@@ -125,7 +125,7 @@ class Saved(NamedTuple):
 
 
 def piece_forward(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a piece's rows, heads first; q, k and v are whole shards, heads first."""
+    """(out, lse) of a piece's rows, heads first. q, k and v are whole shards, heads first."""
     block = _block(call, piece, q, k, v)
     problem = block.problem
     backend = _backend(problem, q.device, call.backend)
@@ -145,7 +145,7 @@ def piece_backward(
     saved: Saved,
     wanted: Wanted,
 ) -> Gradients:
-    """A piece's part of dq, dk, dv, heads first, for its rows only; `saved` are whole rows over all keys."""
+    """A piece's part of dq, dk, dv, heads first, for its rows only. `saved` are whole rows over all keys."""
     block = _block(call, piece, q, k, v)
     problem = block.problem
     rows = saved.rows_of(piece, block.shift)
@@ -186,7 +186,7 @@ def sink_gradient(sinks: Tensor, saved: Saved) -> Tensor:
     delta = (out.to(wide) * dout.to(wide)).sum(-1)
     pull = -delta if dlse is None else dlse.to(wide) - delta
     share = torch.exp(sinks.to(wide).view(1, -1, 1) - lse.to(wide)) * pull
-    # Rows of padding have lse -inf and anything in dout.
+    # Rows of padding have lse -inf and arbitrary values in dout.
     return torch.where(lse == -math.inf, 0.0, share).sum((0, 2)).to(sinks.dtype)
 
 
@@ -220,9 +220,9 @@ def _packed_block(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 def _index_tensor(values: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> Tensor:
-    """Numbers of a piece on its device, made once for each stream, which copies them before it reads them.
+    """Numbers of a piece on its device, made once per stream, which copies them before it reads them.
 
-    What is captured in a graph is filled when that is replayed, and lies in its pool: it is of no use to other calls.
+    Under graph capture they are filled at replay and belong to the graph's pool, so they are not cached.
     """
     if where.type != "cuda":
         return _kept_index_tensor(values, dtype, where, 0)
@@ -238,7 +238,7 @@ def _kept_index_tensor(values: tuple[int, ...], dtype: torch.dtype, where: torch
 
 
 def _new_index_tensor(values: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> Tensor:
-    """By way of pinned memory, because a plain copy would stop the host."""
+    """Through pinned memory, because a plain copy would block the host."""
     if where.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=where)
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(where, non_blocking=True)
@@ -249,8 +249,8 @@ def _tilt(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """ALiBi as (slopes, bias, shift): by the call's own distances where they are right, else split in two.
 
-    With all keys on one side of the queries the distance is a number of the key plus one of the row. The key's part is
-    a bias (0 for the nearest key); the row's leaves the softmax alone and moves lse.
+    With all keys on one side of the queries, the distance is a term of the key plus a term of the row. The key's term
+    is a bias (0 for the nearest key); the row's term does not change the softmax and shifts lse.
     """
     slopes = call.slopes
     if slopes is None:
@@ -271,7 +271,7 @@ def _tilt(
 
 
 def _seed(call: Call, piece: Piece, hidden: int) -> Tensor | None:
-    """The seed, followed by where the piece's random numbers are counted from: batch, head, row and key."""
+    """The seed, followed by the origin of the piece's random counters: batch, head, row and key."""
     if call.seed is None or call.dropout == 0.0:
         return None
     origin = (piece.document, call.head, piece.where.q0, piece.where.k0 - hidden)

@@ -1,4 +1,4 @@
-"""`tilewise explain --context-parallel`: the scaling model for one problem, in words and numbers."""
+"""`tilewise explain --context-parallel`: the scaling model for one problem, as text and numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilewise.units import format_bytes, format_count, format_seconds
 
 __all__ = ["Forecast", "forecast"]
 
-# A ring over fewer or more devices, beside the one asked for.
+# Other numbers of devices that are reported for the ring.
 NEIGHBOURS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -29,7 +29,7 @@ class Forecast:
 
     @property
     def best(self) -> Prediction:
-        """What to use."""
+        """The fastest method."""
         return self.predictions[0]
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Forecast:
 
 
 def forecast(scenario: Scenario, *, device: str = "h200", link: str | None = None, dtype: torch.dtype) -> Forecast:
-    """The model's answer for a device of `tilewise.device.DEVICES` (or "cpu") and a link of `LINKS` (None: its own)."""
+    """The prediction for a device of `tilewise.device.DEVICES` (or "cpu") and a link of `LINKS` (None: its own)."""
     rates = Rates.of_device(device, dtype)
     between = link_between(device, scenario.world, link)
     ring = tuple(

@@ -1,9 +1,8 @@
-"""The all-gather variant: every rank gathers all keys of a few heads at a time and computes its queries against them.
+"""The all-gather variant: every rank gathers all keys of a few heads at a time and attends its queries to them.
 
-The next group of heads is gathered while the present one is computed with. A group is as many K/V heads as make a
-gathered block about as large as a shard, so memory stays O(seqlen / ranks) as long as there are as many K/V heads as
-ranks. In the backward the keys are gathered again, and their gradients go back to their owners, summed in the order of
-the ranks.
+The next group of heads is gathered while the current one is computed. A group has as many K/V heads as make a gathered
+block about as large as a shard, so memory stays O(seqlen / ranks) if there are at least as many K/V heads as ranks. In
+the backward the keys are gathered again, and their gradients return to their owners, summed in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Gathered(NamedTuple):
 
 
 def gather_forward(call: Call, layout: Layout, q: Tensor, k: Tensor, v: Tensor, heads: Heads, group: Group) -> Running:
-    """This rank's queries over all keys, group of heads after group of heads."""
+    """This rank's queries over all keys, one group of heads after another."""
     queries = heads(q)
     running = Running.empty(queries, v.shape[-1])
     todo = _pieces(layout, group)
@@ -58,7 +57,9 @@ def gather_backward(
     heads: Heads,
     group: Group,
 ) -> Gradients:
-    """The gradients of this rank's queries (heads first) and keys (as they came), in the accumulator's dtype."""
+    """The gradients of this rank's queries (heads first) and keys (in the caller's layout), in the
+    accumulator's dtype.
+    """
     queries, dtype = heads(q), saved.lse.dtype
     todo = _pieces(layout, group)
     dq, dk, dv = (
@@ -90,7 +91,7 @@ def _pieces(layout: Layout, group: Group) -> tuple[Piece, ...]:
 
 
 def _groups(layout: Layout, num_heads: int, k: Tensor, v: Tensor, group: Group) -> Iterator[Gathered]:
-    """Gathered groups of heads, the next one always on its way."""
+    """Gathered groups of heads, with the next one always in flight."""
     num_kv_heads = k.shape[1]
     size = max(1, num_kv_heads // layout.world)
     starts = range(0, num_kv_heads, size)
@@ -115,7 +116,7 @@ def _whole(transfer: Transfer, layout: Layout) -> Tensor:
 
 
 def _to_owners(total: Tensor, layout: Layout, group: Group) -> Tensor:
-    """Rows of a gradient over all keys, summed over ranks, each to its owner."""
+    """Rows of a gradient over all keys, summed over ranks and sent to their owners."""
     shards = as_shards(total, 2, layout.world, layout.sharding).chunk(layout.world, 2)
     counts = [1] * layout.world
     received = all_to_all(torch.stack(shards), counts, counts, group)

@@ -1,7 +1,7 @@
 """The head-parallel variant (all-to-all, known as Ulysses): every rank gets the whole sequence for some of the heads.
 
-Two exchanges instead of a ring, and one plain attention call between them, so whatever that call can do works here.
-Heads need not divide evenly; K/V heads that several ranks need are sent to each of them.
+Two exchanges replace the ring, with one plain attention call between them, so every feature of that call works. Heads
+need not divide evenly; a K/V head that several ranks need is sent to each of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilewise.operands import Flags, Operands
 
 __all__ = ["Assignment", "assign", "heads_attention"]
 
-# The settings that must be the same on every rank: all but the last, the group.
+# The settings that must agree between ranks: all but the last, the group.
 COMPARED = Settings._fields[:-1]
 
 
@@ -40,8 +40,8 @@ class Assignment(NamedTuple):
 
 
 def assign(rank: int, world: int, num_heads: int, num_kv_heads: int) -> Assignment:
-    """Consecutive query heads, as evenly as they go; each K/V head once if all serve equally many of them, else one per
-    query head.
+    """Consecutive query heads, as evenly as possible. Each K/V head appears once if all serve equally many of them,
+    else one per query head.
     """
     first, last = num_heads * rank // world, num_heads * (rank + 1) // world
     served = [head * num_kv_heads // num_heads for head in range(first, last)]
@@ -53,8 +53,8 @@ def assign(rank: int, world: int, num_heads: int, num_kv_heads: int) -> Assignme
 def heads_attention(
     tensors: Tensors, settings: Settings, group: Group, seqlens: tuple[int, int], documents: tuple[int, ...] | None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's rows, by way of whole sequences; differentiable. `seqlens` leave out padding;
-    `documents`, where known, are compared with the other ranks'.
+    """(out, lse) of this rank's rows, computed on whole sequences; differentiable. `seqlens` exclude padding;
+    `documents`, if known, are compared with the other ranks'.
     """
     heads = heads_of(settings.layout)
     q, k, v = (heads(t) for t in tensors[:3])
@@ -121,8 +121,8 @@ def _to_sequences(
 
 
 def _selected(tensor: Tensor, heads: list[int]) -> Tensor:
-    """Heads in this order: whole where it is their own, else by stretches, because an index tensor would be copied to
-    the device and stop the host.
+    """Heads in this order: the tensor itself if the order is its own, else by slices, because an index tensor would be
+    copied to the device and block the host.
     """
     if heads == list(range(tensor.shape[0])):
         return tensor

@@ -1,7 +1,7 @@
 """The `torch.library` ops: tilewise::context_parallel with its backward, and tilewise::exchange_heads.
 
-Communication stays inside of ops with fakes and autograd of their own, so that torch.compile(fullgraph=True) around a
-model sees one opaque node and every rank runs the same sequence of exchanges. Groups travel by name.
+Communication stays inside ops with their own fakes and autograd, so that torch.compile(fullgraph=True) sees one opaque
+node and every rank runs the same sequence of exchanges. Groups are passed by name.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Tensors(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Everything about a call that is not a tensor, in the order of the op's schema; `layout` is "packed" for packed
-    rows, `grads` says which of q, k, v, sinks want a gradient.
+    """Everything about a call that is not a tensor, in the order of the op's schema. `layout` is "packed" for packed
+    rows; `grads` says which of q, k, v, sinks need a gradient.
     """
 
     causal: bool
@@ -72,7 +72,7 @@ COUNT = len(Tensors._fields)
 
 
 def heads_of(layout: str) -> Heads:
-    """From the caller's layout to (batch, heads, rows, dim); a view."""
+    """From the caller's layout to (batch, heads, rows, dim), as a view."""
     if layout == "bhsd":
         return lambda t: t
     if layout == "bshd":
@@ -86,7 +86,7 @@ def context_parallel(tensors: Tensors, settings: Settings) -> tuple[Tensor, Tens
 
 
 def exchange_heads(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: str, context: str) -> Tensor:
-    """Rows to every rank and back, see `transport.all_to_all`; differentiable. `context` is compared on first use."""
+    """Exchange rows between ranks, see `transport.all_to_all`; differentiable. `context` is compared on first use."""
     return cast("Tensor", _EXCHANGE(tensor, list(send), list(receive), group, context))
 
 
@@ -163,7 +163,7 @@ def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 
 
 def _as_given(rows: Tensor, like: Tensor, settings: Settings) -> Tensor:
-    """Heads-first rows in the caller's layout and dtype; copied only where one of them differs."""
+    """Heads-first rows in the caller's layout and dtype; copied only if one of them differs."""
     if rows.dtype == like.dtype and settings.layout == "bhsd":
         return rows
     given = like.new_empty((*like.shape[:-1], rows.shape[-1]))
@@ -176,7 +176,7 @@ def _out_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
 
 
 def _checked(tensors: Tensors, settings: Settings, group: Group) -> tuple[Layout, Call]:
-    """Judge this rank's arguments, compare them with the other ranks', and describe the whole problem."""
+    """Validate this rank's arguments, compare them with the other ranks', and describe the whole problem."""
     where = tensors.q.device
     try:
         layout, call = describe(tensors, settings, dist.get_world_size(group))
@@ -187,7 +187,7 @@ def _checked(tensors: Tensors, settings: Settings, group: Group) -> tuple[Layout
 
 
 def describe(tensors: Tensors, settings: Settings, world: int) -> tuple[Layout, Call]:
-    """What is asked: the layout over ranks, and what all pieces of it share; InvalidProblem where it makes no sense."""
+    """The layout over ranks, and what all its pieces share. Raises InvalidProblem for an invalid call."""
     q, k, v = tensors[:3]
     packed = settings.layout == "packed"
     documents: tuple[int, ...] | None = None
@@ -198,7 +198,7 @@ def describe(tensors: Tensors, settings: Settings, world: int) -> tuple[Layout, 
         scale=settings.scale, softcap=settings.softcap, dropout=settings.dropout,
         layout="bshd" if packed else settings.layout, needs_grad=any(settings.grads), backend=settings.backend,
     )  # fmt: skip
-    # Slopes of packed documents have a row a document; the rest is judged as the local call would be.
+    # Slopes of packed documents have one row per document; the rest is validated like the local call.
     own = None if packed and slopes is not None and slopes.dim() == 2 else slopes
     operands = Operands(local[0], local[1], local[2], alibi_slopes=own, sinks=tensors.sinks, seed=tensors.seed)
     problem = validation.describe("dense", operands, flags)
@@ -221,14 +221,14 @@ def describe(tensors: Tensors, settings: Settings, world: int) -> tuple[Layout, 
 
 
 def _seed_there(seed: Tensor | None, where: torch.device) -> Tensor | None:
-    """A seed from the host where the pieces need it: a fill, which unlike a copy does not stop the host."""
+    """A seed from the host on the device of the pieces: a fill, which unlike a copy does not block the host."""
     if seed is None or seed.device == where or seed.device.type != "cpu":
         return seed
     return torch.full((), int(seed), dtype=torch.int64, device=where)
 
 
 def whole_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> tuple[int, int]:
-    """The lengths of the whole sequences of queries and keys, without padding as far as the caller says."""
+    """The lengths of the whole sequences of queries and keys, without padding if the caller gives them."""
     seqlen = world * rows_q if settings.seqlen is None else settings.seqlen
     if settings.seqlen_k is not None:
         return seqlen, settings.seqlen_k
@@ -247,7 +247,7 @@ def _check_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> 
 
 
 def _checked_documents(tensors: Tensors, world: int, rows_q: int, rows_k: int) -> tuple[int, ...]:
-    """The documents' borders in the whole sequence."""
+    """The document boundaries in the whole sequence."""
     documents = () if tensors.cu_seqlens is None else tuple(tensors.cu_seqlens.tolist())
     fix = "Pass the running totals of the lengths of all documents of the whole sequence, the same on every rank."
     if len(documents) == 0 or documents[0] != 0:
@@ -268,8 +268,8 @@ def _checked_documents(tensors: Tensors, world: int, rows_q: int, rows_k: int) -
 
 
 def _description(tensors: Tensors, settings: Settings, layout: Layout) -> Description:
-    """The call in words, by argument; what may differ from rank to rank (the seed's value, the group's name) is not
-    in it.
+    """The call in words, by argument. What may differ between ranks (the seed's value, the group's name) is
+    left out.
     """
     shapes = [
         (name, "None" if t is None else f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}")
@@ -329,7 +329,7 @@ def _register(library: torch.library.Library) -> None:
     register("tilewise::exchange_heads", _exchange_autograd, setup_context=_exchange_save, lib=library)
 
 
-# The library lives as long as the process: dropping it would unregister the ops.
+# The library must live as long as the process: dropping it would unregister the ops.
 _LIBRARY = torch.library.Library("tilewise", "FRAGMENT")
 _register(_LIBRARY)
 _OP: Any = torch.ops.tilewise.context_parallel.default

@@ -1,8 +1,8 @@
 """Which rows of one shard meet which rows of another, and under which mask: pure arithmetic, the same on every rank.
 
-Every pair of chunks falls apart into pieces. A piece is a rectangle of scores that one plain attention call computes:
-masks are bands along the diagonal, so cutting off the keys that no row sees and the rows that see no key leaves a band
-that is again a causal or windowed one, aligned at the bottom right (docs/distributed.md has the derivation).
+Every pair of chunks is cut into pieces. A piece is a rectangle of scores that one plain attention call computes: masks
+are bands along the diagonal, so removing the keys that no row sees and the rows that see no key leaves a band that is
+again causal or windowed, aligned at the bottom right (docs/distributed.md has the derivation).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["Layout", "Piece", "Rectangle", "pairs_of", "pieces", "ring_steps"]
 
 
 class Layout(NamedTuple):
-    """How a whole problem is spread over ranks; rows count padding, lengths do not. Hashable, equal on every rank.
+    """How a whole problem is spread over ranks. Rows count padding, lengths do not. Hashable, equal on every rank.
 
-    `documents` are the running totals of packed documents, None for a dense sequence. `tilted` (ALiBi) wants pieces on
-    one side of the diagonal, `random` (dropout) wants to know where each piece lies.
+    `documents` are the running totals of packed documents, None for a dense sequence. `tilted` (ALiBi) needs pieces on
+    one side of the diagonal, `random` (dropout) needs the position of each piece.
     """
 
     world: int
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """What aligns the last query with the last key."""
+        """Aligns the last query with the last key."""
         return self.seqlen_k - self.seqlen_q
 
     def q_shard(self, rank: int) -> Shard:
@@ -66,9 +66,9 @@ class Rectangle(NamedTuple):
 class Piece:
     """One attention call: rows of the queries' shard, rows of the keys' shard, and the band between them.
 
-    `left` and `right` are the window of the call, None where nothing is cut off. `side` says where the keys lie: around
-    the diagonal ("aligned": distances are those of the call itself), before every query ("past") or after ("future").
-    Whole documents that follow one another are one piece with their lengths in `cu_seqlens`.
+    `left` and `right` are the window of the call, None if unbounded. `side` is the position of the keys: around the
+    diagonal ("aligned": distances are those of the call itself), before every query ("past") or after ("future").
+    Consecutive whole documents are one piece with their lengths in `cu_seqlens`.
     """
 
     q_start: int
@@ -109,8 +109,8 @@ def pieces(layout: Layout, q_shard: Shard, k_shard: Shard) -> tuple[Piece, ...]:
 def ring_steps(layout: Layout) -> tuple[int, ...]:
     """The distances around the ring at which some rank has work; a window makes them few. 0 is always among them.
 
-    By what each chunk of queries reaches, not by trying all pairs of ranks: packed batches bring new documents every
-    step, and 256 ranks would spend 0.8 s on 65,536 pairs.
+    Computed from the reach of each chunk of queries, because trying all pairs of ranks is too slow: packed batches
+    bring new documents every step.
     """
     count = chunks_per_rank(layout.sharding)
     size = layout.rows_k // count
@@ -118,7 +118,7 @@ def ring_steps(layout: Layout) -> tuple[int, ...]:
     for place, chunk in enumerate(chunk_order(layout.world, layout.sharding)):
         owners[chunk] = place // count
     steps = {0}
-    # Late ranks first: in a causal problem the last one reaches everybody.
+    # Late ranks first: in a causal problem the last one reaches all others.
     for rank in reversed(range(layout.world)):
         for k0, k1 in (span for chunk in layout.q_shard(rank) for span in _reach(layout, chunk)):
             steps.update((rank - owner) % layout.world for owner in owners[k0 // size : -(-k1 // size)])
@@ -128,7 +128,7 @@ def ring_steps(layout: Layout) -> tuple[int, ...]:
 
 
 def _reach(layout: Layout, chunk: Chunk) -> Iterator[tuple[int, int]]:
-    """The stretches of keys k0 .. k1-1 that some query of a chunk sees; documents wholly inside it are left out."""
+    """The ranges of keys k0 .. k1-1 that some query of a chunk sees, without documents wholly inside it."""
     exact = layout._replace(random=False)
     whole = [(0, Rectangle(chunk.start, chunk.stop, 0, layout.seqlen_k))]
     borders = layout.documents
@@ -157,7 +157,7 @@ def _chunk_pieces(layout: Layout, q_chunk: Chunk, k_chunk: Chunk) -> Iterator[Pi
         return
     borders = layout.documents
     begin, end = max(q_chunk.start, k_chunk.start), min(q_chunk.stop, k_chunk.stop)
-    # The documents that reach into both chunks; those wholly inside both come as one piece.
+    # The documents that reach into both chunks. Those wholly inside both become one piece.
     first = max(0, bisect.bisect_right(borders, begin) - 1)
     whole: list[int] = []
     for document in range(first, len(borders) - 1):
@@ -202,7 +202,7 @@ def _whole_documents(layout: Layout, documents: list[int], q_chunk: Chunk, k_chu
 
 
 def _rectangle_pieces(layout: Layout, where: Rectangle, q_row: int, k_row: int, document: int) -> Iterator[Piece]:
-    """One rectangle, trimmed to what its band touches; `q_row` and `k_row` are the rows of position 0."""
+    """One rectangle, trimmed to its band; `q_row` and `k_row` are the rows of position 0."""
     trimmed = _trimmed(layout, where)
     if trimmed is None:
         return
@@ -233,7 +233,7 @@ def _rectangle_pieces(layout: Layout, where: Rectangle, q_row: int, k_row: int, 
 
 
 def _trimmed(layout: Layout, where: Rectangle) -> Rectangle | None:
-    """Without the keys that no row sees and the rows that see no key; None if nothing is left."""
+    """The rectangle without keys that no row sees and rows that see no key; None if nothing is left."""
     q0, q1, k0, k1 = where
     left, right, offset = layout.left, layout.right, layout.offset
     if q0 >= q1 or k0 >= k1:
@@ -249,13 +249,13 @@ def _trimmed(layout: Layout, where: Rectangle) -> Rectangle | None:
     if left is not None:
         q1 = min(q1, k1 - offset + left)
     if layout.random:
-        # Whole draws of four keys; the window still hides what this brings back.
+        # Whole draws of four keys; the window still hides the extra ones.
         k0 = max(where.k0, k0 // 4 * 4)
     return Rectangle(q0, q1, k0, k1) if q0 < q1 else None
 
 
 def _joined(found: list[Piece]) -> list[Piece]:
-    """Full pieces that share their keys or their queries and lie side by side become one: half the calls in zigzag."""
+    """Join full pieces that share their keys or queries and are adjacent: half the calls in zigzag."""
     joined: list[Piece] = []
     for piece in found:
         before = joined[-1] if joined else None

@@ -1,8 +1,8 @@
 """The ring: keys and values travel from rank to rank while every rank computes with what it has.
 
-Two receive buffers alternate: the next block is on its way before the present one is computed with, and nothing in the
-loop waits on the host (with NCCL a wait orders streams). In the backward the gradients of a block of keys travel with
-it, in fp32, one step behind, and end at its owner.
+Two receive buffers alternate: the next block is in flight before the current one is used, and nothing in the loop
+blocks the host (with NCCL a wait only orders streams). In the backward the gradients of a block of keys travel with it,
+in fp32, one step behind, and end at its owner.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Heads = Callable[[Tensor], Tensor]
 
 
 class Visit(NamedTuple):
-    """A block of keys that is here now: whose it is, the pieces to compute, K and V in the caller's layout."""
+    """A block of keys that is here now: its owner, the pieces to compute, K and V in the caller's layout."""
 
     step: int
     pieces: tuple[Piece, ...]
@@ -56,7 +56,9 @@ def ring_backward(
     heads: Heads,
     group: Group,
 ) -> Gradients:
-    """The gradients of this rank's queries (heads first) and keys (as they came), in the accumulator's dtype."""
+    """The gradients of this rank's queries (heads first) and keys (in the caller's layout), in the
+    accumulator's dtype.
+    """
     queries = heads(q)
     dq = torch.zeros(queries.shape, dtype=saved.lse.dtype, device=q.device) if wanted.dq else None
     travelling = _Travelling(k, v, saved.lse.dtype, wanted, group)
@@ -77,7 +79,7 @@ def ring_backward(
 
 
 def visits(layout: Layout, k: Tensor, v: Tensor, group: Group) -> Iterator[Visit]:
-    """The blocks of keys in the order in which they come by, this rank's own first; steps without work are left out."""
+    """The blocks of keys in order of arrival, this rank's own first. Steps without work are left out."""
     rank, steps = dist.get_rank(group), ring_steps(layout)
     own = layout.q_shard(rank)
     present = [k.contiguous(), v.contiguous()]
@@ -98,7 +100,7 @@ def visits(layout: Layout, k: Tensor, v: Tensor, group: Group) -> Iterator[Visit
 
 
 class _Travelling:
-    """Gradients of K and V on their way around the ring, one step behind the keys."""
+    """Gradients of K and V that travel around the ring, one step behind the keys."""
 
     def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype, wanted: Wanted, group: Group) -> None:
         self.group = group
@@ -111,19 +113,19 @@ class _Travelling:
         return [None if t is None else torch.zeros(t.shape, dtype=self.dtype, device=t.device) for t in self.like]
 
     def expect(self, steps: Sequence[int], step: int) -> Transfer | None:
-        """Send on what the step before left here and start receiving the present block's gradients so far."""
+        """Send on what the previous step left here and start receiving the current block's gradients so far."""
         index = steps.index(step)
         return None if index == 0 else self._rotate(step - steps[index - 1])
 
     def depart(self, arriving: Transfer | None, parts: list[Tensor | None]) -> None:
-        """Add this rank's parts to what arrived: ready to travel on."""
+        """Add this rank's parts to what arrived, ready to be sent on."""
         if arriving is not None:
             received = iter(arriving.wait())
             parts = [None if t is None else t.add_(next(received)) for t in parts]
         self.present = parts
 
     def home(self, steps: Sequence[int]) -> list[Tensor | None]:
-        """The gradients of this rank's own keys, from where the last step left them."""
+        """The gradients of this rank's own keys, from the rank where the last step left them."""
         transfer = self._rotate(-steps[-1]) if steps[-1] else None
         if transfer is not None:
             received = iter(transfer.wait())

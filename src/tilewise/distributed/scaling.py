@@ -1,7 +1,7 @@
-"""How long a step takes on many devices: compute rates, links, and what of the communication is hidden.
+"""A model of the time of a step on many devices: compute rates, links, and how much communication is hidden.
 
-A model, not a measurement: FLOPs over a measured rate, bytes over a link, and the schedule of each method laid out in
-time. docs/distributed.md compares it with runs of 1, 2 and 4 CPU ranks.
+A model, not a measurement: FLOPs over a measured rate, bytes over a link, and the schedule of each method in time.
+docs/distributed.md compares it with runs of 1, 2 and 4 CPU ranks.
 
     >>> million = Scenario(world=64, seqlen=1 << 20, causal=True)
     >>> predict(million, Rates.of_device("h200"), LINKS["infiniband-ndr"]).forward.efficiency > 0.9
@@ -27,8 +27,8 @@ METHODS = ("ring", "all_gather", "heads")
 
 
 class Link(NamedTuple):
-    """One device's way to its neighbour: bytes per second in one direction as the vendor states them, the share of it
-    that large messages reach, and the seconds before the first byte arrives.
+    """The link of one device to its neighbour: nominal bytes per second in one direction, the share of it that large
+    messages reach, and the latency in seconds.
     """
 
     name: str
@@ -61,7 +61,7 @@ LINKS: dict[str, Link] = {
     )
 }
 
-# The links of a kind of device: to its neighbours in a node of that many, and beyond.
+# The links of a device type: within a node of that many devices, and between nodes.
 NODES: dict[str, tuple[str, str, int]] = {
     "v100": ("pcie4", "infiniband-hdr", 8),
     "a100": ("nvlink3", "infiniband-hdr", 8),
@@ -74,10 +74,10 @@ NODES: dict[str, tuple[str, str, int]] = {
     "cpu": ("loopback", "ethernet-25g", 1024),
 }
 
-# Shares of the dense bf16 peak that the kernels reach on an H200 (causal, head_dim 128, N = 4096: 649 and 545 of 989
-# TFLOP/s, bench/results); for other devices the same shares are assumed.
+# Shares of the dense bf16 peak that the kernels reach on an H200 (causal, head_dim 128, 4096 tokens; bench/results).
+# The same shares are assumed for other devices.
 FORWARD_SHARE, BACKWARD_SHARE = 649 / 989, 545 / 989
-# Host time to issue one step of a ring on a GPU: a launch, a merge and a transfer, where the GPU does not cover it.
+# Host time of one ring step on a GPU (a launch, a merge and a transfer) where the GPU does not hide it.
 LAUNCH_SECONDS = 30e-6
 # What `method="auto"` assumes of a CPU rank, so that every rank assumes the same.
 NOMINAL_CPU = 60e9
@@ -85,7 +85,7 @@ NOMINAL_CPU = 60e9
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one rank computes: FLOPs per second forward and backward, bytes per second of memory, seconds per launch."""
+    """The rates of one rank: FLOPs per second forward and backward, bytes per second of memory, seconds per launch."""
 
     name: str
     forward: float
@@ -173,9 +173,9 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Seconds of a forward or backward pass on one rank: all of it, computing, and waiting for the link.
+    """Seconds of a forward or backward pass on one rank: total, computing, and waiting for the link.
 
-    `hidden` is communication that takes place behind computing; `ideal` is the work over the ranks' rates alone.
+    `hidden` is communication that overlaps with computing; `ideal` is the work over the ranks' rates alone.
     """
 
     seconds: float
@@ -192,7 +192,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one method costs on every rank."""
+    """The cost of one method on every rank."""
 
     method: str
     scenario: Scenario
@@ -208,7 +208,7 @@ class Prediction:
 
 
 def predict(scenario: Scenario, rates: Rates, link: Link, method: str = "ring") -> Prediction:
-    """Time and memory of one method over one link, the slowest on the way around."""
+    """Time and memory of one method over the slowest link of the ring."""
     if method not in METHODS:
         raise InvalidProblem("method", "one of " + ", ".join(METHODS), repr(method), "Name one of them.")
     passes = {"ring": _ring, "all_gather": _gather, "heads": _heads}[method]
@@ -251,11 +251,11 @@ def _compute(scenario: Scenario, rates: Rates, backward: bool) -> tuple[float, f
 
 
 def _ring(scenario: Scenario, rates: Rates, link: Link, backward: bool) -> Pass:
-    """Every step computes with one block while the next one arrives; a backward sends the gradients home at the end."""
+    """Every step computes with one block while the next arrives. A backward sends the gradients home at the end."""
     steps = scenario.ring_steps()
     compute, ideal = _compute(scenario, rates, backward)
     accumulators = scenario.kv_elements * 4
-    # The merge reads and writes fp32 rows and reads the partial ones; the backward adds dq, dk and dv likewise.
+    # The merge reads and writes fp32 rows and reads the partial ones. The backward adds dq, dk and dv likewise.
     merged = scenario.out_elements * (8 + scenario.itemsize)
     if backward:
         merged = (scenario.q_elements + scenario.kv_elements) * (8 + scenario.itemsize)
@@ -268,7 +268,7 @@ def _ring(scenario: Scenario, rates: Rates, link: Link, backward: bool) -> Pass:
 
 
 def _gather(scenario: Scenario, rates: Rates, link: Link, backward: bool) -> Pass:
-    """Groups of heads: the first gather is waited for, the others overlap; gradients go home after each group."""
+    """Groups of heads: the first gather is waited for, the others overlap. Gradients are sent home after each group."""
     compute, ideal = _compute(scenario, rates, backward)
     groups = math.ceil(scenario.num_kv_heads / max(1, scenario.num_kv_heads // scenario.world))
     others = scenario.world - 1
@@ -293,18 +293,18 @@ def _heads(scenario: Scenario, rates: Rates, link: Link, backward: bool) -> Pass
 
 
 def memory_bytes(scenario: Scenario, method: str) -> int:
-    """What a rank holds at the peak of a training step's attention: shards, results, buffers and gradients."""
+    """Peak memory of a rank in a training step's attention: shards, results, buffers and gradients."""
     size = scenario.itemsize
     lse = scenario.batch * scenario.rows * scenario.num_heads * 4
     shards = (scenario.q_elements + scenario.out_elements) * size + scenario.kv_bytes + lse
-    # dout, and the gradients as they are returned.
+    # dout, and the returned gradients.
     gradients = (scenario.out_elements + scenario.q_elements) * size + scenario.kv_bytes
     if method == "heads":
         copies = max(1, -(-scenario.world // scenario.num_kv_heads))
         whole = (scenario.q_elements + scenario.out_elements) * size + scenario.kv_bytes * copies + lse
         return shards + gradients + 2 * whole
     if method == "ring":
-        # Two blocks of keys in turn; their fp32 gradients: made here, arriving and leaving; dq in fp32.
+        # Two alternating blocks of keys; their fp32 gradients: local, arriving and leaving; dq in fp32.
         buffers = (
             2 * scenario.kv_bytes + 3 * 4 * scenario.kv_elements if scenario.world > 1 else 4 * scenario.kv_elements
         )

@@ -1,7 +1,7 @@
-"""Who holds which tokens: a sequence is cut into equal chunks, and each rank holds one (contiguous) or two (zigzag).
+"""Which rank holds which tokens: a sequence is cut into equal chunks; each rank holds one (contiguous) or two (zigzag).
 
 Zigzag gives rank r the chunks r and 2 * world - 1 - r, an early and a late one, so that every rank has the same causal
-work. The last chunks may be padding: every shard has the same number of rows, so that exchanges have one size.
+work. The last chunks may be padding: every shard has the same number of rows, so that all exchanges have one size.
 
     >>> [[(c.start, c.stop) for c in shard_of(rank, 2, 4, 7, "zigzag")] for rank in range(2)]
     [[(0, 2), (6, 7)], [(2, 4), (4, 6)]]
@@ -33,12 +33,12 @@ __all__ = [
 
 Sharding = Literal["zigzag", "contiguous"]
 
-# Rows of a chunk that `shard` makes come in fours: one draw of random words serves four keys.
+# Chunks made by `shard` are multiples of four rows, because one Philox draw serves four keys.
 ROWS_MULTIPLE = 4
 
 
 class Chunk(NamedTuple):
-    """Tokens start .. stop-1 of the sequence, from row `row` of a shard on; padding is left out."""
+    """Tokens start .. stop-1 of the sequence, from row `row` of a shard on, without padding."""
 
     start: int
     stop: int
@@ -54,14 +54,14 @@ def chunks_per_rank(sharding: str) -> int:
 
 
 def chunk_order(world: int, sharding: str) -> list[int]:
-    """The chunks of all ranks, in the order in which the shards lie one after another."""
+    """The chunks of all ranks, in the order of the concatenated shards."""
     if sharding == "contiguous":
         return list(range(world))
     return [chunk for rank in range(world) for chunk in (rank, 2 * world - 1 - rank)]
 
 
 def shard_of(rank: int, world: int, rows: int, seqlen: int, sharding: str) -> Shard:
-    """What a rank holds of a sequence of `seqlen` tokens in shards of `rows` rows; a chunk of padding is left out."""
+    """A rank's part of a sequence of `seqlen` tokens in shards of `rows` rows. A chunk of padding is left out."""
     count = chunks_per_rank(sharding)
     size = rows // count
     chunks = chunk_order(world, sharding)[rank * count : (rank + 1) * count]
@@ -120,7 +120,7 @@ def position_ids(
 ) -> Tensor:
     """The position of each of this rank's `rows` rows in the sequence, int64; for rotary embeddings and the like.
 
-    With the documents' `cu_seqlens`, the position within the document. Rows of padding count on.
+    With the documents' `cu_seqlens`, the position within the document. Rows of padding continue the count.
     """
     group = group_of(mesh_or_group)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -137,7 +137,7 @@ def position_ids(
 
 
 def in_order(tensor: Tensor, dim: int, world: int, sharding: str) -> Tensor:
-    """Shards that lie one after another along `dim`, as one sequence."""
+    """Concatenated shards along `dim`, as one sequence."""
     if sharding == "contiguous" or world == 1:
         return tensor
     pieces = tensor.chunk(2 * world, dim)
@@ -146,7 +146,7 @@ def in_order(tensor: Tensor, dim: int, world: int, sharding: str) -> Tensor:
 
 
 def as_shards(tensor: Tensor, dim: int, world: int, sharding: str) -> Tensor:
-    """One sequence, as shards that lie one after another along `dim`: the inverse of `in_order`."""
+    """One sequence, as concatenated shards along `dim`: the inverse of `in_order`."""
     if sharding == "contiguous" or world == 1:
         return tensor
     pieces = tensor.chunk(2 * world, dim)

@@ -1,6 +1,6 @@
-"""What crosses between ranks: point-to-point rings, gathers and all-to-alls over one process group.
+"""Communication between ranks: point-to-point rings, gathers and all-to-alls over one process group.
 
-With NCCL a wait only orders streams, the host runs on. gloo carries CPU memory; CUDA tensors on a gloo group (two ranks
+With NCCL a wait only orders streams; the host runs on. gloo carries CPU memory; CUDA tensors on a gloo group (two ranks
 on one GPU, where NCCL refuses) are staged through the host.
 """
 
@@ -32,7 +32,7 @@ __all__ = [
 
 Group = ProcessGroup
 MeshOrGroup = ProcessGroup | DeviceMesh | None
-# Its name from torch 2.13 on; the old one warns there.
+# The name from torch 2.13 on, where the old one warns.
 _GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -41,7 +41,7 @@ class PeerFailure(TilewiseError, RuntimeError):
 
 
 def group_of(mesh_or_group: MeshOrGroup) -> Group:
-    """The process group meant: a group, a one-dimensional mesh, or None for all ranks."""
+    """The process group of a group, a one-dimensional mesh, or None for all ranks."""
     if not dist.is_available() or not dist.is_initialized():
         fix = "Start with torchrun and call torch.distributed.init_process_group first."
         raise InvalidProblem("mesh_or_group", "an initialised process group", "torch.distributed not initialised", fix)
@@ -58,13 +58,13 @@ def group_of(mesh_or_group: MeshOrGroup) -> Group:
 
 
 def group_named(name: str) -> Group:
-    """The group that an op was given by its name."""
+    """The group with the name that an op was given."""
     c10d: Any = torch.distributed.distributed_c10d
     return cast("Group", c10d._resolve_process_group(name))  # noqa: SLF001
 
 
 class Transfer(NamedTuple):
-    """A running exchange; `wait` gives what was received. `sent` is kept alive until then."""
+    """A running exchange. `wait` returns the received tensors; `sent` is kept alive until then."""
 
     works: list[dist.Work]
     received: list[Tensor]
@@ -103,7 +103,7 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
 
 
 def start_all_gather(tensor: Tensor, group: Group) -> Transfer:
-    """`all_gather` under way."""
+    """A started `all_gather`."""
     world = dist.get_world_size(group)
     shape = (world * tensor.shape[0], *tensor.shape[1:]) if tensor.dim() else (world,)
     whole = tensor.new_empty(shape)
@@ -118,7 +118,7 @@ def start_all_gather(tensor: Tensor, group: Group) -> Transfer:
 
 
 def all_to_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """Rows of a contiguous tensor to every rank, `send[r]` of them to rank r; `receive[r]` come back from it."""
+    """Send `send[r]` rows of a contiguous tensor to each rank r and receive `receive[r]` rows from it."""
     staging = _staged(group, tensor)
     sent = tensor.cpu() if staging else tensor
     target = sent.new_empty((sum(receive), *tensor.shape[1:]))
@@ -143,7 +143,7 @@ def _backend(group: Group, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def failures_named(what: str) -> Iterator[None]:
-    """Say what was being done when the group failed."""
+    """Adds what was being done to the error if the group fails."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK", "E4M3_MAX", "Fp8Tensor", "quantize", "quantize_pages", "rotate"]
 
-# Names that are loaded on first use, and from where: every call knows containers, few make them.
+# Names that are loaded on first use, and their modules: every call knows containers, few make them.
 _LAZY = {"quantize": "quantisation", "quantize_pages": "quantisation", "rotate": "rotation"}
 
 
@@ -26,7 +26,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        # Kept, as finding it again takes longer than what it does before a launch.
+        # Stored, because the lookup takes longer than the host work before a launch.
         found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""The container: e4m3 data together with the scales it means nothing without.
+"""The container: e4m3 data with its scales.
 
-A value is `data * scale`. Whatever the granularity, `scale` has one entry per (batch entry, head, block of rows), with
-stride 0 along what shares a scale, so that nobody who reads it has to know how it was chosen.
+A value is `data * scale`. For every granularity, `scale` has one entry per (batch entry, head, block of rows), with
+stride 0 along dimensions that share a scale, so that readers need not know how it was chosen.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK = 128
 Granularity = Literal["tensor", "head", "block", "page"]
 Fp8Layout = Literal["bhsd", "bshd", "packed", "paged"]
 
-# Where the heads and the rows are, by layout; a page is a batch entry of its own.
+# The dimensions of heads and rows, by layout; a page is a batch entry of its own.
 _DIMS: dict[str, tuple[int, int | None, int]] = {
     # layout: (rank, rows, heads)
     "bhsd": (4, 2, 1),
@@ -60,7 +60,7 @@ class Fp8Tensor:
     block: int | None = None
     rotated: bool = False
     dtype: torch.dtype = torch.bfloat16
-    # What calls are told apart by beside the tensors, put together once; types, because 1 equals True.
+    # The part of the call signature besides the tensors, built once; types included, because 1 equals True.
     about: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -70,28 +70,28 @@ class Fp8Tensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the data."""
+        """Shape of the data."""
         return self.data.shape
 
     @property
     def device(self) -> torch.device:
-        """Of data and scales."""
+        """Device of data and scales."""
         return self.data.device
 
     @property
     def nbytes(self) -> int:
-        """Memory of the data and of the scales that are stored."""
+        """Memory of the data and of the stored scales."""
         stored = math.prod(n for n, s in zip(self.scale.shape, self.scale.stride(), strict=True) if s or n == 0)
         return self.data.nbytes + stored * self.scale.element_size()
 
     def to(self, device: torch.device | str) -> Fp8Tensor:
-        """On another device; the stored scales travel once, however many rows share them."""
+        """The container on another device. Stored scales are copied once, however many rows share them."""
         strides = self.scale.stride()
         stored = self.scale[tuple(slice(None) if s else slice(0, 1) for s in strides)]
         return replace(self, data=self.data.to(device), scale=stored.to(device).expand(self.scale.shape))
 
     def dequantize(self, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The fp32 tensor this stands for, still rotated if it is; packed rows with several scales need cu_seqlens."""
+        """The fp32 tensor it represents, still rotated if it is. Packed rows with several scales need cu_seqlens."""
         return self.data.float() * row_scales(self, cu_seqlens)
 
 
@@ -126,7 +126,7 @@ def _packed_row_scales(tensor: Fp8Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _check(tensor: Fp8Tensor) -> None:
-    """Everything that can be known without the call the tensor is meant for."""
+    """Checks everything that does not depend on the call."""
     parts: tuple[tuple[str, Any, torch.dtype], ...] = (
         ("data", tensor.data, E4M3),
         ("scale", tensor.scale, torch.float32),

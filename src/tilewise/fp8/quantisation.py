@@ -1,4 +1,4 @@
-"""Quantising: what the bits are, in plain torch; on a GPU fused kernels write the same ones.
+"""Quantising, defined in plain torch; on a GPU fused kernels compute the same bits.
 
 For a group of values that share a scale:
 
@@ -7,12 +7,12 @@ For a group of values that share a scale:
     data  = e4m3(clamp(x * (448 / amax), -448, 448))              fp32 products, e4m3 to nearest, ties to even;
                                                                   of rotated rows as rounding.py says
 
-so that e4m3 numbers from 2^-9 to 448 cover magnitudes from scale / 512 to amax, below 2^-10 of the scale they become 0.
+e4m3 numbers from 2^-9 to 448 thus cover magnitudes from scale / 512 to amax; values below 2^-10 of the scale become 0.
 
-What never happens silently: with a scale of its own a group cannot overflow. With scales that are given (a calibrated
-`scale=`) finite values beyond them saturate at +-448 * scale. NaN and infinities have no e4m3 number and become NaN,
-which attention carries into the rows that see it, while the scale of their group comes from its finite values;
-`nonfinite="raise"` refuses them instead, at the price of waiting for the device.
+With a scale of its own a group cannot overflow. With given scales (a calibrated `scale=`) finite values beyond them
+saturate at +-448 * scale. NaN and infinities have no e4m3 number and become NaN, which attention carries into the rows
+that see it, while the scale of their group comes from its finite values; `nonfinite="raise"` refuses them instead, at
+the price of a device synchronisation.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from tilewise.totals import check_totals, longest_of
 
 __all__ = ["quantize", "quantize_pages"]
 
-# What a given scale may be: it and its inverse are normal fp32 numbers.
+# Range of a given scale: it and its inverse are normal fp32 numbers.
 SCALE_RANGE = (1e-37, 1e37)
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
-# Types of tensors that are nothing but memory.
+# Tensor types that are plain memory.
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -58,12 +58,12 @@ def quantize(
 ) -> Fp8Tensor:
     """q, k or v in e4m3, with one scale per tensor, per (sequence, head), or per `block` rows of a head.
 
-    x (batch, heads, seqlen, dim), with `layout="bshd"` (batch, seqlen, heads, dim), or packed (total, heads, dim) with
-    `cu_seqlens`, whose rows past the last sequence become 0 and count for no scale; `max_seqlen`, the longest length,
-    keeps block scales short where reading it would make the CPU wait. `rotation` rotates the rows first:
-    of q and k, or of neither. `scale` is a calibrated one (a number, or fp32 that broadcasts to (batch, heads, blocks))
-    instead of the tensor's own. Rejects tensors that require a gradient: rounding to e4m3 has none. `cu_seqlens` and
-    scales are checked as those of `attention_varlen` are: contents on a CPU, on a GPU with TILEWISE_CHECK_VALUES=1.
+    x is (batch, heads, seqlen, dim), with `layout="bshd"` (batch, seqlen, heads, dim), or packed (total, heads, dim)
+    with `cu_seqlens`; rows past the last sequence become 0 and do not affect scales. `max_seqlen`, the longest length,
+    keeps block scales short where reading it would synchronise. `rotation` rotates the rows first: use it for q and k,
+    or for neither. `scale` is a calibrated one (a number, or fp32 that broadcasts to (batch, heads, blocks)) instead of
+    the tensor's own. Raises for tensors that require a gradient: rounding to e4m3 has none. `cu_seqlens` and scales are
+    checked as in `attention_varlen`: contents on a CPU, on a GPU with TILEWISE_CHECK_VALUES=1.
 
         >>> k = quantize(torch.randn(1, 2, 300, 64), granularity="block", rotation=True)
         >>> k.dequantize().shape
@@ -105,7 +105,7 @@ def quantize_pages(pages: Tensor) -> Fp8Tensor:
 
 @functools.cache
 def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
-    """What quantises on a GPU; asked once, as finding a package takes longer than a call."""
+    """The GPU kernel. Cached, because looking for a package takes longer than a call."""
     from tilewise import dispatch
     from tilewise.backends.base import Quantising
 
@@ -125,7 +125,7 @@ def _compute(
     given: Tensor | None,
     max_seqlen: int | None,
 ) -> tuple[Tensor, Tensor]:
-    # Where torch records what is done, it records the operations below.
+    # Where torch records operations, it records those below.
     if x.is_cuda and type(x) in PLAIN and not torch.compiler.is_compiling():
         return _kernel()(
             x, granularity, block, layout, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen
@@ -140,13 +140,13 @@ def _compute(
 
 
 class _Rows(NamedTuple):
-    """Heads first, fp32 (batch, heads, rows, dim): what is rounded, and what it was before rotation if it was."""
+    """Heads-first fp32 (batch, heads, rows, dim): the values to round, and the values before rotation, if any."""
 
     values: Tensor
     before: Tensor | None = None
 
     def encoded(self, inverse: Tensor) -> Tensor:
-        """In e4m3."""
+        """The rows in e4m3."""
         if self.before is None:
             return encode(self.values, inverse)
         return encode_rotated(self.before, self.values, inverse)
@@ -194,7 +194,7 @@ def _packed(
     given: Tensor | None,
     max_seqlen: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Sequence by sequence, as dense tensors of one batch entry."""
+    """Sequence by sequence, as dense tensors with one batch entry."""
     bounds = cu_seqlens.tolist()
     data = torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(E4M3)
     pieces = [x[a:b].transpose(0, 1)[None] for a, b in itertools.pairwise(bounds)]
@@ -310,7 +310,7 @@ def _judged_scale(x: Tensor, scale: Any) -> Tensor:
 
 
 def _are_read(tensor: Tensor) -> bool:
-    """Whether contents are judged: free on a CPU, a synchronisation on a GPU; a traced tensor has none."""
+    """Whether contents are validated: free on a CPU, a synchronisation on a GPU; a traced tensor has none."""
     if type(tensor) not in PLAIN or tensor.is_meta or torch.compiler.is_compiling():
         return False
     return tensor.device.type == "cpu" or settings.current().check_values

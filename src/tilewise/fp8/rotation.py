@@ -1,9 +1,9 @@
-"""The rotation of q and k: random signs, then Walsh-Hadamard transforms. It leaves q.k as it is and spreads outliers.
+"""The rotation of q and k: random signs, then Walsh-Hadamard transforms. It preserves q.k and spreads outliers.
 
-A head of n = 2^k channels is multiplied by diag(signs) H / sqrt(n), an orthogonal matrix, so that in exact arithmetic
-every score stays the same; one channel's outlier becomes a little of every channel, and the scale that covers it costs
-the others fewer bits. Other head dims are cut into descending powers of two (96 = 64 + 32), each rotated by itself: the
-matrix is still orthogonal, while a part of 1 stays as it is and a short part spreads less.
+A head of n = 2^k channels is multiplied by diag(signs) H / sqrt(n), an orthogonal matrix, so every score is unchanged
+in exact arithmetic. An outlier of one channel is spread over all channels, and the scale that covers it costs the
+others fewer bits. Other head dims are cut into descending powers of two (96 = 64 + 32), each rotated by itself: the
+matrix is still orthogonal, but a short part spreads less, and a part of 1 stays unchanged.
 
 The order of the additions is part of the definition: butterflies of distance 1, 2, 4, ... in fp32, then one
 multiplication. So a CPU and a GPU compute the same bits.
@@ -29,9 +29,8 @@ SIGN_KEY = (0x7469_6C65, 0x7769_7365)
 
 
 def _kept(make: Callable[[int, torch.device], Tensor]) -> Callable[[int, torch.device], Tensor]:
-    """The same tensor for every call, made as an ordinary one: a fake one, made while a mode watches, one that autograd
-    may not save, made in inference mode, and one in the memory pool of a graph would be served to calls that can do
-    nothing with them.
+    """Caches a tensor, made as an ordinary one. A fake tensor (made under a mode), an inference tensor, or one in a
+    graph's memory pool would be useless to later calls.
     """
 
     @functools.lru_cache(maxsize=256)
@@ -78,14 +77,17 @@ def norms(head_dim: int, device: torch.device) -> Tensor:
 
 @_kept
 def directions(head_dim: int, device: torch.device) -> Tensor:
-    """bf16 (head_dim, head_dim): where each channel goes, as +1 or -1 up to its own sign, and 0 outside its part."""
+    """bf16 (head_dim, head_dim): the rotated direction of each channel, +1 or -1 up to its own sign, 0 outside its
+    part.
+    """
     blocks = [_hadamard(torch.eye(size, dtype=torch.float32, device="cpu")) for size in parts(head_dim)]
     matrix: Tensor = torch.block_diag(*blocks)
     return matrix.bfloat16().to(device)
 
 
 def rotate(x: Tensor) -> Tensor:
-    """The last dimension in the rotated basis, in fp32: products of rotated rows are those of the rows, up to rounding.
+    """The last dimension in the rotated basis, in fp32. Products of rotated rows equal those of the rows, up to
+    rounding.
 
     >>> x = torch.randn(3, 96)
     >>> torch.allclose(rotate(x).square().sum(-1), x.square().sum(-1), rtol=1e-5)

@@ -1,8 +1,8 @@
 """Rounding to e4m3: to the nearest number, and for rotated rows so that their largest channel keeps its value.
 
-Rotation spreads a row's outlier over all channels, and the rounding errors of all of them add up again to an error of
-the outlier. That is the channel in which products with other outliers are large, so it costs more than any other. Of
-the two codes around a value the farther one may be taken where that brings the outlier back:
+Rotation spreads a row's outlier over all channels, and their rounding errors add up again to an error of the outlier.
+That is the channel in which products with other outliers are large, so its error matters most. Of the two codes around
+a value the farther one may be taken if that restores the outlier:
 
     y      = the rotated row times 448 / amax
     j      = the channel of the row before rotation that is largest, by the upper 14 bits of its magnitude's fp32
@@ -12,8 +12,8 @@ the two codes around a value the farther one may be taken where that brings the 
     t      = sum(error * d) / size of j's part
     data   = e4m3(y - t * d) where that is within 1/16 of y, else e4m3(y); NaN in rows that are not finite
 
-Values stay within the 1/16 that nearest rounding promises, and t moves a few of 128 codes. RMSE of attention at 8192
-tokens with 0.1 % outliers of sigma 10: 8.92e-3 -> 8.37e-3 over eight draws, of which 6.2e-3 are V's rounding.
+Values stay within the 1/16 that nearest rounding promises, and t changes only a few codes per row. The effect on
+accuracy is in bench/results/fp8-accuracy.csv.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tilewise.fp8.rotation import directions, part_sizes
 
 __all__ = ["INDEX_BITS", "encode", "encode_rotated"]
 
-# Low bits of a magnitude that give way to the number of its channel (head dims go up to 512).
+# Low bits of a magnitude that are replaced by the channel number (head dims go up to 512).
 INDEX_BITS = 9
 # Adding and subtracting it rounds errors, which are at most 16, to multiples of 2^-11.
 GRID = 1.5 * 2.0**12
@@ -35,12 +35,12 @@ GRID = 1.5 * 2.0**12
 def encode(x: Tensor, inverse: Tensor) -> Tensor:
     """e4m3 of fp32 values times `inverse`: to nearest, saturated, NaN where not finite."""
     scaled = (x * inverse).clamp(-E4M3_MAX, E4M3_MAX)
-    # Explicitly: releases of torch differ in what a cast makes of infinities.
+    # Explicit, because torch releases differ in how they cast infinities.
     return torch.where(torch.isfinite(x), scaled, torch.nan).to(E4M3)
 
 
 def encode_rotated(x: Tensor, rotated: Tensor, inverse: Tensor) -> Tensor:
-    """e4m3 of `rotated` times `inverse`, where `rotated` is the rotation of the rows of x: see above."""
+    """e4m3 of `rotated` times `inverse`, where `rotated` is the rotation of the rows of x: see the module docstring."""
     y = (rotated * inverse).clamp(-E4M3_MAX, E4M3_MAX)
     largest = _largest_channel(x.float())
     direction = directions(x.shape[-1], x.device)[largest].float()

@@ -1,4 +1,4 @@
-"""Scales of e4m3 data: amax / 448, and what given ones must look like."""
+"""Scales of e4m3 data: amax / 448, and the shapes of given ones."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from tilewise.fp8.container import E4M3_MAX
 
 __all__ = ["AMAX_FLOOR", "broadcast_scale", "inverse_of", "scale_of"]
 
-# Groups of smaller numbers get this one's scale: 448 / amax stays finite, and so does the ratio of any two scales.
+# Groups of smaller numbers use this amax: 448 / amax stays finite, and so does the ratio of any two scales.
 AMAX_FLOOR = 2.0**-96
 
 
 def scale_of(amax: Tensor) -> Tensor:
     """The scale of groups with these largest magnitudes."""
     amax = amax.clamp_min(AMAX_FLOOR)
-    # By a tensor: for a number torch multiplies by its reciprocal on a GPU, which rounds twice.
+    # Divide by a tensor: for a number, torch multiplies by its reciprocal on a GPU, which rounds twice.
     return amax / torch.full_like(amax, E4M3_MAX)
 
 
 def inverse_of(amax: Tensor) -> Tensor:
-    """What values are multiplied with before rounding."""
+    """The factor of values before rounding."""
     amax = amax.clamp_min(AMAX_FLOOR)
     return torch.full_like(amax, E4M3_MAX) / amax
 

@@ -1,1 +1,1 @@
-"""Drop-in shapes of other people's interfaces: adapters that reshape arguments and call `tilewise.attention*`."""
+"""Adapters with the interfaces of other libraries: they reshape arguments and call `tilewise.attention*`."""

@@ -10,12 +10,12 @@ from tilewise.errors import TilewiseError
 
 __all__ = ["put_in_place", "take_out"]
 
-# What an installation displaced, by module name; `import` itself is state of the process, and so is this.
+# Modules that an installation displaced, by name. Like `sys.modules`, this is state of the process.
 _displaced: dict[str, ModuleType] = {}
 
 
 def put_in_place(modules: Mapping[str, ModuleType], *, force: bool) -> None:
-    """Enter the modules into `sys.modules`. Rejects displacing a module of somebody else unless `force`."""
+    """Enter the modules into `sys.modules`. Refuses to displace a foreign module unless `force`."""
     top = next(iter(modules)).split(".")[0]
     foreign = _family(top)
     foreign = {name: module for name, module in foreign.items() if module not in modules.values()}
@@ -32,7 +32,7 @@ def put_in_place(modules: Mapping[str, ModuleType], *, force: bool) -> None:
 
 
 def take_out(modules: Mapping[str, ModuleType]) -> None:
-    """Remove the modules from `sys.modules` and put back what they displaced."""
+    """Remove the modules from `sys.modules` and restore what they displaced."""
     top = next(iter(modules)).split(".")[0]
     for name, module in modules.items():
         if sys.modules.get(name) is module:

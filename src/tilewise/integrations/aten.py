@@ -1,12 +1,12 @@
-"""The flash kernels behind torch's own SDPA, replaced: what `torch.nn.attention.activate_flash_attention_impl` calls.
+"""Replacements of the flash kernels behind torch's SDPA, for `torch.nn.attention.activate_flash_attention_impl`.
 
-Four aten kernels, forward and backward for CUDA and for CPU. Torch chooses as before which calls are flash calls (on
-CUDA: fp16 or bf16, no mask); only those come here. Results have the memory layout that torch's meta kernels promise,
-so compiled graphs stay valid.
+Four aten kernels, forward and backward for CUDA and for CPU. Torch still chooses which calls are flash calls (on CUDA:
+fp16 or bf16, no mask); only those come here. Results have the memory layout that torch's meta kernels promise, so
+compiled graphs stay valid.
 
-`is_causal` means another triangle in each pair. Torch's CUDA kernels align it with the bottom-right corner: SDPA, which
-means the top-left one, sends them equal lengths only, and `causal_lower_right` sends them the others. The CPU kernels
-align it with the top-left corner, and get both from SDPA.
+`is_causal` means different alignments in the two pairs. Torch's CUDA kernels align it with the bottom-right corner:
+SDPA, which means the top-left one, sends them equal lengths only, and `causal_lower_right` sends them the others. The
+CPU kernels align it with the top-left corner, and get both from SDPA.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ DenseGradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Activation:
-    """Keeps the kernels in place until `remove`, which torch calls when another implementation is chosen."""
+    """Keeps the kernels registered until `remove`, which torch calls when another implementation is chosen."""
 
     def __init__(self, libraries: tuple[torch.library.Library, ...]) -> None:
         self.libraries = libraries
 
     def remove(self) -> None:
-        """Give torch its own kernels back."""
+        """Restore torch's own kernels."""
         for library in self.libraries:
             library._destroy()  # noqa: SLF001
         self.libraries = ()
 
 
 def activate() -> Activation:
-    """Put tilewise in the place of torch's flash kernels on CUDA and CPU."""
+    """Replace torch's flash kernels on CUDA and CPU."""
     cuda, cpu = (torch.library.Library("aten", "IMPL", key) for key in ("CUDA", "CPU"))
     with warnings.catch_warnings():
         # Torch warns that a kernel is being replaced, which is what the user asked for.
@@ -66,7 +66,7 @@ def flash_forward(
     *,
     scale: float | None = None,
 ) -> FlashResult:
-    """aten::_scaled_dot_product_flash_attention; the dropout seed travels in `rng_state`."""
+    """aten::_scaled_dot_product_flash_attention; the dropout seed is returned in `rng_state`."""
     if return_debug_mask:
         raise Unsupported("return_debug_mask: the debug mask is flash-attn's own; use return_attn_probs of the drop-in")
     rng_state = torch.zeros(2, dtype=torch.int64, device="cpu")
@@ -148,7 +148,7 @@ def cpu_backward(
 
 
 class _Triangle(NamedTuple):
-    """How tilewise is told which keys a query sees, and the keys and values that any does."""
+    """The causal alignment as tilewise flags, and the keys and values that some query sees."""
 
     causal: bool
     window_right: int | None
@@ -198,5 +198,5 @@ def _masking(mask: Tensor | None) -> dict[str, Any]:
 
 
 def _laid_out_like(result: Tensor, empty: Tensor) -> Tensor:
-    """`result` over the strides of `empty`, copied only where they differ."""
+    """`result` with the strides of `empty`, copied only if they differ."""
     return result if result.stride() == empty.stride() else empty.copy_(result)

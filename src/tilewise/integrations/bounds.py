@@ -1,4 +1,4 @@
-"""What must hold before a cache is written: positions and pages that exist, and memory that no two rows share."""
+"""Checks before a cache is written: positions and pages must exist, and no two rows may share memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Bound(NamedTuple):
-    """The numbers of an argument are 0 or more, and less than `bound`."""
+    """The values of an argument must be at least 0 and less than `bound`."""
 
     name: str
     numbers: Tensor
@@ -30,10 +30,10 @@ class Bound(NamedTuple):
 
 
 def check_bounds(*bounds: Bound, read: bool = False) -> bool:
-    """Refuse numbers outside their bounds; whether they were looked at.
+    """Refuse values outside their bounds. Returns whether they were read.
 
-    They are on a CPU, where it is free, and with TILEWISE_CHECK_VALUES=1. On a GPU it makes the CPU wait for the
-    device, once for all of them: with `read` it is done nevertheless, except while a CUDA graph is captured.
+    They are read on a CPU, where it is free, and with TILEWISE_CHECK_VALUES=1. On a GPU reading synchronises, once for
+    all of them: with `read` it is done nevertheless, except while a CUDA graph is captured.
     """
     there = [each for each in bounds if each.numbers.numel()]
     if not there:
@@ -52,10 +52,10 @@ def check_bounds(*bounds: Bound, read: bool = False) -> bool:
 
 
 def check_apart(caches: Pair, new: Pair, rows: int | None) -> None:
-    """Refuse caches of K and V of which two elements are the same memory; of the first `rows` if given.
+    """Refuse caches of K and V in which two elements share memory; only the first `rows` if given.
 
-    V may be a part of K, if the new rows are too: then what is written twice is the same. Tensors that have no memory
-    of their own, fakes and traced ones, are not looked at.
+    V may be a part of K, if the new rows are too: then both writes store the same values. Tensors without memory of
+    their own (fake, traced) are not checked.
     """
     if torch.compiler.is_compiling() or any(type(t) is not Tensor or t.is_meta for t in (*caches, *new)):
         return
@@ -77,7 +77,7 @@ def _distance(pair: Pair) -> int:
 
 
 def _is_part(caches: Pair, new: Pair) -> bool:
-    """Whether V is the same part of the numbers of K in a cache and in the new rows."""
+    """Whether V is the same part of K in the cache and in the new rows."""
     (k, v), begin = caches, _distance(caches)
     inside = 0 <= begin <= (k.shape[-1] - v.shape[-1]) * k.element_size()
     alike = all(a.dtype == b.dtype and a.stride() == b.stride() for a, b in (caches, new))
@@ -86,7 +86,7 @@ def _is_part(caches: Pair, new: Pair) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether two indices may name the same element: not, if each stride steps over all that smaller ones reach."""
+    """Whether two indices may address the same element: not if each stride exceeds the extent of all smaller ones."""
     if 0 in shape:
         return False
     reach = 0
@@ -102,7 +102,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 @functools.lru_cache(maxsize=1024)
 def _overlap(distance: int, k_size: int, v_size: int, k: Layout, v: Layout) -> bool:
-    """Whether an element of k and one of v, which begins so many bytes behind k, share a byte."""
+    """Whether an element of k and one of v, which begins `distance` bytes after k, share a byte."""
     if 0 in k[0] or 0 in v[0]:
         return False
     dims = [(stride * k_size, 0, size - 1) for size, stride in zip(*k, strict=True)]
@@ -113,7 +113,9 @@ def _overlap(distance: int, k_size: int, v_size: int, k: Layout, v: Layout) -> b
 
 
 def _meets(distance: int, dims: list[Dim]) -> bool:
-    """Whether indices within the bounds lead exactly there; larger strides come first and leave few choices each."""
+    """Whether indices within the bounds reach `distance` exactly. Larger strides come first and leave few
+    choices each.
+    """
     if not dims:
         return distance == 0
     (stride, low, high), *rest = dims

@@ -1,7 +1,7 @@
 """`flash_attn_with_kvcache` of FA2 and FA3: rotate, append in place, attend.
 
-A cache of whole sequences is a paged cache whose pages are as long as the cache, so lengths that live on the GPU, and
-`cache_batch_idx`, cost neither a copy nor a synchronisation. With a left pad the pages are one token long: the table
+A cache of whole sequences is a paged cache whose pages are as long as the cache, so lengths on the GPU and
+`cache_batch_idx` cost neither a copy nor a synchronisation. With a left pad the pages are one token long: the table
 skips the padding, which is never read.
 """
 
@@ -35,7 +35,7 @@ Write = Callable[[], None]
 
 @dataclass(frozen=True)
 class Store:
-    """Where keys and values are kept: (batch_cache, capacity, kv_heads, dim), or pages if there is a table."""
+    """Storage of keys and values: (batch_cache, capacity, kv_heads, dim), or pages if there is a table."""
 
     k: Tensor
     v: Tensor
@@ -49,9 +49,9 @@ class Store:
         require_tensors(k_cache=self.k, v_cache=self.v, **there)
 
     def checked(self, batch: int) -> Store:
-        """The store of so many sequences, its table with a row for each: `cache_batch_idx` names rows of the table.
+        """The store of `batch` sequences, its table with one row each: `cache_batch_idx` selects rows of the table.
 
-        Judges shapes and dtypes, on a CPU contents too: what is written or read through them is not judged again.
+        Validates shapes and dtypes, on a CPU contents too. Writes and reads through them are not checked again.
         """
         if self.k.dim() != 4 or self.v.dim() != 4 or self.k.shape[:3] != self.v.shape[:3]:
             got = f"{tuple(self.k.shape)} and {tuple(self.v.shape)}"
@@ -80,14 +80,14 @@ class Store:
 
     @property
     def capacity(self) -> int:
-        """Tokens a sequence may have."""
+        """Maximum tokens of a sequence."""
         return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
 
     def slots(self, sequence: Tensor, position: Tensor) -> Tensor:
         """The slot of token `position` of `sequence`, counted through the first two dimensions of k and v."""
         length = self.k.shape[1]
         if self.table is not None:
-            # An index outside ends the CUDA context. Whether a position is outside is checked before it is written.
+            # An index out of bounds would end the CUDA context. Positions are checked before they are written.
             page = (position // max(length, 1)).clamp(0, max(self.table.shape[1] - 1, 0))
             return self.table[sequence, page].long() * length + position % max(length, 1)
         row = sequence if self.batch_idx is None else self.batch_idx[sequence].long()
@@ -140,7 +140,7 @@ class Rotary(NamedTuple):
         return cls(cos, sin, interleaved, spread, offsets)
 
     def turn(self, x: Tensor, position: Tensor) -> Tensor:
-        """Turn x (..., heads, dim) by the positions (...)."""
+        """Rotate x (..., heads, dim) by the positions (...)."""
         return rotate(x, self.cos[position], self.sin[position], interleaved=self.interleaved)
 
 
@@ -162,7 +162,7 @@ def append_and_attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of q, dense (batch, seqlen_q, ...) or packed with `cu_seqlens_q`; the store then holds k and v too.
 
-    `descales` belong to a store in e4m3, which is not attended without them, and mean nothing to another one.
+    `descales` belong to an e4m3 store, which cannot be attended without them. Other stores ignore them.
     """
     _check_queries(q, cu_seqlens_q)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
@@ -196,7 +196,7 @@ def _check_queries(q: Tensor, cu_seqlens_q: object) -> None:
 
 
 def _spread(seqlens: Any, batch: int) -> Any:
-    """One length in a tensor without dimensions is that of every sequence; it is not read."""
+    """A length without dimensions applies to every sequence; it is not read."""
     return seqlens.expand(batch) if isinstance(seqlens, Tensor) and not seqlens.dim() else number_of(seqlens)
 
 
@@ -222,7 +222,7 @@ def _tokens(x: Tensor, cu_seqlens: Tensor | None, base: Lengths, *, spread: bool
         index = torch.arange(x.shape[1], device=x.device)[None, :].expand(x.shape[0], -1)
     else:
         sequence, index = places(cu_seqlens, x.shape[0])
-    # Packed rows past the last sequence take its base; nobody reads what comes of them.
+    # Packed rows past the last sequence take its base; their results are never read.
     start = base[sequence.clamp(max=base.numel() - 1)] if isinstance(base, Tensor) else base
     return sequence, (index if spread else torch.zeros_like(index)) + start
 
@@ -238,7 +238,7 @@ def _check_lengths(name: str, seqlens: Any, batch: int) -> None:
 
 
 def _check_new(k: Tensor, v: Tensor, store: Store, batch: int | None) -> None:
-    """New rows as the store has them, of so many sequences or packed."""
+    """Check that new rows fit the store and `batch` sequences, or are packed."""
     for name, new, old in (("k", k, store.k), ("v", v, store.v)):
         rows = ("total",) if batch is None else (batch, "seqlen")
         heads = tuple(old.shape[2:])
@@ -250,7 +250,7 @@ def _check_new(k: Tensor, v: Tensor, store: Store, batch: int | None) -> None:
 
 
 def _check_offsets(cu_seqlens: Tensor | None, batch: int, rows: int) -> None:
-    """Where the new rows of every sequence begin; what they say is looked at on a CPU only."""
+    """Check where the new rows of every sequence begin. Contents are read on a CPU only."""
     if cu_seqlens is None:
         return
     check_integers("cu_seqlens_k_new", cu_seqlens, (batch + 1,), "Running totals of the new tokens, as int32.")
@@ -269,7 +269,7 @@ def _appending(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
 ) -> tuple[Write, Tensor]:
-    """What writes the new tokens, checked but not yet done, and q, turned as they are."""
+    """The write of the new tokens, checked but not yet done, and q, rotated likewise."""
     for name, new, old in (("k", k, store.k), ("v", v, store.v)):
         if new.dtype != old.dtype:
             fix = f"Convert it with .to({old.dtype})."
@@ -291,7 +291,7 @@ def _appending(
         fix = "Make the tables as long as the cache."
         bounds += [Bound("rotary_cos", turns, rotary.cos.shape[0], "rows", fix) for turns in turned]
     if not check_bounds(*bounds, read=store.table is not None) and store.table is not None:
-        # In a captured or compiled graph a row without a page goes nowhere.
+        # In a captured or compiled graph a row without a page is skipped.
         inside = (position < store.capacity) & (slots < store.k.shape[0] * store.k.shape[1])
         slots = torch.where(inside, slots, -1)
     if rotary is not None and turned is not None:
@@ -310,7 +310,7 @@ def _turns(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The positions by which the tokens of q and of k are turned."""
+    """The positions that rotate the tokens of q and of k."""
     offsets = _spread(rotary.offsets, batch)
     _check_lengths("rotary_seqlens", offsets, batch)
     base = before if offsets is None else offsets
@@ -388,7 +388,7 @@ def _attend_paged(
 
 
 def _write_through(write: Write, store: Store, k: Tensor, v: Tensor) -> None:
-    """Of a cache that is not contiguous, pages of one token are a copy."""
+    """Write, then refresh pages of one token that are a copy, because the cache is not contiguous."""
     write()
     for pages, kept in ((k, store.k), (v, store.v)):
         if kept.stride(0) != kept.shape[1] * kept.stride(1):
@@ -396,7 +396,7 @@ def _write_through(write: Write, store: Store, k: Tensor, v: Tensor) -> None:
 
 
 def _same_chunk(seqlens_k: Tensor, seqlens_q: Tensor, rows: int, keys: int, chunk: int) -> Tensor:
-    """(batch, 1, rows, keys): whether a key lies in the chunk of the query's own position."""
+    """(batch, 1, rows, keys): whether a key is in the chunk of the query's own position."""
     row = torch.arange(rows, device=seqlens_k.device)
     own = (row + (seqlens_k - seqlens_q)[:, None]).div(chunk, rounding_mode="floor")
     key = torch.arange(keys, device=seqlens_k.device) // chunk

@@ -1,7 +1,7 @@
-"""FA3's descales: fp32 factors (batch, kv_heads) of e4m3 q, k and v, one of q's for every group of heads; a tensor with
-one element is the factor of all, None is 1.
+"""FA3's descales: fp32 factors (batch, kv_heads) of e4m3 q, k and v, for q one per group of heads. A tensor with one
+element is the factor of all, None is 1.
 
-e4m3 tensors may require a gradient, as long as nobody asks for it: `without_gradients` refuses it then.
+e4m3 tensors may require a gradient as long as it is never asked for: `without_gradients` refuses it then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Three = tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]
 
 
 class Descales(NamedTuple):
-    """The three of a call."""
+    """The three descales of a call."""
 
     q: Descale = None
     k: Descale = None
@@ -39,8 +39,8 @@ class Descales(NamedTuple):
         return made("q_descale", q, self.q), made("k_descale", k, self.k), made("v_descale", v, self.v)
 
     def paged(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: int) -> Three:
-        """Packed q and pages, which sequences with different descales may share: k's factor goes to q, and v's is left
-        to `rescaled`.
+        """Packed q and pages, which sequences with different descales may share: k's factor is applied to q, and v's is
+        left to `rescaled`.
         """
         for name, tensor in (("q", q), ("v_cache", v_pages)):
             if tensor.dtype != E4M3:
@@ -55,7 +55,7 @@ class Descales(NamedTuple):
     def widened(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """FP8 q, k, v as bf16, and what to multiply `out` with. e4m3 fits bf16 exactly, only q * descale is rounded."""
+        """FP8 q, k, v as bf16, and the factor of `out`. e4m3 fits bf16 exactly; only q * descale is rounded."""
         self.check(len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1, q)
         wide = q.float()
         for name, descale in (("q_descale", self.q), ("k_descale", self.k)):
@@ -69,7 +69,7 @@ class Descales(NamedTuple):
         return out if self.v is None else rescaled(out, _per_row("v_descale", self.v, out, cu_seqlens_q))
 
     def check(self, batch: int, q: Tensor) -> None:
-        """Refuse what does not fit so many sequences of q's heads, before anything is made of it."""
+        """Refuse what does not fit `batch` sequences of q's heads, before anything is computed."""
         for name, descale in zip(("q_descale", "k_descale", "v_descale"), self, strict=True):
             if descale is not None:
                 _check(name, descale, batch, q)
@@ -84,7 +84,7 @@ def without_gradients(
     descales: Descales,
     *others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """What `compute` makes of e4m3 q, k and v; where one of them requires a gradient, asking for it raises."""
+    """The result of `compute` for e4m3 q, k and v. If one of them requires a gradient, asking for it raises."""
     with torch.no_grad():
         out, lse = compute(q, k, v, qv, descales, *others)
     inputs = [t for t in (q, k, v, *descales) if isinstance(t, Tensor)]
@@ -111,12 +111,12 @@ class _Refusing(torch.autograd.Function):
 
 
 def rescaled(out: Tensor, scale: Tensor | None) -> Tensor:
-    """`out` times what `widened` left to it."""
+    """`out` times the factor that `widened` returned."""
     return out if scale is None else (out.float() * scale).to(out.dtype)
 
 
 def _check(name: str, descale: object, batch: int, data: Tensor) -> None:
-    """(batch, kv_heads), (1, kv_heads) for all sequences, or one factor; the heads of data are a multiple."""
+    """Check (batch, kv_heads), (1, kv_heads) for all sequences, or one factor; the heads of data are a multiple."""
     heads = data.shape[-2]
     fix = "One factor for every K/V head of every sequence, or one row for all of them."
     expected = f"({batch}, kv_heads) on {data.device}, {heads} heads a multiple"
@@ -149,5 +149,5 @@ def _per_row(name: str, descale: Tensor, rows: Tensor, cu_seqlens: Tensor | None
     if cu_seqlens is None:
         return factors[:, None] if rows.dim() == 4 else factors
     sequence, _ = places(cu_seqlens, rows.shape[0])
-    # Rows past the last sequence are nobody's: they are not scaled.
+    # Rows past the last sequence belong to none and are not scaled.
     return torch.cat((factors, factors.new_ones(1, *factors.shape[1:])))[sequence]

@@ -32,7 +32,7 @@ __all__ = ["NAME", "attend", "register"]
 NAME, MEMBER = "tilewise", "TILEWISE"
 # The oldest release whose arguments are known and tested.
 OLDEST = (0, 42)
-# What diffusers calls the arguments of tilewise.
+# diffusers' names of tilewise's arguments.
 NAMES = {
     "q": "query",
     "k": "key",
@@ -45,7 +45,7 @@ NAMES = {
 
 
 def register() -> None:
-    """Offer tilewise to diffusers under the name "tilewise"; may be called again. Rejects releases before 0.42."""
+    """Register tilewise with diffusers under the name "tilewise"; may be called again. Rejects releases before 0.42."""
     import diffusers
 
     if tuple(int(part) for part in diffusers.__version__.split(".")[:2]) < OLDEST:
@@ -59,7 +59,9 @@ def register() -> None:
 
 
 def _add_member(names: Any) -> None:
-    """Backends are members of an enumeration, which has no door for others: what its class statement would do."""
+    """Backends are members of an enumeration, which cannot be extended officially: does what its class
+    statement would.
+    """
     member: Any = str.__new__(names, NAME)
     member._name_, member._value_, member.__objclass__ = MEMBER, NAME, names
     member._sort_order_ = len(names)
@@ -136,7 +138,7 @@ def _top_left(query: Tensor, key: Tensor, value: Tensor, attn_mask: object, wind
         fix = "They are aligned with different corners: pass a mask instead."
         raise InvalidProblem("window_size", "no window beside is_causal for unequal lengths", window, fix)
     if seqlen_q < seqlen_k:
-        # Nobody sees the keys past the last query.
+        # No query sees the keys past the last query.
         return key[:, :seqlen_q], value[:, :seqlen_q], True, None
     return key, value, False, (None, seqlen_q - seqlen_k)
 

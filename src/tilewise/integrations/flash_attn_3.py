@@ -48,14 +48,14 @@ SCHEMAS = (
     "int sm_margin=0) -> Tensor",
 )
 
-# What was registered; operators are state of the process, and so is this.
+# What was registered. Like the operators, this is state of the process.
 _registered: list[torch.library.Library] = []
 
 
 def register_ops() -> None:
     """Register the operators until `unregister_ops`; a second call does nothing.
 
-    Rejects it where flash-attn 3 is installed, imported or not: its own operators have these names.
+    Refuses if flash-attn 3 is installed, imported or not: its own operators have these names.
     """
     if _registered:
         return

@@ -1,11 +1,11 @@
 """flash-attn 3 by its own names (the module users import as `flash_attn_interface`).
 
 Tensors as in FA2. `num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata` tune FA3's own kernels: they are
-accepted and change nothing, results do not depend on them. FP8 (e4m3) inputs with their descales run as tilewise's own
-FP8, widened to bf16 only beside `attention_chunk` or `seqused_*`, and give bf16 out, as in FA3; descales of other
-dtypes are ignored, as in FA3. `qv` adds qv.v to the scores by lengthening the keys, so head_dim + head_dim_v may be at
-most 512. `attention_chunk` and `seqused_*` are exact and have gradients. The functions that begin with an underscore
-are what libraries with a backward of their own import.
+accepted and change nothing. FP8 (e4m3) inputs with their descales run as tilewise's own FP8, widened to bf16 only
+together with `attention_chunk` or `seqused_*`, and give bf16 out, as in FA3; descales of other dtypes are ignored, as
+in FA3. `qv` adds qv.v to the scores by lengthening the keys, so head_dim + head_dim_v may be at most 512.
+`attention_chunk` and `seqused_*` are exact and have gradients. The functions that begin with an underscore are imported
+by libraries with a backward of their own.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def flash_attn_func(
 def attend_dense(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, descales: Descales, chunk: int, flags: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) with what FA3 adds to dense attention; `flags` are those of `tilewise.attention`."""
+    """(out, lse) with FA3's additions to dense attention; `flags` are those of `tilewise.attention`."""
     fp8 = _is_fp8(q)
     if fp8 and qv is None and not chunk:
         made = descales.containers(q, k, v, len(q), "bshd")
@@ -197,7 +197,7 @@ def attend_packed(
     chunk: int,
     flags: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) with what FA3 adds to packed attention; `flags` are those of `tilewise.attention_varlen`."""
+    """(out, lse) with FA3's additions to packed attention; `flags` are those of `tilewise.attention_varlen`."""
     fp8 = _is_fp8(q)
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = packed
     if fp8 and qv is None and not chunk and seqused_q is None and seqused_k is None:
@@ -250,9 +250,9 @@ def flash_attn_with_kvcache(
     """FA2's `flash_attn_with_kvcache` with `page_table` for `block_table`, packed q and new k, and rotary offsets.
 
     With `return_softmax_lse` the result is (out, lse, out_accum, lse_accum) as in FA3; the accumulators are empty,
-    because splits are merged before they leave the kernel. FP8 q, k, v and caches come with their descales, are
-    appended as they are and give bf16 out. Rejects `qv`, which would copy the whole cache at every step, and rotary
-    tables beside FP8.
+    because splits are merged inside the kernel. FP8 q, k, v and caches come with their descales, are appended unchanged
+    and give bf16 out. Rejects `qv`, which would copy the whole cache at every step, and rotary tables together with
+    FP8.
     """
     del scheduler_metadata, num_splits, pack_gqa, sm_margin
     require_tensors(q=q)
@@ -278,7 +278,7 @@ def flash_attn_combine(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of partial results over disjoint keys: (splits, ..., heads, dim) with lse (splits, ..., heads).
 
-    A partial result whose lse is -inf counts for nothing, whatever it holds; where all of them are, out is 0.
+    A partial result with lse -inf is ignored, even if it holds NaN. If all are, out is 0.
     """
     require_tensors(out_partial=out_partial, lse_partial=lse_partial)
     if lse_partial.shape != out_partial.shape[:-1] or out_partial.shape[0] == 0:
@@ -291,7 +291,7 @@ def flash_attn_combine(
     if out is not None and out.shape != out_partial.shape[1:]:
         fix = "It takes the merged result: out_partial's shape without the splits."
         raise InvalidProblem("out", f"shape {tuple(out_partial.shape[1:])}", tuple(out.shape), fix)
-    # In fp32 whatever the partial results have: they are rounded once, at the end.
+    # In fp32 for every dtype: the result is rounded once, at the end.
     parts = [part if part.dtype == torch.float64 else part.float() for part in out_partial.unbind()]
     merged, lse = merge_all(parts, lse_partial.unbind())
     merged = merged.to(out_partial.dtype if out_dtype is None else out_dtype)
@@ -441,7 +441,7 @@ def _flash_attn_backward(
 ) -> Tensor:
     """Writes dq, dk and dv of dense or packed sequences; returns softmax_d, the row sums of dout * out in lse's shape.
 
-    Of `sequed_q` and `sequed_k` (FA3 spells them so) the first rows of each sequence count; the gradients of others
+    With `sequed_q` and `sequed_k` (FA3's spelling) only the first rows of each sequence count; the gradients of others
     are 0.
     """
     del sm_margin

@@ -1,8 +1,8 @@
-"""Forward and backward as calls of their own, for libraries that keep what autograd would keep (ring attention,
-context parallelism): behind the private functions of flash-attn 2 and 3.
+"""Forward and backward as separate calls, for libraries that save what autograd would save (ring attention, context
+parallelism): behind the private functions of flash-attn 2 and 3.
 
-A seed of dropout travels in `rng_state`, int64 (2,): the seed and 0. `out` and `lse` that a backward is given may be
-those of more keys than it sees, merged from several forwards.
+The dropout seed is passed in `rng_state`, int64 (2,): the seed and 0. `out` and `lse` given to a backward may cover
+more keys than it sees, merged from several forwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilewise.integrations.translation import require_tensors
 __all__ = ["Written", "forward", "gradients_into"]
 
 Flags = dict[str, Any]
-# Where the gradients of q, k and v are written; None is not wanted.
+# Where the gradients of q, k and v are written; None if not wanted.
 Written = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -81,8 +81,8 @@ def gradients_into(
 
 
 def _heads_first(lse: Tensor, q: Tensor) -> Tensor:
-    """Lse as (..., heads, rows); flash-attn reads its memory and not its shape, and so some callers hand it a view
-    (..., rows, heads) of that.
+    """Lse as (..., heads, rows). flash-attn reads its memory regardless of its shape, so some callers pass a view (...,
+    rows, heads) of it.
     """
     heads, rows = q.shape[-2], q.shape[-3] if q.dim() > 2 else 0
     if lse.dim() < 2 or lse.is_contiguous() or tuple(lse.shape[-2:]) not in ((heads, rows), (rows, heads)):

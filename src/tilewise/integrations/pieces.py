@@ -1,10 +1,9 @@
-"""Cutting packed sequences into more sequences: how FA3's `seqused_*` and `attention_chunk` become plain
-`cu_seqlens`.
+"""Cuts packed sequences into more sequences: how FA3's `seqused_*` and `attention_chunk` become plain `cu_seqlens`.
 
-A chunk of keys, and the queries whose own position falls into it, are a sequence of their own: tokens of one chunk
-are neighbours, and the last query of every chunk but the first ones stands at its last key, which is where causality,
-windows and ALiBi are measured from. Rows that are allotted but not used become sequences without a partner. Nothing
-is copied, nothing is read back from the device.
+A chunk of keys, and the queries whose own position is in it, are a sequence of their own: tokens of one chunk are
+neighbours, and the last query of every chunk but the first ones is at its last key, which is where causality, windows
+and ALiBi are measured from. Allocated but unused rows become sequences without a partner. Nothing is copied, and
+nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def cut(
     chunk: int = 0,
     max_seqlen_k: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(cu_seqlens_q, cu_seqlens_k) of pieces that each attend only to themselves: together the asked-for attention."""
+    """(cu_seqlens_q, cu_seqlens_k) of pieces that each attend only to themselves: together the requested attention."""
     stored_q, stored_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
     for name, used, stored in (("seqused_q", seqused_q, stored_q), ("seqused_k", seqused_k, stored_k)):
         if used is not None:
@@ -39,7 +38,7 @@ def cut(
     used_k = stored_k if seqused_k is None else seqused_k.int()
     none = torch.zeros_like(stored_q)[:, None]
     if chunk:
-        # Query i stands at key i + used_k - used_q. Queries before key 0 come first, alone; then chunk by chunk.
+        # Query i is at key i + used_k - used_q. Queries before key 0 come first, alone; then chunk by chunk.
         starts = torch.arange(0, max_seqlen_k + chunk, chunk, dtype=torch.int32, device=cu_seqlens_q.device)
         row = (starts - (used_k - used_q)[:, None]).clamp(min=none, max=used_q[:, None])
         key = torch.minimum(starts[None, :], used_k[:, None])
@@ -52,7 +51,7 @@ def cut(
 
 
 def _check_used(name: str, used: Any, stored: Tensor) -> None:
-    """Integers, one a sequence; on a CPU also none above what is stored."""
+    """Integers, one per sequence; on a CPU also none above what is stored."""
     fix = "The rows in use of every sequence, as int32 (batch,)."
     check_integers(name, used, tuple(stored.shape), fix)
     if used.device.type != "cpu" or not ops.is_plain_eager((used, stored)):

@@ -1,9 +1,8 @@
-"""`S_dmask`, what flash-attn returns with `return_attn_probs=True` and dropout: probabilities, negative where
-dropped.
+"""`S_dmask`, which flash-attn returns with `return_attn_probs=True` and dropout: probabilities, negative where dropped.
 
 Attention to one-hot values is the matrix of probabilities, so the library itself computes them, 256 keys at a time,
-with the masks, the scale and the dropout bits of the call. Quadratic in memory, for tests and for looking, without
-gradient.
+with the masks, the scale and the dropout bits of the call. Quadratic in memory and without gradient: for tests and
+debugging.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from tilewise.integrations.translation import places
 
 __all__ = ["dense_dmask", "draw_seed", "varlen_dmask"]
 
-# Keys a pass: the width of the one-hot values, at most the largest head_dim every backend takes.
+# Keys per pass: the width of the one-hot values, at most the largest head_dim that every backend takes.
 KEYS_PER_PASS = 256
 
 
 def draw_seed() -> Tensor:
-    """A dropout seed, drawn as the library itself would: from torch's default CPU generator."""
+    """A dropout seed, drawn like the library's own: from torch's default CPU generator."""
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu")
 
 

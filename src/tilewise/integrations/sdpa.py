@@ -1,15 +1,15 @@
-"""`torch.nn.functional.scaled_dot_product_attention`, answered by tilewise: same arguments, same meaning.
+"""`torch.nn.functional.scaled_dot_product_attention`, computed by tilewise: same arguments, same meaning.
 
-Three ways in, from the most explicit to the most sweeping; importing this module changes nothing:
+Three ways to use it, from the most explicit to the most sweeping; importing this module changes nothing:
 
     from tilewise.integrations.sdpa import scaled_dot_product_attention   # call it
     with sdpa.routed(): model(x)        # F.scaled_dot_product_attention and torch's layers in this block
     sdpa.register(); torch.nn.attention.activate_flash_attention_impl("tilewise")   # the flash kernels of SDPA itself
 
-Torch aligns `is_causal` with the top-left corner (key j is seen by query i iff j <= i), tilewise with the
-bottom-right one. Both are the same triangle for equal lengths. With fewer queries than keys the keys past the last
-query are seen by nobody and are sliced off; with more queries than keys the rule is the window (None, seqlen_q -
-seqlen_k). Neither makes a mask.
+Torch aligns `is_causal` with the top-left corner (key j is seen by query i iff j <= i), tilewise with the bottom-right
+one. Both are the same for equal lengths. With fewer queries than keys, no query sees the keys past the last query, and
+they are sliced off; with more queries than keys, the rule is the window (None, seqlen_q - seqlen_k). Neither makes a
+mask.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ __all__ = ["InvalidCall", "register", "routed", "scaled_dot_product_attention"]
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
-# What torch calls the arguments of tilewise.
+# torch's names of tilewise's arguments.
 NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p"}
 PLAIN = (Tensor, Parameter)
 
 
 class InvalidCall(InvalidProblem, RuntimeError):
-    """A wrong argument of one of torch's functions, which would raise RuntimeError: so this is one as well."""
+    """A wrong argument of one of torch's functions, which would raise RuntimeError: so this is one too."""
 
 
 def _as_torch(function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """Makes the errors of a function name the arguments of torch's, and be caught where torch's are."""
+    """Makes the errors of a function use torch's argument names, and be caught where torch's are."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
@@ -120,7 +120,7 @@ def scaled_dot_product_attention(
 
 
 def _checked(query: object, key: object, value: object, attn_mask: object, is_causal: object) -> Any:
-    """Refuse what torch's own function does not take, and return an `attn_mask` that says where a triangle lies."""
+    """Refuse what torch's own function refuses, and return an `attn_mask` whose alignment is known."""
     triangle = attn_mask if _is_causal_bias(attn_mask) else None
     for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if name == "attn_mask" and (tensor is None or triangle is not None):
@@ -136,7 +136,7 @@ def _checked(query: object, key: object, value: object, attn_mask: object, is_ca
 def _is_causal_bias(mask: object) -> bool:
     if type(mask).__name__ != "CausalBias":
         return False
-    # Imports torch's compiler, as making one did.
+    # Imports torch's compiler, which making a CausalBias has loaded already.
     from torch.nn.attention.bias import CausalBias
 
     return type(mask) is CausalBias
@@ -157,7 +157,7 @@ def _alignment(triangle: Any, query: Tensor, key: Tensor) -> tuple[bool, bool]:
 def _filled(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Tensors without heads or features with one of zeros: then scores are 0, and so are the values of no head."""
+    """Replace missing heads or features by one of zeros: then scores are 0, and so are the values of no head."""
     for name, size, other, owner, got in (
         ("k", "head_dim", query.shape[3], "query", key.shape[3]),
         ("v", "heads", key.shape[1], "key", value.shape[1]),
@@ -173,7 +173,7 @@ def _filled(
 def _four_dims(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[torch.Size, Tensor, Tensor, Tensor, Tensor | None]:
-    """Leading dimensions broadcast and flattened into a batch, and the shape to give back."""
+    """Leading dimensions broadcast and flattened into a batch, and the shape to restore."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise InvalidProblem(
@@ -204,7 +204,7 @@ def _four_dims_mask(mask: Tensor, batch_shape: torch.Size) -> Tensor:
     if mask.dim() <= 3:
         return mask
     lead = mask.shape[:-3]
-    # First, as a size that only the run will tell (an unbacked SymInt) is known to equal nothing but itself.
+    # First, because an unbacked SymInt is known to equal nothing but itself.
     if len(lead) == len(batch_shape) and lead == batch_shape:
         return mask.reshape(math.prod(batch_shape), *mask.shape[-3:])
     if math.prod(lead) == 1:
@@ -232,7 +232,7 @@ def _one_head_for_all(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     raise InvalidProblem("key", f"{query.shape[1]} heads as query has, or 1", key.shape[1], fix)
 
 
-# The functions of torch that are computed here, and by which function.
+# The torch functions that are replaced, and their replacements.
 ROUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: scaled_dot_product_attention,
     F.multi_head_attention_forward: _as_torch(multi_head_attention_forward),
@@ -240,7 +240,7 @@ ROUTES: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class _Routed(TorchFunctionMode):
-    """Sends the functions of attention elsewhere and leaves all others alone."""
+    """Redirects the attention functions and leaves all others alone."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -252,7 +252,7 @@ class _Routed(TorchFunctionMode):
 class _FusedLayers:
     """Keeps torch's layers from their fused inference operators, which compute attention themselves, during blocks.
 
-    In eager mode an active function mode does that. torch.compile does not count modes there, but torch's switch.
+    In eager mode an active function mode does that. torch.compile ignores modes there, but respects torch's switch.
     """
 
     def __init__(self) -> None:
@@ -261,7 +261,7 @@ class _FusedLayers:
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         if torch.compiler.is_compiling():
-            # Traced by one thread, which sees the variable only, not the function that sets it.
+            # Traced by one thread, which sees only the variable, not the function that sets it.
             before = mha.get_fastpath_enabled()
             mha._is_fastpath_enabled = False  # noqa: SLF001
             if mha.get_fastpath_enabled():
@@ -290,24 +290,23 @@ _FUSED_LAYERS = _FusedLayers()
 
 @contextlib.contextmanager
 def routed() -> Iterator[None]:
-    """Within the block `F.scaled_dot_product_attention` is computed by tilewise, under whatever name it was imported.
+    """Within the block `F.scaled_dot_product_attention` is computed by tilewise, under any imported name.
 
     So is the attention of `nn.MultiheadAttention` and of torch's transformer layers: `F.multi_head_attention_forward`
     becomes `tilewise.nn.multi_head_attention_forward`. With `need_weights=True`, which asks for the matrix that tiling
-    avoids, that is torch's own formula. These layers do not take their fused inference path (one operator for the
-    whole layer) in the block: they run in steps. Its switch, `torch.backends.mha`, is off for the whole process while
-    any thread is in a block.
+    avoids, that is torch's own formula. These layers do not take their fused inference path (one operator for the whole
+    layer) in the block. Its switch, `torch.backends.mha`, is off for the whole process while any thread is in a block.
 
-    Nothing is patched: the block is a torch function mode, which belongs to the thread that entered it. Other
-    threads, also ones started inside the block, keep torch's kernels; so does what calls neither function, such as
-    C++ code. A call tilewise cannot take raises; it is never handed back.
+    Nothing is patched: the block is a torch function mode, which belongs to the thread that entered it. Other threads,
+    also ones started inside the block, keep torch's kernels; so does code that calls neither function, such as C++
+    code. A call that tilewise cannot take raises; it never falls back to torch.
     """
     with _Routed(), _FUSED_LAYERS.off():
         yield
 
 
 def register(name: str = "tilewise") -> None:
-    """Offer tilewise to `torch.nn.attention.activate_flash_attention_impl(name)`; activates nothing.
+    """Register tilewise for `torch.nn.attention.activate_flash_attention_impl(name)`; activates nothing.
 
     Once activated, the flash kernels behind SDPA (also in C++ callers) are tilewise's, on CUDA and CPU, until
     `torch.nn.attention.restore_flash_attention_impl()`. Rejects a torch without that registry.

@@ -1,4 +1,4 @@
-"""The words of other interfaces in those of tilewise, and its errors in theirs; shared by the drop-ins."""
+"""Translates arguments of other interfaces to tilewise's, and its errors to their names; shared by the drop-ins."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Window = tuple[int | None, int | None]
 UNBOUNDED = (-1, -1)
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
-# What flash-attn calls arguments that have another name in tilewise.
+# flash-attn's names of tilewise's arguments.
 FLASH_NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size"}
 CACHE_NAMES = FLASH_NAMES | {"k_pages": "k_cache", "v_pages": "v_cache", "seqlens_k": "cache_seqlens"}
 
@@ -44,14 +44,14 @@ CACHE_NAMES = FLASH_NAMES | {"k_pages": "k_cache", "v_pages": "v_cache", "seqlen
 def renamed(
     error: InvalidProblem, names: dict[str, str], kind: type[InvalidProblem] = InvalidProblem
 ) -> InvalidProblem:
-    """The same error about the argument that the caller knows, as an error of the `kind` that the caller expects."""
+    """The same error with the caller's argument name, as an error of the `kind` that the caller expects."""
     return kind(names.get(error.argument, error.argument), error.expected, error.got, error.fix)
 
 
 def worded(
     names: dict[str, str] = FLASH_NAMES,
 ) -> Callable[[Callable[Arguments, Made]], Callable[Arguments, Made]]:
-    """Makes the errors of a function of flash-attn name its arguments as they are written there."""
+    """Makes the errors of a flash-attn function use that function's argument names."""
 
     def made(function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
         @functools.wraps(function)
@@ -67,7 +67,7 @@ def worded(
 
 
 def require_tensors(**tensors: object) -> None:
-    """Refuse what is no dense tensor, before anything is asked of it."""
+    """Refuse anything but dense tensors, before any attribute is used."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise InvalidProblem(name, "a torch.Tensor", type(tensor).__name__, "Convert it with torch.as_tensor.")
@@ -78,7 +78,7 @@ def require_tensors(**tensors: object) -> None:
 
 
 def check_integers(name: str, tensor: object, shape: tuple[int, ...], fix: str) -> None:
-    """Refuse what is no tensor of integers of this shape."""
+    """Raise unless it is an integer tensor of this shape."""
     if isinstance(tensor, Tensor) and tensor.dtype in (torch.int32, torch.int64) and tuple(tensor.shape) == shape:
         check_class(name, tensor)
         return
@@ -87,7 +87,7 @@ def check_integers(name: str, tensor: object, shape: tuple[int, ...], fix: str) 
 
 
 def flag_of(name: str, value: object) -> bool:
-    """True or False, which callers also write as 1 and 0, as numpy's own or a tensor, or as None for False."""
+    """A bool from True or False, 1 and 0, NumPy or torch scalars, or None for False."""
     if value is True or value is False:
         return bool(value)
     given, value = value, number_of(value, name)
@@ -99,11 +99,11 @@ def flag_of(name: str, value: object) -> bool:
 
 
 def number_of(value: Any, name: str = "a number") -> Any:
-    """A number of numpy's, or a tensor without dimensions, as one of Python's; anything else as it is.
+    """A NumPy scalar or a tensor without dimensions as a Python number; anything else unchanged.
 
-    A tensor on a GPU makes the CPU wait for it. One that requires a gradient is refused: it would get none.
+    A tensor on a GPU synchronises. One that requires a gradient is refused, because it would get none.
     """
-    # First, because asking whether something is a tensor takes 4 us. numpy's float64 is a float, too.
+    # First, because testing for a tensor is slow. NumPy's float64 is a float, too.
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, np.generic)):
         return value
     if not isinstance(value, (np.generic, np.ndarray, Tensor)) or value.ndim:
@@ -148,9 +148,7 @@ def softcap_of(softcap: float) -> float | None:
 
 
 def length(name: str, value: int | Tensor | None) -> int | None:
-    """A longest length, which callers also pass as a tensor with one element, or as a number of numpy's; None is not
-    known.
-    """
+    """A longest length, also as a tensor with one element or a NumPy number; None if unknown."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise InvalidProblem(name, "an integer", f"a tensor of shape {tuple(value.shape)}", "Pass the longest one.")
@@ -160,7 +158,7 @@ def length(name: str, value: int | Tensor | None) -> int | None:
 
 
 def places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """(sequence, position) of every packed row; rows past the last sequence get the sequence number `batch`."""
+    """(sequence, position) of every packed row. Rows past the last sequence get the sequence number `batch`."""
     rows = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
     return sequence, rows - cu_seqlens[sequence]

@@ -1,4 +1,4 @@
-"""Attention for serving: a pool of pages, who holds them, and the cache that keeps K and V in them."""
+"""Paged KV cache for serving: the pool of pages, the requests that hold them, and the cache of K and V in them."""
 
 from tilewise.kv.book import CacheStats, PageBook
 from tilewise.kv.cache import PagedKVCache

@@ -1,8 +1,8 @@
 """The bookkeeping of a paged cache, without its tensors: requests, their page tables, and steps.
 
-A step says which requests get how many new tokens. `PageBook.step` checks everything, then takes the pages, copies
-where a page is shared (the copies themselves are the caller's), and answers where each token goes. Work for the whole
-batch is done by NumPy on arrays indexed by a request's *row*; Python loops only over requests that need a page.
+A step says which requests get how many new tokens. `PageBook.step` checks everything, then takes the pages, says which
+shared pages the caller must copy, and returns the slot of each token. Work for the whole batch is done by NumPy on
+arrays indexed by a request's *row*; Python loops run only over requests that need a page.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Tokens = Sequence[int]
 class Step(NamedTuple):
     """New tokens of a batch: `counts[i]` tokens of the request in table row `rows[i]` after its first `before[i]`.
 
-    `slots` is where each of them goes, counted through all pages. `changed` are the entries of the table that were
-    written since the step before, `copies` the (from, to) pages whose contents must be copied first, all read before
-    any is written. `previous` has the slots of the step before where every request of it has one token more now, and
-    nothing was written to the table but the pages that some of them took for it: the others' are the next slots.
+    `slots` is where each of them goes, counted through all pages. `changed` are the table entries written since the
+    previous step. `copies` are the (from, to) pages whose contents must be copied first, all read before any is
+    written. `previous` has the slots of the previous step if every request in it has exactly one token more now, and
+    nothing was written to the table but pages taken for these tokens: for the other requests, the next slot follows.
     """
 
     requests: tuple[int, ...]
@@ -50,8 +50,9 @@ class Step(NamedTuple):
 class PageBook:
     """Requests over a pool of pages. Every method either does all it is asked or raises and changes nothing.
 
-    `table[row]` names the pages of a request in order, `lengths[row]` counts its tokens. Rejects unknown and finished
-    requests, more than `max_requests` of them, more tokens than `max_seqlen`, and with OutOfPages what does not fit.
+    `table[row]` names the pages of a request in order, `lengths[row]` counts its tokens. Raises for unknown and
+    finished requests, for more than `max_requests` of them and for more tokens than `max_seqlen`; raises OutOfPages if
+    pages do not suffice.
 
     >>> book = PageBook(num_pages=8, page_size=4)
     >>> a = book.add([1, 2, 3, 4, 5])
@@ -82,10 +83,10 @@ class PageBook:
         self._next_request = 0
         self._prompt_tokens = self._hit_tokens = self._copies = 0
         self._filled: Full | None = None
-        # That of the last step, if none of its requests was freed.
+        # The batch of the last step, if none of its requests was freed.
         self._batch: Batch | None = None
         self._written = WrittenPages(self.index, self.pages, self.rows)
-        # Requests of the last step, and pages that it took if it only decoded.
+        # Requests of the last step, and the pages that it took if it only decoded.
         self._work = 0, 0
 
     @property
@@ -101,7 +102,7 @@ class PageBook:
     # Requests
 
     def add(self, tokens: Tokens) -> int:
-        """A new request with its prompt. Known pages of the prompt are shared at once, all but its last token."""
+        """A new request with its prompt. Known pages of the prompt are shared at once, except for its last token."""
         prompt = known_ids(tokens)
         if not 1 <= len(prompt) <= self.max_seqlen:
             expected = f"between 1 and max_seqlen = {self.max_seqlen} tokens"
@@ -114,7 +115,7 @@ class PageBook:
     def reuse(self, request: int) -> int:
         """Share pages of the prompt that became known since `add`; returns how many tokens the request now has.
 
-        Worth a call before the first step of a request that waited while others with the same prefix were computed.
+        Useful before the first step of a request that waited while others with the same prefix were computed.
         """
         self._written.enter()
         state = self._state(request)
@@ -122,7 +123,7 @@ class PageBook:
         length, known = int(self.lengths[row]), depth_of(state.entry)
         if not (self.prefix_sharing and state.traceable and length == known * size):
             return length
-        # The last token is always computed: its query has to be answered.
+        # The last token is always computed, because its query needs an answer.
         if not (found := list(self.index.follow(state.tokens[: int(self.rows.prompts[row]) - 1], state.entry))):
             return length
         pages = [page_of(entry) for entry in found]
@@ -136,7 +137,7 @@ class PageBook:
         return length
 
     def fork(self, request: int) -> int:
-        """A request with the same tokens over the same pages; whoever appends to a shared page first copies it."""
+        """A request with the same tokens over the same pages. The first one to append to a shared page copies it."""
         self._written.enter()
         parent = self._state(request)
         row, used = parent.row, self.num_pages_of(request)
@@ -154,20 +155,20 @@ class PageBook:
         return child
 
     def free(self, request: int) -> None:
-        """The request is finished: its pages go back at once, those the index knows stay remembered until needed."""
+        """Finish a request: its pages go back at once. Those in the index stay cached until they are needed."""
         self._written.enter()
         state, used = self._state(request), self.num_pages_of(request)
-        # From the end: a page must not be forgotten before the ones that follow it.
+        # From the end: a page must not be evicted before the ones that follow it.
         for page in self.table[state.row, :used][::-1].tolist():
             self.pages.drop(page, remembered=page in self.index)
         del self._requests[request]
         self._batch = None
         self.rows.release(state.row)
-        # A page that the running step fills for it is nobody's to share.
+        # A page that the running step fills for it must not be shared.
         state.traceable = False
 
     def truncate(self, request: int, length: int) -> None:
-        """Drop tokens from the end (a rejected draft, the rest of a prompt); pages that become empty go back."""
+        """Drop tokens from the end (a rejected draft, the rest of a prompt). Pages that become empty go back."""
         self._written.enter()
         state, used, rows = self._state(request), self.num_pages_of(request), self.rows
         if (left := within(length, int(self.lengths[state.row]))) is None:
@@ -182,7 +183,7 @@ class PageBook:
         del self._ids_of(state)[length:]
         rows.lengths[state.row], rows.prompts[state.row] = length, min(int(rows.prompts[state.row]), length)
         rows.forget_ids(state.row, len(state.tokens))
-        # The last page may now be one that others hold, or that the index knows as full.
+        # The last page may now be held by others, or be in the index as full.
         rows.tail_shared[state.row] = True
         self._interrupt()
 
@@ -191,7 +192,7 @@ class PageBook:
     def step(
         self, requests: Sequence[int], counts: Sequence[int] | None = None, tokens: Sequence[int | None] | None = None
     ) -> Step:
-        """Make room for the next tokens of some requests: see `PagedKVCache.step`."""
+        """Reserve slots for the next tokens of some requests: see `PagedKVCache.step`."""
         batch = self._batch_of(requests)
         if batch.slots is not None and (counts is None or are_ones(counts, len(batch.rows))):
             return self._decode(batch, batch.slots, tokens)
@@ -216,11 +217,11 @@ class PageBook:
         return Step(batch.requests, rows, new, before, slots, self.rows.taken_changes(), copies)
 
     def commit(self) -> None:
-        """The K and V of the last step are written: its full pages may be shared from now on.
+        """Marks the K and V of the last step as written: its full pages may be shared from now on.
 
-        A page that another request filled with the same tokens first, in this step or before, is given back for it.
-        The pages given back stay as they are until the next step. Of many pages some are left for later, at the latest
-        when somebody asks for what they may change.
+        If another request filled a page with the same tokens first, in this step or earlier, that page is used and this
+        one is given back. Pages given back keep their contents until the next step. If there are many pages, some are
+        entered later, at the latest when a method depends on them.
         """
         filled, self._filled = self._filled, None
         if filled is not None and self.prefix_sharing:
@@ -230,7 +231,7 @@ class PageBook:
     # Questions
 
     def owns(self, step: Step) -> bool:
-        """Whether the slots of a step are still those of its requests, and nobody else reads their pages."""
+        """Whether the slots of a step still belong to its requests, and no other request reads their pages."""
         self._written.enter()
         if not all(request in self for request in step.requests):
             return False
@@ -279,11 +280,11 @@ class PageBook:
 
     @property
     def num_requests(self) -> int:
-        """How many are under way."""
+        """How many requests are active."""
         return len(self._requests)
 
     def stats(self) -> CacheStats:
-        """Counted now, over the pages of all requests."""
+        """Counted over the pages of all requests."""
         self._written.enter()
         held, wasted = self.pages.held, sum(self.page_size - filled for filled in self._partly_filled().values())
         return CacheStats(
@@ -303,7 +304,7 @@ class PageBook:
             if length % self.page_size:
                 page = int(self.table[state.row, length // self.page_size])
                 tails[page] = max(tails.get(page, 0), length % self.page_size)
-        # After `truncate` a page may be the end of one request and full in another.
+        # After `truncate`, a page may be the end of one request and full in another.
         if any(self.pages.holders(page) > 1 for page in tails):
             for state in self._requests.values():
                 for page in self.table[state.row, : self.lengths[state.row] // self.page_size].tolist():
@@ -322,7 +323,7 @@ class PageBook:
         return state
 
     def _batch_of(self, requests: Sequence[int]) -> Batch:
-        """A step's requests, each of which is there once; decoding batches come again and again."""
+        """A step's requests, each at most once. Decoding batches repeat, so the last one is cached."""
         known = self._batch
         try:
             if known is not None and known.hashed == hash(given := tuple(requests)) and known.requests == given:
@@ -337,12 +338,12 @@ class PageBook:
         return batch
 
     def _interrupt(self) -> None:
-        """The next step is not just one token more for everybody."""
+        """The next step is not just one more token for every request."""
         if self._batch is not None:
             self._batch.slots = None
 
     def _decode(self, batch: Batch, last: Ints, tokens: Sequence[int | None] | None) -> Step:
-        """The next token of requests whose last ones are in slots `last`: the same as `step`, in fewer operations."""
+        """The next token of requests whose last ones are in slots `last`: the same as `step`, with fewer operations."""
         rows, size = batch.rows, self.page_size
         before = self.lengths[rows]
         ids, given = self._checked_ids(batch, before, tokens)
@@ -369,7 +370,7 @@ class PageBook:
     def _checked_tokens(
         self, requests: Sequence[int], rows: Ints, before: Ints, new: Ints, tokens: Sequence[int | None] | None
     ) -> tuple[Ints, NDArray[np.bool_] | None]:
-        """The ids that are given, and for which places; None for all of them."""
+        """The given ids, and their indices in the batch; None for all of them."""
         if tokens is None:
             return np.empty(0, np.int64), np.zeros(len(rows), np.bool_)
         fix = "One id a request, None where the prompt goes on."
@@ -391,17 +392,18 @@ class PageBook:
     def _checked_ids(
         self, batch: Batch, before: Ints, tokens: Sequence[int | None] | None
     ) -> tuple[Ints, NDArray[np.bool_] | None]:
-        """As `_checked_tokens`, of a batch that only decodes."""
+        """`_checked_tokens` for a batch that only decodes."""
         if isinstance(tokens, list) and len(tokens) == len(batch.rows):
             try:
-                # All at once takes 6 us for 256, one by one 28; None and what is no id are found there.
+                # Converting all at once is several times faster than one by one, which is only needed to find None and
+                # non-ids.
                 return np.frombuffer(array("q", tokens), np.int64), None
             except (TypeError, OverflowError):
                 pass
         return self._checked_tokens(batch.requests, batch.rows, before, batch.ones, tokens)
 
     def _note_ids(self, batch: Batch, before: Ints, ids: Ints, given: NDArray[np.bool_] | None) -> None:
-        """Tokens behind the prompt, as far as all ids before them are known: after unknown ones an id says nothing."""
+        """Tokens after the prompt, as long as all ids before them are known: after unknown ones an id is useless."""
         rows = batch.rows
         follows = self.rows.known[rows] == ALL
         if given is not None:
@@ -435,12 +437,12 @@ class PageBook:
         return new
 
     def _tails_to_copy(self, rows: Ints, before: Ints) -> list[int]:
-        """Places in the batch whose last page is partly filled and also held, or known as full, elsewhere."""
+        """Indices in the batch whose last page is partly filled and also held, or known as full, elsewhere."""
         suspects = np.nonzero(self.rows.tail_shared[rows] & (before % self.page_size > 0))[0].tolist()
         shared, waiting = list[int](), dict[int, int]()
         for place in suspects:
             page = int(self.table[rows[place], before[place] // self.page_size])
-            # Of several holders in one step the last one keeps the page, unless the index knows it.
+            # Of several holders in one step the last one keeps the page, unless it is in the index.
             left = waiting.setdefault(page, self.pages.holders(page))
             if left > 1 or page in self.index:
                 shared.append(place)
@@ -448,7 +450,7 @@ class PageBook:
         return shared
 
     def _check_room(self, requests: Sequence[int], before: Ints, new: Ints, pages: int) -> None:
-        # Their sum could pass what an int64 holds.
+        # Their sum could overflow int64.
         over = new > self.max_seqlen - before
         if over.any():
             place = int(over.argmax())
@@ -462,7 +464,7 @@ class PageBook:
             )
 
     def _take(self, rows: Ints, owned: Ints, needed: Ints, copied: list[int]) -> list[tuple[int, int]]:
-        """Pages for the step, and those to copy; nothing can fail here."""
+        """Take the pages for the step, including the copies. Nothing can fail here."""
         copies: list[tuple[int, int]] = []
         for place in copied:
             row, column = int(rows[place]), int(owned[place]) - 1

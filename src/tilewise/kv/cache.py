@@ -1,7 +1,7 @@
 """`PagedKVCache`: keys and values of many requests in one pool of pages, shared where their prefixes are equal.
 
-One step of a batch is three calls: `step` makes room and says which tokens come, `append` writes the K and V of one
-layer, `attention` reads them.
+One step of a batch is three calls: `step` reserves slots for the new tokens, `append` writes the K and V of one layer,
+`attention` reads them.
 
     cache = PagedKVCache(num_pages, 64, num_layers, num_kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
     request = cache.add(prompt)
@@ -50,11 +50,11 @@ class PagedKVCache:
 
     A request is a number that `add` returns. Pages are taken when tokens come and go back when the request is freed;
     full pages of equal prefixes are stored once; `fork` shares all pages and copies one when it is written to. Every
-    method either does all it is asked or raises (`InvalidProblem`, `OutOfPages`) and leaves the cache as it was.
+    method either does all it is asked or raises (`InvalidProblem`, `OutOfPages`) and leaves the cache unchanged.
     `max_seqlen` bounds a request (default: the whole pool), `head_dim_v` is `head_dim` unless given. With
-    `dtype=torch.float8_e4m3fn` rows are quantised as they are appended, one scale for each (page, head).
-    `max_requests` gives every request a seat and makes the tables once, (max_requests, max_seqlen / page_size): steps
-    with `fixed=True` then use the same tensors every time, for CUDA graphs.
+    `dtype=torch.float8_e4m3fn` rows are quantised as they are appended, with one scale for each (page, head).
+    `max_requests` gives every request a fixed row ("seat") and allocates the tables once, (max_requests, max_seqlen /
+    page_size): steps with `fixed=True` then use the same tensors every time, for CUDA graphs.
 
         >>> cache = PagedKVCache(8, 4, 1, 2, 16, dtype=torch.float32, device="cpu")
         >>> request = cache.add([1, 2, 3, 4, 5])
@@ -94,9 +94,9 @@ class PagedKVCache:
             num_pages, page_size, max_seqlen=max_seqlen, max_requests=max_requests, prefix_sharing=prefix_sharing
         )
         shape = (num_layers, self.book.pages.num_pages, self.book.page_size, num_kv_heads)
-        # Of e4m3 pages: one for each (layer, page, head).
+        # Scales of e4m3 pages: one for each (layer, page, head).
         self._scales: tuple[Tensor, Tensor] | None = None
-        # Inference tensors could only be written to in that mode.
+        # Inference tensors could only be written in inference mode.
         with torch.inference_mode(False):
             self.k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
             self.v = torch.empty((*shape, width_v), dtype=dtype, device=device)
@@ -107,7 +107,7 @@ class PagedKVCache:
         self._step: Step | None = None
         self._batch: BatchTables | None = None
         self._groups = PrefixGroups()
-        # Looked for when it is first asked for: once a step, not once a layer.
+        # Found when first needed: once per step, not once per layer.
         self._shared: SharedPrefix | None = None
         self._looked = False
         self._written: set[int] = set()
@@ -121,14 +121,15 @@ class PagedKVCache:
     # Requests
 
     def add(self, tokens: Tokens) -> int:
-        """A new request with its prompt; returns its number. Pages of the prompt that are known are shared at once.
+        """A new request with its prompt; returns its number. Cached pages of the prompt are shared at once.
 
-        Nothing is taken yet. `length` says how many tokens were found; at least the last one is always left to compute.
+        No new page is taken yet. `length` says how many tokens were found; at least the last one is always left to
+        compute.
         """
         return self.book.add(_listed(tokens))
 
     def reuse(self, request: int) -> int:
-        """Look again for known pages of a waiting request's prompt; returns the tokens it has now."""
+        """Look again for cached pages of a waiting request's prompt; returns the tokens it has now."""
         return self.book.reuse(request)
 
     def fork(self, request: int) -> int:
@@ -137,16 +138,16 @@ class PagedKVCache:
         return self.book.fork(request)
 
     def truncate(self, request: int, length: int) -> None:
-        """Forget the tokens of a request past `length`, such as rejected drafts."""
+        """Drop the tokens of a request past `length`, such as rejected drafts."""
         self._refuse_unwritten(request)
         self.book.truncate(request, length)
 
     def free(self, request: int) -> None:
-        """The request is finished; its pages can be taken at once, and are found again until they are."""
+        """Finish a request. Its pages can be taken at once, and can be found by their prefix until they are."""
         self.book.free(request)
 
     def seats(self, requests: Sequence[int]) -> list[int]:
-        """The rows of requests in fixed steps; a request keeps its seat from `add` or `fork` to `free`."""
+        """The rows of requests in fixed steps. A request keeps its seat from `add` or `fork` to `free`."""
         return [self.book.row(request) for request in requests]
 
     def length(self, request: int) -> int:
@@ -167,17 +168,17 @@ class PagedKVCache:
         tokens: Sequence[int | None] | Tensor | None = None,
         fixed: bool = False,
     ) -> int:
-        """Make room for the next tokens of a batch; returns how many rows q, k and v of this step have.
+        """Reserve slots for the next tokens of a batch; returns how many rows q, k and v of this step have.
 
-        `counts[i]` tokens of requests[i] come next: of its prompt while that is not done (a chunk of it), then new
-        ones. Left out: the rest of the prompt, or one token. `tokens[i]` is the id of a new token, None for a request
-        whose prompt goes on; without ids the pages of new tokens are not found again by other requests. Prompts
-        and single tokens may be mixed. Raises OutOfPages before anything is changed if the pages do not suffice.
+        `counts[i]` tokens of requests[i] come next: tokens of its prompt while that is not done (a chunk of it), then
+        new ones. Default: the rest of the prompt, or one token. `tokens[i]` is the id of a new token, None for a
+        request whose prompt continues; without ids, other requests cannot find the pages of new tokens. Prompts and
+        single tokens may be mixed. Raises OutOfPages before anything is changed if the pages do not suffice.
 
-        A `fixed` step has one token for each of its requests and one row for every seat, `seats(requests)` saying
-        whose: the others rest, what their rows hold is not written, and their `out` is 0. Its tensors are those of
-        every other fixed step, so that `append` and `attention` can be captured in a CUDA graph and replayed; after a
-        replay `mark_written` says what `append` would have. Such steps attend to shared prefixes like to any keys.
+        A `fixed` step has one token for each of its requests and one row for every seat (`seats(requests)`). The rows
+        of other seats are ignored: they are not written, and their `out` is 0. All fixed steps use the same tensors, so
+        `append` and `attention` can be captured in a CUDA graph and replayed; after a replay call `mark_written`, which
+        does the bookkeeping of `append`. Fixed steps treat shared prefixes like any keys.
         """
         self._refuse_unwritten(None)
         other = isinstance(requests, (str, bytes, Tensor)) or getattr(requests, "ndim", 1) != 1
@@ -186,7 +187,7 @@ class PagedKVCache:
             raise InvalidProblem("requests", "a list of request numbers", repr(requests), fix)
         tokens = _listed(tokens) if isinstance(tokens, Tensor) else tokens
         step = self.book.step(requests, self._fixed_counts(requests, counts) if fixed else counts, tokens)
-        # If a device fails from here on, the step is one that was not written: its requests can only be freed.
+        # If a device fails from here on, the step counts as not written: its requests can only be freed.
         self._step, self._batch = step, None
         self._shared, self._looked, self._written = None, False, set()
         self._groups.follow(step, self.book.page_size)
@@ -201,9 +202,9 @@ class PagedKVCache:
     def append(self, k: Tensor, v: Tensor, *, layer: int = 0) -> None:
         """Write one layer's K and V of the step: (rows, num_kv_heads, dim), packed in the order of its requests.
 
-        Rows of a request that was freed meanwhile are still expected; a step of which none is left is refused. Once
-        every layer is written, one may be written again (to warm up, or after an error) while its pages are still
-        their requests' alone, and captured in a graph.
+        Rows of a request that was freed in the meantime are still expected; a step without any request left is refused.
+        Once every layer is written, a layer may be written again (to warm up, or after an error), also under graph
+        capture, as long as its pages belong to their requests alone.
         """
         batch, layer = self._running(), self._number(layer)
         self._refuse_finished()
@@ -223,7 +224,7 @@ class PagedKVCache:
                 self.book.commit()
 
     def mark_written(self) -> None:
-        """Every layer of the running step was appended by a replayed graph, on the stream that comes next to them."""
+        """Tells the cache that a replayed graph appended every layer of the running step, on the current stream."""
         self._running()
         self._refuse_finished()
         self._written = set(range(len(self.k)))
@@ -232,8 +233,8 @@ class PagedKVCache:
     def attention(self, q: Tensor, *, layer: int = 0, causal: bool = True, **flags: Any) -> Any:
         """`attention_paged` of the step's queries (rows, num_heads, head_dim) to one layer of their requests' pages.
 
-        Takes its flags and returns what it returns. A prefix that several requests share is attended once where that
-        pays: `explain` says so. The step's K and V of the layer come first: see `append`.
+        Takes the same flags and returns the same results. A prefix that several requests share is attended once where
+        that is faster (see `explain`). `append` the step's K and V of the layer first.
         """
         layer = self._number(layer)
         k_pages, v_pages = self.attended(layer)
@@ -267,7 +268,7 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all pages, and of their scales where they have any."""
+        """Memory of all pages, and of their scales if any."""
         return self.k.nbytes + self.v.nbytes + sum(scale.nbytes for scale in self._scales or ())
 
     def pages(self, layer: int = 0) -> tuple[Tensor, Tensor]:
@@ -286,8 +287,8 @@ class PagedKVCache:
     def block_table(self) -> Tensor:
         """int32 (batch, columns) on the device: the pages of the step's requests, of a fixed step (seats, columns).
 
-        Later steps may be given the same tensor; not if somebody wrote to it in a way that torch counts, so that an
-        edit stays in its step.
+        Later steps may return the same tensor, unless somebody wrote to it in a way that torch counts: an edit stays in
+        its step.
         """
         return self._running().block_table
 
@@ -300,15 +301,15 @@ class PagedKVCache:
         return self._running().cu_seqlens_q
 
     def slots(self) -> Tensor:
-        """int64 (rows,) on the device: where each row of the step goes, counted through all slots of all pages; -1 for
-        the rows of seats that rest.
+        """int64 (rows,) on the device: the slot of each row of the step, counted through all slots of all pages; -1 for
+        the rows of seats without a request in the step.
         """
         return self._running().slots
 
     def shared_prefix(self) -> SharedPrefix | None:
         """The requests of the step that start with the same pages, for `attention_paged`; None if there are none.
 
-        Later steps may be given the same tensors; not those that somebody wrote to.
+        Later steps may return the same tensors, unless somebody wrote to them.
         """
         self._running()
         assert self._step is not None
@@ -328,7 +329,7 @@ class PagedKVCache:
         return self.book.available_pages()
 
     def pages_for(self, tokens: Tokens) -> int:
-        """How many of the available pages a prompt would take, known prefixes considered: for admission."""
+        """How many of the available pages a prompt would take, given the cached prefixes: for admission."""
         return self.book.pages_for(_listed(tokens))
 
     # Inside
@@ -345,7 +346,7 @@ class PagedKVCache:
         return self._batch
 
     def _capturing(self) -> bool:
-        """Whether kernels are recorded now, to be run later."""
+        """Whether a graph is being captured."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _fixed_counts(self, requests: Sequence[int], counts: Sequence[int] | None) -> list[int]:
@@ -366,7 +367,7 @@ class PagedKVCache:
         return flags
 
     def _refuse_unwritten(self, only: int | None) -> None:
-        """A step that was never written would leave rubbish in the slots of its requests (or of the `only` one)."""
+        """Refuse if a step was never written: its requests (or the `only` one) would read uninitialised slots."""
         if self._step is None or len(self._written) == len(self.k):
             return
         waiting = [request for request in self._step.requests if request in self.book and only in (None, request)]

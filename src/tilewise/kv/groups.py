@@ -1,11 +1,11 @@
 """Which requests of a batch start with the same pages, from the host's table: the hint for cascade attention.
 
-Requests with the same first page form a tree: they part where their pages differ. A request is in one group at most,
-so at every fork the tree is either cut above it (all share the stem) or below (each branch shares its longer one),
-whichever leaves fewer keys to read. A tree is followed through MOST_FORKS forks in a row, and cut above the next.
+Requests with the same first page form a tree: they part where their pages differ. A request is in one group at most, so
+at every fork the tree is either cut above it (all share the stem) or below (each branch shares its longer one),
+whichever leaves fewer keys to read. A tree is followed through MOST_FORKS nested forks and cut above the next.
 
-Looking takes 0.1 ms for 256 requests, so `PrefixGroups` keeps what it found while the same requests decode: pages that
-a step takes are its requests' own, and pages that come to be shared are written into the table as such.
+The search takes host time, so `PrefixGroups` caches its result while the same requests decode: pages that a step takes
+belong to its requests alone, and pages that become shared are written into the table as such.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["PrefixGroup", "PrefixGroups", "find_groups"]
 
 Table = NDArray[np.int32]
 
-# Requests that leave a stem one at a time make a fork each: 700 of them would be as many calls inside one another.
+# Requests that leave a stem one at a time make one fork each. The limit bounds the recursion.
 MOST_FORKS = 32
 
 
 class PrefixGroup(NamedTuple):
-    """Places in the batch, and the pages that all of them start with.
+    """Indices in the batch, and the pages that all of them start with.
 
-    The pages themselves, because the row of a place may be somebody else's by the time the hint is made of them.
+    The pages themselves are kept, because a table row may belong to another request by the time the hint is made.
     """
 
     places: Ints
@@ -37,12 +37,12 @@ class PrefixGroup(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """How many they share."""
+        """How many pages they share."""
         return len(self.pages)
 
     @property
     def pages_saved(self) -> int:
-        """Pages that need not be read again."""
+        """Page reads that are saved."""
         return (len(self.places) - 1) * self.num_pages
 
 
@@ -55,8 +55,8 @@ class PrefixGroups:
         self._found: list[PrefixGroup] = []
 
     def follow(self, step: Step, page_size: int) -> None:
-        """What was found is kept if it must still hold; to be told of every step."""
-        # Where every request has a token more and pages are new ones of its own, what was shared still is.
+        """Keeps the cached groups if they must still hold. Must be called for every step."""
+        # If every request has one more token and new pages are its own, what was shared still is.
         if self._rows is None or (step.previous is not None and step.rows is self._rows):
             return
         shareable = step.before // page_size
@@ -71,7 +71,7 @@ class PrefixGroups:
                 self._rows = None
 
     def of(self, table: Table, step: Step, page_size: int) -> list[PrefixGroup]:
-        """The step's groups, the same list as for the step before if they are."""
+        """The step's groups; the same list as for the previous step if they are unchanged."""
         if self._rows is None:
             self._rows, self._shareable = step.rows, step.before // page_size
             self._found = find_groups(table, step.rows, self._shareable)
@@ -79,13 +79,15 @@ class PrefixGroups:
 
 
 def find_groups(table: Table, rows: Ints, shareable: Ints) -> list[PrefixGroup]:
-    """Groups of a batch: `table[rows[i]]` are the pages of place i, of which the first `shareable[i]` may be shared."""
+    """Groups of a batch: `table[rows[i]]` are the pages of request i, of which the first `shareable[i]` may be
+    shared.
+    """
     places = np.nonzero(shareable > 0)[0]
     return _branches(table, rows, shareable, places, 0, 0) if len(places) > 1 else []
 
 
 def _branches(table: Table, rows: Ints, shareable: Ints, places: Ints, depth: int, forks: int) -> list[PrefixGroup]:
-    """The groups among places that share `depth` pages so far."""
+    """The groups among requests that share `depth` pages so far."""
     places = places[shareable[places] > depth]
     pages = table[rows[places], depth]
     order = np.argsort(pages, kind="stable")
@@ -100,7 +102,7 @@ def _branches(table: Table, rows: Ints, shareable: Ints, places: Ints, depth: in
 
 
 def _stem(table: Table, rows: Ints, shareable: Ints, places: Ints, depth: int, forks: int) -> list[PrefixGroup]:
-    """The best groups among places that share page number `depth`."""
+    """The best groups among requests that share page number `depth`."""
     end = int(shareable[places].min())
     same = (table[rows[places], depth:end] == table[rows[places[0]], depth:end]).all(0)
     common = end if same.all() else depth + int(same.argmin())

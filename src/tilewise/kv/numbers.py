@@ -1,4 +1,4 @@
-"""Numbers that callers pass, alone or many at a time, of Python, NumPy or torch: judged, and made one kind."""
+"""Validates numbers from callers, single or many, of Python, NumPy or torch, and converts them to one type."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["are_ones", "integers_of", "sizes_of", "within"]
 
 
 def sizes_of(**sizes: Any) -> list[int]:
-    """Positive integers; rejects anything else, True too."""
+    """Positive integers. Raises for anything else, True included."""
     found: list[int] = []
     for name, size in sizes.items():
         number = None if isinstance(size, bool) else within(size, 2**63 - 1)
@@ -25,7 +25,7 @@ def sizes_of(**sizes: Any) -> list[int]:
 
 
 def within(number: Any, last: int) -> int | None:
-    """An integer from 0 to `last`, of NumPy or torch too; None if it is none."""
+    """An integer from 0 to `last`, also of NumPy or torch; None if it is not one."""
     try:
         index = operator.index(number)
     except (TypeError, RuntimeError):
@@ -34,7 +34,7 @@ def within(number: Any, last: int) -> int | None:
 
 
 def integers_of(name: str, numbers: Any) -> NDArray[np.int64]:
-    """As an array; rejects fractions and what has no shape."""
+    """The numbers as an array. Raises for fractions and for what has no shape."""
     try:
         found = np.asarray(numbers)
     except (TypeError, ValueError, RuntimeError):
@@ -45,7 +45,7 @@ def integers_of(name: str, numbers: Any) -> NDArray[np.int64]:
 
 
 def are_ones(counts: object, number: int) -> bool:
-    """Whether these are so many ones."""
+    """Whether these are `number` ones."""
     if isinstance(counts, np.ndarray):
         return counts.dtype.kind in "iu" and counts.shape == (number,) and bool((counts == 1).all())
     if not isinstance(counts, list | tuple):

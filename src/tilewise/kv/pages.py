@@ -1,8 +1,8 @@
-"""Pages on loan: who holds which page of the pool, in constant time per page.
+"""The page allocator: which page of the pool is held, in constant time per page.
 
-A page is in one of three states. *Free*: nobody holds it and nobody will ask for it. *Held*: `references` counts the
-requests whose tables name it. *Idle*: nobody holds it, but the prefix index remembers what is in it; an idle page is
-given away when the free ones have run out, the one left alone longest first. The three counts always add up to the
+A page is in one of three states. *Free*: no request holds it and its contents are not needed. *Held*: `references`
+counts the requests whose tables name it. *Idle*: no request holds it, but the prefix index knows its contents; idle
+pages are evicted when the free ones have run out, least recently used first. The three counts always add up to the
 pool.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["PageAllocator"]
 
 
 class PageAllocator:
-    """Hands out the pages 0 .. num_pages - 1; `evicted(pages)` is told before idle pages are given to someone else.
+    """Hands out the pages 0 .. num_pages - 1; `evicted(pages)` is called before idle pages are reused.
 
     >>> pool = PageAllocator(2)
     >>> page = pool.take()
@@ -31,12 +31,12 @@ class PageAllocator:
 
     def __init__(self, num_pages: int, evicted: Callable[[list[int]], None] = lambda _pages: None) -> None:
         self.num_pages = num_pages
-        # Arrays, because the garbage collector walks through lists: 0.4 ms for 20,000 pages, in the middle of a step.
+        # Arrays, because the garbage collector walks through lists, which would interrupt a step.
         self._references = array("q", bytes(8 * num_pages))
         self.shared = 0
         self.evictions = 0
         self._evicted = evicted
-        # A stack: the page that was freed last is the likeliest to be in a cache.
+        # A stack: the page that was freed last is the most likely to be in a cache.
         self._free = array("q", range(num_pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
 
@@ -56,20 +56,20 @@ class PageAllocator:
 
     @property
     def idle(self) -> int:
-        """Pages that are remembered but held by nobody."""
+        """Pages that the index knows but no request holds."""
         return len(self._idle)
 
     @property
     def held(self) -> int:
-        """Pages in somebody's table."""
+        """Pages in some request's table."""
         return self.num_pages - self.available
 
     def is_idle(self, page: int) -> bool:
-        """Whether a page is remembered but held by nobody."""
+        """Whether the index knows a page that no request holds."""
         return page in self._idle
 
     def take(self) -> int:
-        """A page nobody else holds: a free one, else the longest idle one."""
+        """A page that no request holds: a free one, else the least recently used idle one."""
         if self._free:
             page = self._free.pop()
         elif self._idle:
@@ -80,7 +80,7 @@ class PageAllocator:
         return page
 
     def take_many(self, count: int) -> NDArray[np.int64]:
-        """As many calls of `take`; the caller knows that they are available."""
+        """`take`, `count` times. The caller has checked that they are available."""
         quick = min(count, len(self._free))
         pages = np.frombuffer(self._free[len(self._free) - quick :], np.int64)[::-1]
         del self._free[len(self._free) - quick :]
@@ -90,14 +90,14 @@ class PageAllocator:
         return pages
 
     def _evict(self, count: int) -> list[int]:
-        """The pages idle longest, at once: a step of 256 requests may take as many (one by one 64 bytecodes each)."""
+        """Evict the least recently used idle pages at once, which is faster than one by one."""
         pages = [self._idle.popitem(last=False)[0] for _ in range(count)]
         self.evictions += count
         self._evicted(pages)
         return pages
 
     def hold(self, page: int) -> None:
-        """One more holder of a page that is held or idle."""
+        """Add a holder to a page that is held or idle."""
         count = self._references[page] + 1
         self._references[page] = count
         if count == 1:
@@ -105,7 +105,7 @@ class PageAllocator:
         self.shared += count == 2
 
     def drop(self, page: int, *, remembered: bool = False) -> None:
-        """One holder less; the last one leaves the page free, or idle if it is `remembered`."""
+        """Remove a holder. Without holders the page becomes free, or idle if it is `remembered`."""
         count = self._references[page] - 1
         self._references[page] = count
         self.shared -= count == 1

@@ -1,8 +1,8 @@
-"""Which page holds which tokens: a chain of page hashes per known prefix.
+"""The prefix index: which page holds which tokens, as a chain of page hashes per cached prefix.
 
-K and V of a token depend on every token before it, so a full page is known by its own tokens *and* by the page before
-it. The key of a page hashes both; after a hit the tokens and the predecessor are compared, so two prefixes with the
-same hash are never confused: the later one is simply not remembered.
+K and V of a token depend on every token before it, so a full page is identified by its own tokens *and* by the page
+before it. The key of a page hashes both. After a hit the tokens and the predecessor are compared, so two prefixes with
+the same hash are never confused: the later one is not cached.
 
     system prompt  [page 7] -- [page 2] --+-- [page 9]   question one
                                           +-- [page 4]   question two
@@ -20,15 +20,14 @@ from tilewise.errors import InvalidProblem
 
 __all__ = ["Entry", "Ids", "Key", "PrefixIndex", "depth_of", "hash_page", "known_ids", "page_of"]
 
-# Ids of tokens, 64 bits each. Not a list: the garbage collector walks through lists, which took 3 ms for 256 requests
-# of 1000 tokens, in the middle of a step.
+# Token ids, 64 bits each. Not a list, because the garbage collector walks through lists in the middle of a step.
 Ids = array
 ID_BYTES = 8
 Key = Callable[[int, bytes], int]
 
 
 def known_ids(tokens: Iterable[Any]) -> Ids[int]:
-    """Ids as 64-bit integers; None, 1.5 and "1" are none."""
+    """Ids as 64-bit integers. Raises for None, 1.5 and "1"."""
     try:
         return array("q", map(operator.index, tokens))
     except (TypeError, OverflowError) as problem:
@@ -41,25 +40,24 @@ def hash_page(before: int, tokens: bytes) -> int:
     return hash((before, tokens))
 
 
-# A full page in the index: where it is, how many pages its prefix has with it, its key, and the ids of its tokens.
-# Plain bytes, told apart by identity: the garbage collector walks through objects, after every 700 of them and in the
-# middle of a step (0.1 ms, of the next generation 0.4; on the host of an H200 0.5 and 1.7).
+# A full page in the index: page number, number of pages in its prefix, its key, and its token ids. Plain bytes,
+# compared by identity, because the garbage collector walks through objects in the middle of a step.
 Entry = bytes
 _HEAD, _EMPTY = struct.Struct("<qqq"), (-1, 0, 0)
 
 
 def page_of(entry: Entry) -> int:
-    """Where a page of the index is."""
+    """The page number of an entry."""
     return int(_HEAD.unpack_from(entry)[0])
 
 
 def depth_of(entry: Entry | None) -> int:
-    """Pages of a prefix that ends with this one, None for the empty prefix."""
+    """Pages of a prefix that ends with this entry; 0 for None, the empty prefix."""
     return 0 if entry is None else int(_HEAD.unpack_from(entry)[1])
 
 
 class PrefixIndex:
-    """Full pages by content. Forgetting a page is the caller's business: see `PageAllocator`."""
+    """Full pages by content. The caller evicts pages: see `PageAllocator`."""
 
     def __init__(self, page_size: int, key: Key = hash_page) -> None:
         self.page_size = page_size
@@ -75,11 +73,11 @@ class PrefixIndex:
         return page in self._by_page
 
     def parent(self, entry: Entry) -> Entry | None:
-        """The page before one that is still known; None: it is the first."""
+        """The entry before one that is still in the index; None if it is the first."""
         return self._parents[page_of(entry)]
 
     def follow(self, tokens: Ids[int], parent: Entry | None = None) -> Iterator[Entry]:
-        """The known pages of a prefix, one after another, starting behind `parent`."""
+        """The cached pages of a prefix in order, starting after `parent`."""
         every, size = tokens.tobytes(), ID_BYTES * self.page_size
         for number in range(depth_of(parent), len(tokens) // self.page_size):
             content = every[number * size : (number + 1) * size]
@@ -90,7 +88,9 @@ class PrefixIndex:
             yield found
 
     def insert(self, parent: Entry | None, tokens: bytes, page: int) -> Entry | None:
-        """Remember a full page. If another page has this content, its entry; None if the chain cannot go on here."""
+        """Add a full page. If another page has this content, returns its entry; None if the chain cannot
+        continue here.
+        """
         page_before, depth, key = _EMPTY if parent is None else _HEAD.unpack_from(parent)
         if parent is not None and self._by_page.get(page_before) is not parent:
             return None
@@ -104,7 +104,7 @@ class PrefixIndex:
         return entry
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Pages are about to hold something else; those that are not known are nobody's."""
+        """Remove pages that are about to be overwritten. Pages that are not in the index are ignored."""
         by_key, by_page, parents, unpack = self._by_key, self._by_page, self._parents, _HEAD.unpack_from
         for page in pages:
             entry = by_page.pop(page, None)
@@ -112,7 +112,7 @@ class PrefixIndex:
                 del by_key[unpack(entry)[2]], parents[page]
 
     def _is_known(self, entry: Entry, parent: Entry | None, tokens: bytes) -> bool:
-        """Whether an entry is of these tokens behind that one: keys may be equal by chance."""
+        """Whether an entry has these tokens after that parent: keys may be equal by chance."""
         return self.parent(entry) is parent and entry.endswith(tokens)
 
 

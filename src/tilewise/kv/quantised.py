@@ -5,12 +5,12 @@
     scale  = the larger one of needed and the scale the page has; needed alone if the page's first row is among them
     codes  = e4m3(x / scale)                                       fp32 products, e4m3 to nearest, ties to even
 
-Where the scale grows, what the page holds is multiplied by old / new, a power of two, and rounded to e4m3 again:
+When the scale grows, the page's contents are multiplied by old / new, a power of two, and rounded to e4m3 again:
 numbers keep all their bits unless they fall below e4m3's smallest normal one, 2^-6 of the new scale. So finite values
-never saturate; NaN and infinities become NaN and count for no scale, as in tilewise.fp8. A row without a slot (-1)
-goes nowhere and counts for nothing.
+never saturate. NaN and infinities become NaN and do not affect scales, as in tilewise.fp8. A row without a slot (-1) is
+ignored.
 
-On an NVIDIA GPU this is one launch for K and V (backends/triton/quantised_rows.py); below is what it computes.
+On an NVIDIA GPU this is one launch for K and V (backends/triton/quantised_rows.py); below is the definition.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def new_scales(num_layers: int, num_pages: int, num_kv_heads: int, device: torch.device) -> Tensor:
-    """Scales (num_layers, num_pages, num_kv_heads) of pages that hold nothing yet."""
+    """Scales (num_layers, num_pages, num_kv_heads) of empty pages."""
     return torch.full((num_layers, num_pages, num_kv_heads), AMAX_FLOOR, dtype=torch.float32, device=device)
 
 
@@ -42,10 +42,10 @@ def as_container(pages: Tensor, scale: Tensor) -> Fp8Tensor:
 
 @torch.no_grad()
 def append_quantised(new: Pair, pages: Pair, scales: Pair, slots: Tensor) -> None:
-    """Rows of K and V (total, num_kv_heads, dim) into slots of e4m3 pages (num_pages, page_size, num_kv_heads, dim),
-    whose scales (num_pages, num_kv_heads) grow as needed.
+    """Write rows of K and V (total, num_kv_heads, dim) into slots of e4m3 pages (num_pages, page_size, num_kv_heads,
+    dim), whose scales (num_pages, num_kv_heads) grow as needed.
 
-    The rows of one page come one after another, in the order of their slots.
+    The rows of one page are consecutive, in the order of their slots.
     """
     plain = not torch.compiler.is_compiling() and all(type(t) is Tensor for t in new)
     backend = dispatch.serving(slots.device.type) if plain else None
@@ -58,7 +58,7 @@ def append_quantised(new: Pair, pages: Pair, scales: Pair, slots: Tensor) -> Non
 
 
 def write_quantised(rows: Tensor, pages: Tensor, scale: Tensor, slots: Tensor) -> None:
-    """K, or V, by torch alone."""
+    """K, or V, with torch operations only."""
     has_slot = slots >= 0
     rows, slots = rows[has_slot], slots[has_slot]
     if not len(slots):
@@ -82,7 +82,7 @@ def write_quantised(rows: Tensor, pages: Tensor, scale: Tensor, slots: Tensor) -
 
 
 def copy_quantised(pages: Tensor, scale: Tensor, source: Tensor, target: Tensor) -> None:
-    """Pages `source` of all layers, with their scales, into pages `target`."""
+    """Copy pages `source` of all layers, with their scales, into pages `target`."""
     for tensor in (pages.view(torch.uint8), scale):
         tensor.index_copy_(1, target, tensor.index_select(1, source))
 

@@ -1,4 +1,4 @@
-"""What the book knows of a request that has no place in an array, and of a batch that comes again."""
+"""Per-request state that is not in an array, and the cached batch of a step."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ __all__ = ["Batch", "Request"]
 
 
 class Request:
-    """The ids that are known of its tokens, and how far the index knows them."""
+    """The known token ids of a request, and how far the index has them."""
 
     __slots__ = ("entry", "row", "tokens", "traceable")
 
     def __init__(self, row: int, tokens: Ids[int]) -> None:
         self.row = row
-        # Those of the prompt, and of later ones what was moved here: see `Rows.note`.
+        # Ids of the prompt, and later ones that were moved here: see `Rows.note`.
         self.tokens = tokens
         self.entry: Entry | None = None
-        # False from the first token whose id is not known, where the index cannot follow, and of a finished request.
+        # False after the first unknown token id, if the index cannot continue the chain, and for a finished request.
         self.traceable = True
 
 
 class Batch:
-    """The requests of a step, kept for the next one: most steps of an engine have the requests of the step before.
+    """The requests of a step, cached for the next one: most steps of an engine have the same requests.
 
-    `slots` has the slot of each one's last token where all of them only decode and write to pages of their own: then
-    the next token's is the one after it, but for those that need a page.
+    `slots` has the slot of each request's last token if all of them only decode and write to pages of their own: then
+    the next slot follows it, except for requests that need a page.
     """
 
     __slots__ = ("hashed", "ones", "requests", "rows", "slots", "states")
 
     def __init__(self, requests: Sequence[int], states: list[Request]) -> None:
         self.requests = tuple(requests)
-        # Before they are compared: a tensor of torch's is equal to the number it holds, but is no request.
+        # Hashed before the comparison: a torch tensor equals the number it holds, but is no request.
         self.hashed = hash(self.requests)
         self.states = states
         self.rows: Ints = np.array([state.row for state in states], np.int64)

@@ -1,7 +1,7 @@
-"""What is known of many requests at once: arrays with a row for each, and what changed in the table of pages.
+"""State of all requests as arrays with one row per request, and the changes of the page table.
 
 A request keeps its row from `claim` to `release`. With `max_requests` the arrays have their full size from the start
-and stay where they are, so that others may keep views of them; without it they double when they are full.
+and stay at their address, so that others may keep views of them; without it they double when they are full.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["ALL", "Changes", "Ints", "Rows", "consecutive"]
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
 
-# A table as wide as most requests will ever be does not grow while they decode; what nobody touches takes no memory.
+# Wide enough that most requests never grow the table while they decode; untouched memory is not allocated.
 FIRST_ROWS, FIRST_COLUMNS = 16, 1024
-# The latest ids of a request that are noted here, and steps over which those of a batch are moved to the others.
+# Number of latest ids per request kept here, and the steps over which a batch's ids are moved to their requests.
 NOTED, SPREAD = 256, 128
-# `known` of a request all of whose ids are known.
+# `known` of a request whose ids are all known.
 ALL = 1 << 62
 
 
@@ -33,14 +33,14 @@ def consecutive(first: Ints, counts: Ints) -> Ints:
 
 
 class Changes(NamedTuple):
-    """Entries of the table that were written: `rows[i]`, `columns[i]`; one that was written twice is there twice."""
+    """Table entries that were written: `rows[i]`, `columns[i]`. An entry written twice appears twice."""
 
     rows: Ints
     columns: Ints
 
     @classmethod
     def joined(cls, parts: list[Changes]) -> Changes:
-        """One after another."""
+        """Concatenation."""
         if len(parts) == 1:
             return parts[0]
         none = np.empty(0, np.int64)
@@ -49,10 +49,10 @@ class Changes(NamedTuple):
 
 class Rows:
     """The arrays: `table[row]` names pages, `lengths` counts tokens in the cache, `prompts` those of the prompt,
-    `known` the first ones whose ids are known where not ALL are; `tail_shared` says that others may hold the last,
-    partly filled page. The latest ids of requests are noted here for a whole batch at a time, token i of a request in
-    place i % NOTED of its row, and moved to each request's when somebody looks: appending to 256 arrays took 15 us a
-    step, and 0.2 to 0.4 ms when all of them, equally long, had to grow.
+    `known` the number of leading tokens with known ids unless ALL are; `tail_shared` says that others may hold the
+    last, partly filled page. The latest ids are stored here for a whole batch at a time, token i of a request in column
+    i % NOTED of its row, and moved to the request when they are needed: appending to one array per request in every
+    step would be slow.
     """
 
     def __init__(self, max_requests: int | None, max_pages: int) -> None:
@@ -65,20 +65,20 @@ class Rows:
         self.known: Ints = np.zeros(rows, np.int64)
         self.tail_shared: NDArray[np.bool_] = np.zeros(rows, np.bool_)
         self._noted: Ints = np.zeros((rows, NOTED), np.int64)
-        # The first token of a row that is noted, unless so many came since.
+        # The first token of a row that is stored here, unless more than NOTED came since.
         self._noted_from: Ints = np.zeros(rows, np.int64)
         self._free = list(range(rows - 1, -1, -1))
         self._changed: list[Changes] = []
 
     def check_room(self) -> None:
-        """Refuses a request that there is no row for."""
+        """Raise if there is no free row."""
         if not self._free and self.max_requests is not None:
             expected = f"at most max_requests = {self.max_requests} at a time"
             fix = "Free one first, or make the cache for more."
             raise InvalidProblem("requests", expected, self.max_requests + 1, fix)
 
     def claim(self, prompt: int) -> int:
-        """A row for a request without tokens in the cache, the ids of whose prompt are known."""
+        """A row for a request without cached tokens and with a known prompt."""
         if not self._free:
             self._double()
         row = self._free.pop()
@@ -87,17 +87,17 @@ class Rows:
         return row
 
     def release(self, row: int) -> None:
-        """Nobody's row again."""
+        """Free a row."""
         self.lengths[row] = 0
         self._free.append(row)
 
     def write(self, row: int, column: int, pages: list[int]) -> None:
-        """Name pages in a row of the table, from a column on."""
+        """Write pages into a row of the table, from a column on."""
         columns = np.arange(column, column + len(pages))
         self.write_each(np.full(len(pages), row), columns, np.array(pages, np.int32))
 
     def write_each(self, rows: Ints, columns: Ints, pages: NDArray[np.integer]) -> None:
-        """Name a page in each of some places."""
+        """Write one page into each of these entries."""
         needed, width = int(columns.max(initial=-1)) + 1, self.table.shape[1]
         if needed > width:
             self.table = _grown(self.table, (len(self.table), max(needed, 2 * width)))
@@ -105,39 +105,41 @@ class Rows:
         self._changed.append(Changes(rows, columns))
 
     def note(self, rows: Ints, at: Ints, ids: Ints) -> Ints:
-        """The ids of tokens behind the prompt: of `rows[i]` that of token `at[i]`, all before it being known; returns
-        which of them must be moved in this step.
+        """Store ids of tokens after the prompt: token `at[i]` of `rows[i]`, with all ids before it known. Returns which
+        rows must be moved in this step.
         """
         self._noted[rows, at % NOTED] = ids
         return np.nonzero((at + rows) % SPREAD == 0)[0]
 
     def moved_ids(self, row: int, ids: Ids[int]) -> Ids[int]:
-        """All ids that are known of a row's request, of which the first ones are given and become all."""
+        """All known ids of a row's request; `ids` has the first ones and is extended."""
         first, last = len(ids), min(int(self.known[row]), int(self.lengths[row]))
         if first < last:
             ids.frombytes(self._noted[row].take(np.arange(first, last), mode="wrap").tobytes())
         return ids
 
     def noted_ids(self, rows: Ints, first: Ints, count: int) -> tuple[bytes, NDArray[np.bool_]]:
-        """The ids of `count` tokens from `first[i]` on of every `rows[i]`, and of which rows all of them are noted."""
+        """The ids of `count` tokens from `first[i]` on of every `rows[i]`, and for which rows all of them are
+        stored.
+        """
         lengths, known = self.lengths[rows], self.known[rows]
         there = (first >= self._noted_from[rows]) & (first >= lengths - NOTED) & (first + count <= known)
         places = (first[:, None] + np.arange(count)) % NOTED
         return self._noted[rows[:, None], places].tobytes(), there
 
     def forget_ids(self, row: int, known: int) -> None:
-        """Of a request whose first `known` ids are known, and noted nowhere; its length is what it is from now on."""
+        """Reset a request: its first `known` ids are known, and none is stored here."""
         length = max(int(self.prompts[row]), int(self.lengths[row]))
         self.known[row] = ALL if known >= length else known
         self._noted_from[row] = length
 
     @property
     def is_changed(self) -> bool:
-        """Whether there are changes that nobody has taken."""
+        """Whether there are changes that were not taken yet."""
         return bool(self._changed)
 
     def taken_changes(self) -> Changes:
-        """What was written since this was asked the last time."""
+        """The changes since the last call."""
         changed, self._changed = self._changed, []
         return Changes.joined(changed)
 

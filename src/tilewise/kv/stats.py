@@ -1,4 +1,4 @@
-"""What a paged cache holds, in numbers."""
+"""Statistics of a paged cache."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["CacheStats"]
 
 
 class CacheStats(NamedTuple):
-    """What a cache holds now, and what it has done so far.
+    """What a cache holds now, and its totals so far.
 
     `slots_wasted` are slots of held pages without a token; `utilisation` is the share of slots with one. `hit_rate` is
-    the share of prompt tokens that were found in the cache when their request came.
+    the share of prompt tokens that were found in the cache when their request was added.
     """
 
     num_pages: int

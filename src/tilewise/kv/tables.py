@@ -1,12 +1,12 @@
-"""The tables of a batch as tensors: what changed since the last step goes to the device, nothing is rebuilt.
+"""The tables of a batch as tensors. Only changes since the last step go to the device.
 
-On a CPU the host's table is the device's. On a GPU a mirror of it lives on the device; every step sends one small
-pinned buffer with the new entries, lengths and slots, asynchronously, and the batch's rows are gathered there. The
-buffer comes from torch's pinned allocator, which does not hand it out again before the copy is done, so the host never
-waits.
+On a CPU the host's table is the device's. On a GPU the device holds a mirror; every step sends one small pinned buffer
+with the new entries, lengths and slots, asynchronously, and the batch's rows are gathered there. The buffer comes from
+torch's pinned allocator, which does not reuse it before the copy is done, so the host never waits.
 
-A fixed step has the same tensors every time: a row for each of `max_requests` seats, of which some rest. They are
-written in place, on the current stream, so a CUDA graph that was captured over them can be replayed step after step.
+A fixed step has the same tensors every time: a row for each of `max_requests` seats. They are written in place, on the
+current stream, so a CUDA graph captured over them can be replayed step after step. Host times behind the choices of
+this file are in bench/results/host-costs.csv, by name.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tilewise.kv.rows import Changes, Ints, consecutive
 
 __all__ = ["BatchTables", "HostTables", "StagedTables", "Tables", "round_columns"]
 
-# Columns of a table at least. Behind a shared prefix a batch starts with one page of its own: without this, every page
-# that it takes makes another table, whose places are sent anew (0.25 ms on the host of an H200 for 256 requests).
+# Minimum number of columns. A batch with a shared prefix starts with one own page: without this minimum, every new page
+# would change the table's shape, and its gather indices would be sent again.
 MIN_COLUMNS = 8
-# The slot of a row that is not to be written.
+# The slot of a row that must not be written.
 NO_SLOT = -1
-# An array of no numbers, which nobody writes to.
+# An empty array, never written.
 NONE: Ints = np.empty(0, np.int64)
 
 
 class BatchTables(NamedTuple):
-    """A step's batch on the device; `cu_seqlens_q` is None where every request has one new token."""
+    """A step's batch on the device; `cu_seqlens_q` is None if every request has one new token."""
 
     block_table: Tensor
     seqlens_k: Tensor
@@ -57,18 +57,18 @@ class Parts(NamedTuple):
 
 
 def round_columns(columns: int) -> int:
-    """Up to a fourth more columns, so that a growing batch asks for few different problems."""
+    """Rounded up by at most a fourth, so that a growing batch uses few different shapes."""
     step = 1 << max(0, columns.bit_length() - 3)
     return -(-columns // step) * step
 
 
 def running_totals(counts: Ints) -> Ints:
-    """0 and the sums of the first entries."""
+    """0 and the running sums."""
     return np.concatenate(([0], np.cumsum(counts)))
 
 
 def same_numbers(a: Ints, b: Ints) -> bool:
-    """Whether two arrays are equal; a batch that comes again has the same ones, and comparing them takes 4 us."""
+    """Whether two arrays are equal. A repeated batch has the same objects, which is much cheaper to test."""
     return a is b or np.array_equal(a, b)
 
 
@@ -78,15 +78,15 @@ class Tables:
     def __init__(self, book: PageBook, device: torch.device) -> None:
         self.book = book
         self.device = device
-        # Of the last step that had any: what they were made from, and the parts.
+        # The last step's prefixes: what they were made from, and the parts.
         self._parts: tuple[list[PrefixGroup], Ints, Parts] | None = None
 
     def batch(self, step: Step) -> BatchTables:
-        """The step's tables, after the changes it brought."""
+        """The step's tables, after its changes were applied."""
         raise NotImplementedError
 
     def fixed(self, step: Step) -> BatchTables:
-        """The tables of all seats, always the same tensors; requests that are not in the step have no keys."""
+        """The tables of all seats, always the same tensors. Requests that are not in the step have no keys."""
         raise NotImplementedError
 
     def shared(self, step: Step, groups: list[PrefixGroup]) -> SharedPrefix:
@@ -99,7 +99,7 @@ class Tables:
         return min(round_columns(max(MIN_COLUMNS, -(-longest // self.book.page_size))), width)
 
     def parts(self, step: Step, groups: list[PrefixGroup]) -> Parts:
-        """Prefixes, the rows of their queries, and how many pages each place leaves out of its own table."""
+        """Prefixes, the rows of their queries, and how many pages each request omits from its own table."""
         known = self._parts
         if known is None or known[0] is not groups or not same_numbers(known[1], step.counts):
             known = self._parts = groups, step.counts, self._new_parts(step, groups)
@@ -143,7 +143,7 @@ class HostTables(Tables):
             torch.from_numpy(self.book.table[step.rows, : self.columns(after)]),
             _int32(after),
             _int32(running_totals(step.counts)) if packed else None,
-            # The next step's are counted from the book's own.
+            # A copy, because the next step's slots are computed in the book's own array.
             torch.from_numpy(step.slots.copy()),
         )
 
@@ -152,12 +152,12 @@ class HostTables(Tables):
         lengths, slots = self._lengths, self._slots
         lengths[:], slots[:] = 0, NO_SLOT
         lengths[step.rows], slots[step.rows] = step.before + step.counts, step.slots
-        # Whatever a step reads is written here, so that nobody's edit of a table outlives a step: 6 us for 256 seats of
-        # 84 pages. Tensors are made anew: those of a copied cache are over the copy's arrays.
+        # Everything a step reads is rewritten, so that an edit by the user does not outlive a step. New tensors each
+        # time, because a copied cache has arrays of its own.
         columns = self.columns(step.before + step.counts)
         self._table[:, :columns] = self.book.table[:, :columns]
         table = torch.from_numpy(self._table)
-        # What autograd kept of the last fixed step is another step's now: it looks at versions and refuses.
+        # Autograd may have saved tensors of the last fixed step: bump their versions, so that it refuses to use them.
         if self._last is not None:
             torch.autograd.graph.increment_version(self._last.seqlens_k)
         self._last = BatchTables(table, torch.from_numpy(lengths), None, torch.from_numpy(slots))
@@ -185,9 +185,9 @@ def _int32(values: Ints) -> Tensor:
 
 
 class Kept:
-    """A tensor that users have too and later steps are given again, unless one of them wrote to it or to a view of it.
+    """A tensor that users hold too and later steps reuse, unless a user wrote to it or to a view of it.
 
-    torch counts the writes, but not to tensors that are made in inference mode: those are never given again.
+    torch counts the writes, except to tensors made in inference mode: those are never reused.
     """
 
     __slots__ = ("_version", "tensor")
@@ -196,7 +196,7 @@ class Kept:
         self.tensor, self._version = tensor, _num_writes(tensor)
 
     def __deepcopy__(self, _memo: Any) -> Kept:
-        # Views of it are copied apart: who writes to those is not seen here, so the copy is not given again.
+        # deepcopy separates views from it. Writes through them are not seen here, so the copy is not reused.
         with torch.inference_mode(False):
             copied = Kept(self.tensor.clone())
         copied._version = None
@@ -204,7 +204,7 @@ class Kept:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether it is as it was kept."""
+        """Whether it was not written to."""
         return self._version is not None and self._version == _num_writes(self.tensor)
 
 
@@ -213,9 +213,7 @@ def _num_writes(tensor: Tensor) -> int | None:
 
 
 class SentPrefixes(NamedTuple):
-    """The parts of a step's prefixes on the device, in one buffer, and how the own tables are gathered there from the
-    mirror.
-    """
+    """A step's prefixes on the device, in one buffer, and the indices that gather the own tables from the mirror."""
 
     parts: Parts
     buffer: Kept
@@ -228,8 +226,8 @@ class SentPrefixes(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The last step's slots on the host; slots and lengths on the device, which nobody else has, as they were so many
-    steps ago: see `_one_more`.
+    """The last step's slots on the host. Slots and lengths on the device, which are private, as of `steps` steps ago:
+    see `_one_more`.
     """
 
     slots: Ints
@@ -238,28 +236,28 @@ class Sent(NamedTuple):
 
 
 class StagedTables(Tables):
-    """For a GPU: a mirror on the device, brought up to date by one copy a step."""
+    """For a GPU: a mirror on the device, updated by one copy per step."""
 
     def __init__(self, book: PageBook, device: torch.device) -> None:
         super().__init__(book, device)
         seats = book.rows.max_requests or 0
-        # Slots and lengths of all seats, brought by one copy.
+        # Slots and lengths of all seats, sent by one copy.
         self._stage = Stage((seats,), (seats,))
-        # What is written in place has to be no inference tensor, which only a step in that mode could write to.
+        # Tensors that are written in place must not be inference tensors, which only inference mode could write.
         with torch.inference_mode(False):
             self._mirror = Kept(torch.from_numpy(book.table).to(device, copy=True))
             self._gathered = Kept(torch.empty(0, dtype=torch.int32, device=device))
             self._seats = torch.empty(self._stage.size, dtype=torch.int64, device=device)
-        # The rows of the last step and their table on the device, which is right while nothing in the mirror changes.
+        # The rows of the last step and their table on the device, valid while nothing in the mirror changes.
         self._last_rows: Ints = NONE
         self._lengths = torch.empty(0, dtype=torch.int32, device=device)
         self._last: Sent | None = None
         self._rows: tuple[Ints, Tensor] | None = None
         self._one_more: tuple[int, Tensor] | None = None
         self._prefixes: SentPrefixes | None = None
-        # The tables behind the last prefixes, right as long.
+        # The own tables after the last prefixes, valid for as long.
         self._own: Kept | None = None
-        # What the mirror does not have yet; more than one step's worth only where a device failed in between.
+        # Changes that the mirror lacks; more than one step's only if a device failed in between.
         self._unsent: list[Changes] = []
         self._load_kernels()
 
@@ -273,9 +271,9 @@ class StagedTables(Tables):
         total = running_totals(step.counts) if packed else NONE
         self._unsent.append(step.changed)
         places, pages = self._changes()
-        # The rows of a batch that comes again are there.
+        # The rows of a repeated batch are on the device already.
         known = self._rows is not None and self._rows[0] is step.rows
-        # Slots and lengths twice, the caller's and those for `_following`: a launch less than by a copy on the device.
+        # Slots and lengths twice, the caller's and those for `_following`: saves the launch of a device copy.
         mine = (NONE, NONE) if packed else (step.slots, after)
         longs, ints = (NONE if known else step.rows, places, step.slots, mine[0]), (mine[1], after, total, pages)
         stage, buffer = self._send(longs, ints)
@@ -294,7 +292,7 @@ class StagedTables(Tables):
         return BatchTables(self._gathered.tensor, lengths, starts if packed else None, slots)
 
     def _following(self, step: Step, last: Sent) -> BatchTables:
-        """The tables of a step that has one token more for every request of the last one: nothing is sent."""
+        """The tables of a step with one more token for every request of the last step: nothing is sent."""
         number = len(step.slots)
         if self._one_more is None or self._one_more[0] != number:
             self._one_more = number, torch.from_numpy(_one_more(number)).to(self.device)
@@ -321,15 +319,15 @@ class StagedTables(Tables):
         return BatchTables(self._repaired(), there_lengths, None, there)
 
     def shared(self, step: Step, groups: list[PrefixGroup]) -> SharedPrefix:
-        """The hint for the step's groups; `batch` of the same step came before."""
+        """The hint for the step's groups. `batch` of the same step must have been called."""
         parts, sent = self.parts(step, groups), self._prefixes
         own, known = self._own, sent is not None and sent.parts is parts and sent.buffer.is_untouched
         if sent is None or own is None or not (known and own.is_untouched):
             columns = self.columns(step.before + step.counts - parts.shift * self.book.page_size)
             with torch.inference_mode(False):
                 if sent is None or not known or sent.places.shape[1] < columns:
-                    # Places for the pages to come, too: sent anew for every other page they took 0.2 ms of the longest
-                    # steps of 256 requests, which have 1.0 on the slow clock of an H200's host.
+                    # Indices for pages to come are sent too: sending them again for every other page would slow the
+                    # longest steps.
                     sent = self._prefixes = self._sent(parts, 1 << (columns - 1).bit_length())
                 own = self._own = Kept(self._repaired().view(-1).take(sent.places.narrow(1, 0, columns)))
         return SharedPrefix(
@@ -343,7 +341,7 @@ class StagedTables(Tables):
         )
 
     def _sent(self, parts: Parts, columns: int) -> SentPrefixes:
-        # The places are computed here: 2048 of them take 10 us, and on the device five launches.
+        # Computed on the host, because the device would need several launches.
         width = self._mirror.tensor.shape[1]
         wanted = np.minimum(parts.shift[:, None] + np.arange(columns), width - 1) + self._last_rows[:, None] * width
         stage, buffer = self._send(
@@ -355,7 +353,7 @@ class StagedTables(Tables):
         return SentPrefixes(parts, Kept(buffer), prefix, lengths, starts, rows, tokens, places.view(wanted.shape))
 
     def _load_kernels(self) -> None:
-        """What steps launch, once: a GPU loads a kernel when it is first asked for, which takes 0.1 ms or more."""
+        """Launch every kernel once: a GPU loads a kernel on its first launch, which is slow."""
         zeros = np.zeros(2, np.int64)
         stage, buffer = self._send((zeros,), (zeros,))
         (places,), (pages,) = stage.views(buffer)
@@ -369,7 +367,9 @@ class StagedTables(Tables):
         return self.device.type == "cuda"
 
     def _changes(self) -> tuple[Ints, Ints]:
-        """Flat places of the mirror that changed, and what they are now; it grows with the table, on the device."""
+        """Flat indices of the mirror that changed, and their new values. The mirror grows with the table, on the
+        device.
+        """
         table, old = self.book.table, self._mirror.tensor
         if tuple(old.shape) != table.shape:
             with torch.inference_mode(False):
@@ -381,7 +381,7 @@ class StagedTables(Tables):
         return changed.rows * table.shape[1] + changed.columns, table[changed.rows, changed.columns].astype(np.int64)
 
     def _repaired(self) -> Tensor:
-        """The mirror, which fixed steps hand out: what somebody wrote to it is undone."""
+        """The mirror, which fixed steps hand out. A user's writes to it are undone."""
         mirror = self._mirror.tensor
         if not self._mirror.is_untouched:
             mirror.copy_(torch.from_numpy(self.book.table))
@@ -389,9 +389,9 @@ class StagedTables(Tables):
         return mirror
 
     def _enter(self, places: Tensor, pages: Tensor) -> None:
-        """Into the mirror. A place may come twice, always with what it is now."""
+        """Write into the mirror. An index may appear twice, always with its current value."""
         if places.numel():
-            # One kernel; index_put_ takes several, and 0.1 ms of the host.
+            # One kernel; index_put_ takes several and more host time.
             mirror = self._repaired()
             mirror.view(-1).scatter_(0, places, pages)
             self._mirror = Kept(mirror)
@@ -399,18 +399,18 @@ class StagedTables(Tables):
         self._unsent = []
 
     def _send(self, longs: tuple[Ints, ...], ints: tuple[NDArray[np.integer], ...]) -> tuple[Stage, Tensor]:
-        """int64 and int32 arrays to the device in one copy that the host does not wait for."""
+        """int64 and int32 arrays to the device in one asynchronous copy."""
         stage = _stage(tuple(map(len, longs)), tuple(map(len, ints)))
         return stage, stage.filled(longs, ints, self._pinned).to(self.device, non_blocking=True)
 
 
 class Stage:
-    """Several int64 and int32 arrays in one buffer of `size` int64, each at a multiple of 16 bytes: kernels are
-    prepared for aligned tensors and for others.
+    """Several int64 and int32 arrays in one buffer of `size` int64, each at a multiple of 16 bytes, because launches
+    are specialised by alignment.
     """
 
     def __init__(self, longs: tuple[int, ...], ints: tuple[int, ...]) -> None:
-        # Each array and the gap behind it, and where each begins and ends.
+        # The size of each array and of the gap after it, and the slices.
         self._longs = [size for count in longs for size in (count, -count % 2)]
         self._ints = [size for count in ints for size in (count, -count % 4)]
         self._halves = [sum(self._longs), sum(self._ints) // 2]
@@ -419,7 +419,7 @@ class Stage:
         self._cuts = _cuts(self._longs), _cuts(self._ints)
 
     def filled(self, longs: tuple[Ints, ...], ints: tuple[NDArray[np.integer], ...], pinned: bool) -> Tensor:
-        """A buffer on the host with the arrays in it; where it is pinned, torch keeps it until its copy is done."""
+        """A host buffer with the arrays in it. If it is pinned, torch keeps it until its copy is done."""
         stage = torch.empty(self.size, dtype=torch.int64, device="cpu", pin_memory=pinned)
         memory = stage.numpy()
         narrow = memory.view(np.int32)
@@ -430,45 +430,45 @@ class Stage:
         return stage
 
     def views(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The arrays in such a buffer; all at once, because a slice takes 3 us."""
+        """The arrays in such a buffer; all at once, because slicing one by one is slow."""
         longs, ints = buffer.split_with_sizes(self._halves)
         return _arrays(longs, *self._cuts[0]), _arrays(ints.view(torch.int32), *self._cuts[1])
 
     def middle(self, buffer: Tensor) -> Tensor:
-        """The last of the int64 and the first of the int32 arrays in such a buffer, which lie together."""
+        """The last int64 array and the first int32 array in such a buffer, which are adjacent."""
         longs, ints = sum(self._longs[-2:]), sum(self._ints[:2]) // 2
         return buffer.narrow(0, self._halves[0] - longs, longs + ints)
 
 
 def _halves(number: int) -> list[int]:
-    """What so many slots and lengths take of a stage, in int64."""
+    """The size of that many slots and lengths in a stage, in int64."""
     return [number + number % 2, (number + -number % 4) // 2]
 
 
 def _one_more(number: int) -> Ints:
-    """What is added to the slots and lengths of a step, as they lie in a stage, for a token more of each."""
+    """The increment of slots and lengths of a step, in the layout of a stage, for one more token each."""
     longs, ints = _halves(number)
     return np.concatenate((np.ones(longs, np.int64), np.ones(2 * ints, np.int32).view(np.int64)))
 
 
 def _cuts(sizes: list[int]) -> tuple[list[int], list[int]]:
-    """The runs of these sizes that are not empty, and which of them every other run is (-1: an empty one)."""
+    """The nonempty runs of these sizes, and the index among them of every other run (-1: empty)."""
     there = [place for place, size in enumerate(sizes) if size]
     found = [there.index(place) if sizes[place] else -1 for place in range(0, len(sizes), 2)]
     return [sizes[place] for place in there], found
 
 
 def _arrays(half: Tensor, sizes: list[int], found: list[int]) -> list[Tensor]:
-    """The arrays of a half of a buffer: see `_cuts`."""
+    """The arrays in one half of a buffer: see `_cuts`."""
     parts = half.split_with_sizes(sizes) if sizes else ()
     return [parts[at] if at >= 0 else half[:0] for at in found]
 
 
 def _places(sizes: list[int], first: int) -> list[slice]:
-    """Of every other run of these sizes, one after another from `first` on."""
+    """The slices of every other run of these sizes, from `first` on."""
     ends = [first + end for end in itertools.accumulate(sizes)]
     return [slice(end - size, end) for size, end in zip(sizes[::2], ends[::2], strict=True)]
 
 
-# Steps of a decoding batch send arrays of the same sizes, but for those in which pages are taken.
+# Steps of a decoding batch send arrays of the same sizes, except when pages are taken.
 _stage = functools.lru_cache(maxsize=256)(Stage)

@@ -1,7 +1,7 @@
-"""New rows of K and V into the slots of pages, in place.
+"""Writes new rows of K and V into slots of pages, in place.
 
-On a CPU and an NVIDIA GPU one kernel scatters K and V together; where torch records what is done (torch.compile,
-tensor subclasses) or the device is another one, indexed assignment does the same.
+On a CPU and an NVIDIA GPU one kernel scatters K and V together. Where torch records operations (torch.compile, tensor
+subclasses), and on other devices, indexed assignment does the same.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from tilewise.errors import InvalidProblem
 
 __all__ = ["copy_pages", "write_rows"]
 
-# What the kernels take.
+# Dtypes that the kernels take.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 
 
 @torch.no_grad()
 def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Row t of k and v (total, num_kv_heads, dim) becomes slot `slots[t]` of the pages, counted through all of them.
+    """Write row t of k and v (total, num_kv_heads, dim) into slot `slots[t]` of the pages, counted through all of them.
 
-    Pages (num_pages, page_size, num_kv_heads, dim) of the same dtype and device; slots int64 (total,), each within
-    the pages, or negative for a row that goes nowhere. No two rows have the same slot.
+    Pages (num_pages, page_size, num_kv_heads, dim) have the same dtype and device. slots is int64 (total,), each within
+    the pages, or negative for a row that is skipped. No two rows have the same slot.
     """
     if slots.dtype != torch.int64:
         raise InvalidProblem("slots", "an int64 tensor", slots.dtype, "Convert it with .long().")
     if k.dtype == torch.float8_e4m3fn:
-        # Codes are moved as the bytes they are.
+        # e4m3 codes are moved as bytes.
         k, v, k_pages, v_pages = (t.view(torch.uint8) for t in (k, v, k_pages, v_pages))
     backend = dispatch.serving(k.device.type) if _takes(k, v, k_pages, v_pages) else None
     if backend is not None:
@@ -40,9 +40,9 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
 
 
 def _write_indexed(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """The same by torch alone, with no shape that depends on values."""
+    """The same with torch operations only, without shapes that depend on values."""
     has_slot = slots >= 0
-    # A row without a slot repeats what another row writes, or what is there if none has one.
+    # A row without a slot repeats another row's write, or rewrites the current contents if none has a slot.
     rows = torch.where(has_slot, torch.arange(len(slots), device=slots.device), has_slot.int().argmax())
     slots = slots[rows].clamp(min=0)
     places = slots // k_pages.shape[1], slots % k_pages.shape[1]
@@ -51,7 +51,7 @@ def _write_indexed(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots
 
 
 def _takes(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
-    """Whether a kernel can be given the addresses of these tensors."""
+    """Whether a kernel can take these tensors."""
     if torch.compiler.is_compiling() or k.dtype not in DTYPES:
         return False
     plain = all(type(t) is Tensor for t in (k, v, k_pages, v_pages))
@@ -59,5 +59,5 @@ def _takes(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
 
 
 def copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:
-    """Pages `source` of (num_layers, num_pages, ...) into pages `target`; all are read before any is written."""
+    """Copy pages `source` of (num_layers, num_pages, ...) into pages `target`; all are read before any is written."""
     pages.index_copy_(1, target, pages.index_select(1, source))

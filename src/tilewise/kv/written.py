@@ -1,7 +1,7 @@
-"""From written pages to the index of prefixes, some of them a step.
+"""Enters written pages into the prefix index, a limited number per step.
 
-A page that another request filled with the same tokens first is given back for that one: equal prompts that come
-together end up on the same pages.
+If another request filled a page with the same tokens first, that page is used and this one is given back: equal prompts
+that come together end up on the same pages.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tilewise.kv.rows import Ints, Rows
 
 __all__ = ["Full", "WrittenPages"]
 
-# Pages that a step enters into the index at least, 1.2 us each, and how many times those that its requests fill on the
-# average: what waits becomes less while a batch decodes.
+# Minimum number of pages that a step enters into the index, and the factor over the average number of pages its
+# requests fill: the backlog shrinks while a batch decodes.
 LEAST_AT_ONCE, HASTE = 16, 1.25
 
 
 class Full(NamedTuple):
-    """Pages that a step fills: number `numbers[i]` of those of request `places[i]` of its batch.
+    """Pages that a step fills: page number `numbers[i]` of request `places[i]` of its batch.
 
-    Arrays, because a prompt has many of them, and the garbage collector walks through lists.
+    Arrays, because a prompt has many pages, and the garbage collector walks through lists.
     """
 
     batch: Batch
@@ -39,32 +39,32 @@ class Full(NamedTuple):
         return self.batch.rows[self.places]
 
     def part(self, begin: int, end: int) -> Full:
-        """Some of them."""
+        """A slice of them."""
         return Full(self.batch, self.places[begin:end], self.numbers[begin:end])
 
 
 class WrittenPages:
-    """Full pages on their way into the index."""
+    """Full pages waiting to be entered into the index."""
 
     def __init__(self, index: PrefixIndex, pages: PageAllocator, rows: Rows) -> None:
         self._index, self._pages, self._rows = index, pages, rows
-        # Step after step, and how many of the first step's are entered.
+        # One entry per step, and how many of the first step's pages are entered.
         self._queue: deque[Full] = deque()
         self._entered = self._waiting = 0
 
     def add(self, full: Full) -> None:
-        """They are written."""
+        """Queue pages that are written."""
         self._queue.append(full)
         self._waiting += len(full.places)
 
     def enter_some(self, requests: int, taken: int) -> None:
-        """As many of those that wait as a step of so many requests enters; none if it took many pages by itself."""
+        """Enter a step's share of the waiting pages; none if the step itself took many pages."""
         share = max(LEAST_AT_ONCE, int(HASTE * requests / self._index.page_size))
         if taken <= 2 * share:
             self.enter(share)
 
     def enter(self, most: int | None = None) -> None:
-        """All that wait, or the first ones."""
+        """Enter all waiting pages, or the first `most`."""
         left = self._waiting if most is None else min(most, self._waiting)
         self._waiting -= left
         while left:
@@ -77,7 +77,7 @@ class WrittenPages:
                 self._entered = 0
 
     def _enter(self, full: Full) -> None:
-        """Pages into the index, as far as their tokens are known and their predecessors are there."""
+        """Enter pages whose tokens are known and whose predecessors are in the index."""
         pages, insert = self._rows.table[full.rows, full.numbers].tolist(), self._index.insert
         states = [full.batch.states[place] for place in full.places.tolist()]
         for state, number, page, content in zip(
@@ -95,7 +95,7 @@ class WrittenPages:
                 self._pages.drop(page)
 
     def _contents(self, full: Full, states: list[Request]) -> list[bytes]:
-        """The ids of pages; empty where one is not known."""
+        """The ids of each page; empty if one is unknown."""
         size = self._index.page_size
         first = full.numbers * size
         noted, there = self._rows.noted_ids(full.rows, first, size)

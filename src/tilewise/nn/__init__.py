@@ -1,6 +1,4 @@
-"""Modules people expect: torch's MultiheadAttention on tilewise, and causal self-attention with rotary and a KV
-cache.
-"""
+"""Modules: torch's MultiheadAttention on tilewise, and causal self-attention with rotary embedding and a KV cache."""
 
 from tilewise.nn.causal import CausalSelfAttention, KVCache
 from tilewise.nn.multihead import MultiheadAttention, multi_head_attention_forward

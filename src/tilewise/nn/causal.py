@@ -15,9 +15,10 @@ __all__ = ["CausalSelfAttention", "KVCache"]
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, (batch, capacity, num_kv_heads, head_dim); `length` of them count.
+    """Keys and values of the tokens seen so far, (batch, capacity, num_kv_heads, head_dim), of which `length` are
+    valid.
 
-    Made by `CausalSelfAttention.make_cache` and filled by its forward. `truncate` forgets the latest tokens.
+    Made by `CausalSelfAttention.make_cache` and filled by its forward. `truncate` drops the latest tokens.
     """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
@@ -31,7 +32,7 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v (batch, seqlen, num_kv_heads, head_dim) and return everything stored, without a copy."""
         end = self.length + k.shape[1]
-        if k.shape[0] != self.k.shape[0]:  # one row would be broadcast to all
+        if k.shape[0] != self.k.shape[0]:  # a single row would be broadcast
             fix = "Call make_cache with the batch that is attended."
             raise InvalidProblem("cache", f"one for a batch of {k.shape[0]}", f"one for {self.k.shape[0]}", fix)
         if end > self.capacity:
@@ -85,7 +86,7 @@ class CausalSelfAttention(torch.nn.Module):
         if window is not None and not _is_count(window):
             expected = "None or an integer of at least 1, the token itself"
             raise InvalidProblem("window", expected, window, "None sees all earlier tokens.")
-        # Whoever trains elsewhere and only evaluates here would never learn of it from a call.
+        # Checked here, because a module that only evaluates would never pass it to a call.
         check_flag("dropout", dropout)
         if rotary_base is not None:
             check_rotary(embed_dim // num_heads, rotary_base, ("embed_dim / num_heads", "rotary_base"))
@@ -103,7 +104,7 @@ class CausalSelfAttention(torch.nn.Module):
         return KVCache(k.detach(), v.detach())
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        """What x attends to, (batch, seqlen, embed_dim). Rejects a cache while gradients are recorded."""
+        """The attention output for x, (batch, seqlen, embed_dim). Rejects a cache while gradients are recorded."""
         if x.dim() != 3:
             fix = "A single sequence is x[None]."
             raise InvalidProblem("x", "3 dimensions (batch, seqlen, embed_dim)", tuple(x.shape), fix)

@@ -21,7 +21,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     `need_weights=False` runs tiled and never makes the weights. `need_weights=True` is torch's own code, because the
     weights are the matrix that tiling avoids. As in torch, True in `key_padding_mask` and in a boolean `attn_mask`
     means "do not attend". A row with every key masked gives the output projection of 0. `is_causal` needs no
-    `attn_mask` here; if one is given with it, it is taken for the triangle it is said to be. Rejects nested tensors.
+    `attn_mask` here; one that is given with it is assumed to be the causal mask. Rejects nested tensors.
 
         >>> layer = MultiheadAttention(8, 2, batch_first=True)
         >>> layer(*[torch.ones(1, 4, 8)] * 3, need_weights=False)[0].shape
@@ -194,7 +194,7 @@ def _heads(rows: Tensor, num_heads: int, *, batch_first: bool) -> Tensor:
 
 
 def _static(name: str, static: Tensor | None, bias: Tensor | None, q: Tensor, projected: Tensor) -> Tensor:
-    """Keys or values that were given ready, (batch * heads, seqlen_k, dim), in the place of the projected ones."""
+    """Given keys or values, (batch * heads, seqlen_k, dim), instead of the projected ones."""
     if static is None:
         return projected
     if bias is not None:
@@ -211,7 +211,7 @@ def _static(name: str, static: Tensor | None, bias: Tensor | None, q: Tensor, pr
 def _with_extra_keys(
     k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None, add_zero_attn: bool
 ) -> tuple[Tensor, Tensor, int]:
-    """Append the learned key (`add_bias_kv`) and the zero key (`add_zero_attn`); also how many there are."""
+    """Append the learned key (`add_bias_kv`) and the zero key (`add_zero_attn`); also returns how many there are."""
     batch, before, *head = k.shape
     if bias_k is not None and bias_v is not None:
         k = torch.cat((k, bias_k.reshape(1, 1, *head).expand(batch, -1, -1, -1)), 1)
@@ -241,7 +241,7 @@ def _attend(
         if not extra and seqlen_q >= seqlen_k:
             window = (None, seqlen_q - seqlen_k)
         elif not extra and mask is None and bias is None:
-            # Nobody sees the keys past the last query.
+            # No query sees the keys past the last query.
             k, v, window = k[:, :seqlen_q], v[:, :seqlen_q], (None, 0)
         else:
             triangle = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).tril()
@@ -285,6 +285,6 @@ def _check_mask(name: str, tensor: Tensor, allowed: list[tuple[int, ...]]) -> No
 
 
 def _not_attended(query: Tensor, key: Tensor, *, batch_first: bool) -> Tensor:
-    """The triangle as torch wants it: True above the diagonal."""
+    """The causal mask in torch's sense: True above the diagonal."""
     dim = 1 if query.dim() == 3 and batch_first else 0
     return torch.ones(query.shape[dim], key.shape[dim], dtype=torch.bool, device=query.device).triu(1)

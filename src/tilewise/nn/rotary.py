@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of features turned by an angle that grows with the position."""
+"""Rotary position embedding: pairs of features rotated by an angle that grows with the position."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["check_rotary", "check_tables", "rotary_table", "rotate"]
 def rotary_table(
     seqlen: int, rotary_dim: int, *, start: int = 0, base: float = 10000.0, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each fp32 (seqlen, rotary_dim / 2): pair p turns by position * base^(-2p / rotary_dim), positions
-    counted from `start`.
+    """(cos, sin), each fp32 (seqlen, rotary_dim / 2): pair p is rotated by position * base^(-2p / rotary_dim), with
+    positions counted from `start`.
     """
     check_rotary(rotary_dim, base)
     pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
@@ -26,7 +26,7 @@ def rotary_table(
 
 
 def check_rotary(rotary_dim: int, base: object, names: tuple[str, str] = ("rotary_dim", "base")) -> None:
-    """Refuse what no table can be made of; `names` are those of the caller's arguments."""
+    """Raise for sizes that no table can have; `names` are those of the caller's arguments."""
     if rotary_dim < 2 or rotary_dim % 2:
         raise InvalidProblem(names[0], "an even number >= 2", rotary_dim, "Features are turned in pairs.")
     if isinstance(base, bool) or not (isinstance(base, int | float | np.number) and base > 0):
@@ -34,7 +34,7 @@ def check_rotary(rotary_dim: int, base: object, names: tuple[str, str] = ("rotar
 
 
 def check_tables(cos: object, sin: object, names: tuple[str, str] = ("cos", "sin"), *, dims: int | None = 2) -> None:
-    """Refuse what are no two tables of one shape on one device: a single column would be broadcast."""
+    """Raise unless these are two tables of one shape on one device: a single column would be broadcast."""
     for name, table in zip(names, (cos, sin), strict=True):
         if not (isinstance(table, Tensor) and table.is_floating_point() and table.dim() == (dims or table.dim() or 1)):
             got = f"{table.dtype} of shape {tuple(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
@@ -50,10 +50,10 @@ def check_tables(cos: object, sin: object, names: tuple[str, str] = ("cos", "sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turn the first rotary_dim features of x (..., heads, dim); cos, sin (..., rotary_dim / 2), one row a token.
+    """Rotate the first rotary_dim features of x (..., heads, dim); cos, sin (..., rotary_dim / 2), one row per token.
 
     `interleaved` pairs features 0 and 1, 2 and 3, ...; otherwise feature p goes with p + rotary_dim / 2. Computed in
-    fp32 (fp64 for fp64) whatever the dtype of x. Rejects a rotary_dim above dim, and tables of unequal shapes.
+    fp32 (fp64 for fp64) for every dtype of x. Rejects a rotary_dim above dim, and tables of unequal shapes.
     """
     check_tables(cos, sin, dims=None)
     rotary_dim = 2 * cos.shape[-1]

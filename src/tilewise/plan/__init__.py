@@ -1,4 +1,4 @@
-"""What will run and what it will cost: `explain` and the `Plan` it returns."""
+"""`explain` and the `Plan` it returns: what a call would run and what it would cost."""
 
 from tilewise.plan.planning import Plan, explain
 

@@ -1,10 +1,10 @@
-"""Which tile sizes a device has room for, and why the largest of them is the one to start from.
+"""Which tile sizes fit a device, and why the largest of them is the one to start from.
 
-The keys stream past every tile of queries, so twice the rows (`block_m`) is half the traffic; `block_n` changes no
-traffic, only how much work there is between two waits. What limits both:
+The keys stream past every tile of queries, so twice the rows (`block_m`) is half the traffic. `block_n` does not change
+traffic, only the work between two waits. What limits both:
 
-- shared memory holds the tile of Q and two of K and V each: one in use, one on its way;
-- registers hold O and S in fp32, spread over 128 threads for each 64 rows, 255 a thread at the most.
+- shared memory holds the tile of Q and two of K and V each: one in use, one in flight;
+- registers hold O and S in fp32, spread over 128 threads for each 64 rows, at most 255 per thread.
 
 On a CPU one core's cache holds everything, with one tile of K and V.
 """
@@ -22,21 +22,21 @@ from tilewise.units import format_bytes
 
 __all__ = ["TileAdvice", "TileOption", "advise"]
 
-# The shapes that kernels ship, from the largest: fewer rows cost traffic, so rows come first.
+# The shapes that kernels use, largest first. Fewer rows cost traffic, so rows are the first criterion.
 CANDIDATES = tuple(
     itertools.starmap(TileGrid, ((128, 128), (128, 64), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16)))
 )
 STAGES = 2
-# Of the 255 registers that a thread can have, 32 are left for addresses, statistics and the next operands.
+# Of the 255 registers of a thread, 32 are left for addresses, statistics and the next operands.
 ACCUMULATOR_REGISTERS = 255 - 32
 ROWS_PER_GROUP, THREADS_PER_GROUP = 64, 128
 
 
 @dataclass(frozen=True, slots=True)
 class TileOption:
-    """One tile size: what it takes, and None or why it does not fit.
+    """One tile size: what it needs, and None or why it does not fit.
 
-    `flops_per_byte` are done for each byte of K and V that is loaded. Registers are 0 on a CPU.
+    `flops_per_byte` counts FLOPs per byte of K and V loaded. Registers are 0 on a CPU.
     """
 
     tile: TileGrid
@@ -48,18 +48,18 @@ class TileOption:
 
 @dataclass(frozen=True, slots=True)
 class TileAdvice:
-    """The largest tile that fits (None if none does), the fast memory it has to fit in, and all options."""
+    """The largest tile that fits (None if none does), the fast memory it must fit in, and all options."""
 
     best: TileGrid | None
     capacity: int
     options: tuple[TileOption, ...]
 
     def option(self, tile: TileGrid) -> TileOption | None:
-        """What is said of one size, None if it is not among the options."""
+        """The option of one size, or None."""
         return next((option for option in self.options if option.tile == tile), None)
 
     def table(self) -> str:
-        """All options, a line each."""
+        """All options, one line each."""
         lines = [
             f"{'tile':<11}{'fast memory':>13}{'registers':>11}{'FLOP/byte':>11}  fits {format_bytes(self.capacity)}?"
         ]
@@ -73,7 +73,7 @@ class TileAdvice:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        """One sentence: what fits and what the next larger one would take."""
+        """One sentence: what fits, and what the next larger tile would need."""
         if self.best is None:
             return f"none fits {format_bytes(self.capacity)}; the head is too wide or the dtype too large"
         best = next(option for option in self.options if option.tile == self.best)
@@ -87,7 +87,7 @@ class TileAdvice:
 
 
 def advise(problem: AttentionProblem, spec: DeviceSpec) -> TileAdvice:
-    """What fits for a problem's head dims and dtype on a device."""
+    """The tile sizes for a problem's head dims and dtype on a device."""
     options = tuple(_option(tile, problem, spec) for tile in CANDIDATES)
     best = next((option.tile for option in options if option.refused is None), None)
     return TileAdvice(best, spec.smem_bytes, options)

@@ -1,8 +1,8 @@
-"""What attention costs, in closed form: FLOPs, elements moved between slow and fast memory, and score matrices.
+"""The cost of attention in closed form: FLOPs, elements moved between slow and fast memory, and score matrices.
 
-Every function speaks of one head of one sequence; `plan` adds heads, sequences and element sizes. The model has two
-levels: a fast memory that holds a few tiles and a slow one that holds everything else. Whatever a step needs is
-loaded, whatever it leaves behind is stored.
+Every function describes one head of one sequence; `plan` adds heads, sequences and element sizes. The model has two
+levels: a fast memory that holds a few tiles and a slow one that holds everything else. What a step needs is loaded, and
+what it leaves behind is stored.
 
     >>> naive_forward(Band(2048, 2048), 64, 64)
     Traffic(reads=8781824, writes=8519680, wide=0)
@@ -44,7 +44,7 @@ __all__ = [
 class Traffic:
     """Elements of the inputs' dtype that are read and written, and `wide` ones of the accumulator's dtype.
 
-    Wide are the row statistics (lse, delta) and dQ while it is being summed up.
+    Wide elements are the row statistics (lse, delta) and dQ while it is being summed.
     """
 
     reads: int = 0
@@ -68,7 +68,7 @@ class Traffic:
 
 
 class Stream(NamedTuple):
-    """What one tile of queries does: so many rows, and the keys (in so many tiles) that stream past them."""
+    """One tile of queries: its rows, and the keys (and tiles of keys) that stream past them."""
 
     rows: int
     keys: int
@@ -153,7 +153,7 @@ def split_forward(band: Band, grid: TileGrid, num_splits: int, head_dim: int, he
 
 
 def fast_memory_bytes(grid: TileGrid, head_dim: int, head_dim_v: int, itemsize: int, wide_itemsize: int) -> int:
-    """What FA-2 holds at its peak: tiles of Q, K, V; and wide, O, three statistics (the new maximum too) and S."""
+    """Peak fast memory of FA-2: tiles of Q, K, V; and wide, O, three statistics (the new maximum too) and S."""
     tiles = grid.block_m * head_dim + grid.block_n * (head_dim + head_dim_v)
     wide = grid.block_m * (head_dim_v + 3 + grid.block_n)
     return tiles * itemsize + wide * wide_itemsize
@@ -188,5 +188,5 @@ def score_matrix_bytes(seqlen_q: int, seqlen_k: int, itemsize: int) -> int:
 
 
 def statistics_bytes(seqlen_q: int, itemsize: int = 4) -> int:
-    """What tiled attention keeps in its place: row_max and row_sum."""
+    """What tiled attention keeps instead: row_max and row_sum."""
     return 2 * seqlen_q * itemsize

@@ -1,4 +1,4 @@
-"""explain(): which backend would run a call and why, what it would compute and move, and how long a device needs."""
+"""explain(): which backend would run a call and why, what it would compute and move, and the estimated time."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tilewise.validation.flags import seed_tensor
 
 __all__ = ["Plan", "Where", "explain", "plan_of"]
 
-# A device of this machine, the name of one that need not be here, or its facts.
+# A device of this machine, the name of any known one, or its spec.
 Where = str | torch.device | DeviceSpec | None
 
-# The tile of the textbook, where no backend that works in tiles takes the problem.
+# The tile used if no tiled backend takes the problem.
 TEXTBOOK_TILE = TileGrid(128, 128)
 
 
@@ -42,10 +42,10 @@ class Plan:
     """What `attention` would do with a problem on a device. `str(plan)` is the report, `to_dict()` is ready for JSON.
 
     `backend` is None if no backend takes the problem. `tiles` counts the tiles of one head over all sequences.
-    `lengths_read` is False where the lengths of packed sequences could not be read and their bounds stand in.
-    `tile` is the backend's own, chosen by measurement; `advice` says what the device has room for, and why.
-    `cascade` says what becomes of a shared prefix that was named; figures count every sequence's keys all the same.
-    `quantised` says how the backend computes with e4m3 operands, `unordered` what differs from run to run, if anything.
+    `lengths_read` is False if the lengths of packed sequences could not be read and their bounds are used instead.
+    `tile` is the backend's own, chosen by measurement; `advice` says which tiles fit the device, and why. `cascade`
+    says what happens to a shared prefix that was given; figures still count every sequence's keys. `quantised` says how
+    the backend computes with e4m3 operands, `unordered` what differs from run to run, if anything.
     """
 
     problem: AttentionProblem
@@ -110,8 +110,8 @@ def explain(
 ) -> Plan:
     """What `attention`, `attention_varlen` (with cu_seqlens) or `attention_paged` (with a block_table) would do.
 
-    Computes nothing: takes real, fake and meta tensors, and plans for another machine with `device="h200"`. Rejects
-    what the call itself would reject as invalid; where no backend takes the problem, the plan says why.
+    Computes nothing: takes real, fake and meta tensors, and plans for another machine with `device="h200"`. Raises
+    InvalidProblem as the call itself would. If no backend takes the problem, the plan says why.
 
         >>> q = k = v = torch.empty(1, 8, 4096, 128, dtype=torch.bfloat16, device="meta")
         >>> explain(q, k, v, causal=True, device="h200").tiled.flops
@@ -174,7 +174,7 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -
 
 
 def _kind_of(tensors: Operands) -> Kind:
-    """The kind of problem that the given tensors make, after a check that the ones it needs are there."""
+    """The kind of problem of the given tensors. Raises if a required tensor is missing."""
     given = tensors._asdict()
     names = ["q", "k", "v", "bias", "mask", "alibi_slopes", "sinks"]
     kind: Kind = "dense"
@@ -193,7 +193,7 @@ def _kind_of(tensors: Operands) -> Kind:
 
 
 def _refuse_misplaced(kind: Kind, dropout: float, layout: str) -> None:
-    """Flags that the call for this kind of problem does not have."""
+    """Raise for flags that the call of this kind does not take."""
     if kind == "paged" and dropout != 0.0:
         raise InvalidProblem(
             "dropout", "0.0 beside block_table", dropout, "Dropout is for training, pages for serving."
@@ -203,12 +203,12 @@ def _refuse_misplaced(kind: Kind, dropout: float, layout: str) -> None:
 
 
 def _readable(operands: Operands) -> bool:
-    """Whether index tensors have contents: neither meta nor fake."""
+    """Whether index tensors have contents: they are neither meta nor fake."""
     return not any(isinstance(t, FakeTensor) or t.is_meta for t in operands if t is not None)
 
 
 def _locate(own: torch.device, where: Where) -> tuple[DeviceSpec, bool]:
-    """The device to plan for, and whether it is one of this machine, so that what is installed here counts."""
+    """The device to plan for, and whether it is one of this machine, so that installed packages count."""
     if isinstance(where, DeviceSpec):
         return where, False
     if isinstance(where, str) and where.partition(":")[0] not in ("cpu", "cuda"):
@@ -234,7 +234,7 @@ def _choose(
 
 
 def _quantised(problem: AttentionProblem, backend: str | None) -> str | None:
-    """What the backend says of e4m3 operands; one that says nothing dequantises them before its kernels."""
+    """What the backend reports about e4m3 operands. One without a report dequantises them before its kernels."""
     if not problem.fp8 or backend is None:
         return None
     chosen = dispatch.load(backend)
@@ -242,7 +242,7 @@ def _quantised(problem: AttentionProblem, backend: str | None) -> str | None:
 
 
 def _unordered(problem: AttentionProblem, backend: str | None) -> str | None:
-    """What the backend sums in no fixed order; one that says nothing repeats its results bit for bit."""
+    """What the backend sums in no fixed order. One without a report repeats its results bit for bit."""
     if backend is None:
         return None
     chosen = dispatch.load(backend)
@@ -257,7 +257,7 @@ def _bands(problem: AttentionProblem, operands: Operands | None) -> Counter[Band
 
 
 def _lengths(problem: AttentionProblem, operands: Operands | None) -> list[tuple[int, int]]:
-    """(seqlen_q, seqlen_k) of every packed sequence; unread, the fewest and longest that the bounds allow."""
+    """(seqlen_q, seqlen_k) of every packed sequence. If unread, the fewest and longest that the bounds allow."""
     if operands is None:
         queries = _longest_split(problem.total_q, problem.seqlen_q, problem.batch)
         if problem.kind == "paged":

@@ -1,4 +1,4 @@
-"""A plan as a picture: where naive and tiled attention lie under the device's roofline, and traffic as N grows."""
+"""A plan as a picture: naive and tiled attention under the device's roofline, and traffic as N grows."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def draw_plan(plan: Plan) -> str:
 
 
 class LengthTraffic(NamedTuple):
-    """Bytes that a length moves: naive, tiled, and the part of the tiled that the last-level cache does not serve."""
+    """Bytes moved at one length: naive, tiled, and the part of the tiled that the last-level cache does not serve."""
 
     keys: int
     naive: int
@@ -72,7 +72,7 @@ class LengthTraffic(NamedTuple):
 def traffic_by_length(plan: Plan) -> list[LengthTraffic]:
     """The traffic of the whole batch, at powers of two around the plan's length.
 
-    Queries grow with the keys where there are as many of them, and stay as they are where not (decoding).
+    Queries grow with the keys if there are equally many of them, and are constant otherwise (decoding).
     """
     longest = max(plan.problem.seqlen_k, SHORTEST) << OCTAVES_BEYOND
     lengths = itertools.takewhile(lambda n: n <= longest, (SHORTEST << i for i in itertools.count()))

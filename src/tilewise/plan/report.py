@@ -17,7 +17,7 @@ __all__ = ["render"]
 WIDTH = 80
 LABEL = 12
 
-# The rows of the comparison: what it is called, and how it reads for one way of computing attention.
+# The rows of the comparison: title, and the text for one way of computing attention.
 ROWS: tuple[tuple[str, Callable[[Work], str]], ...] = (
     ("work", lambda work: format_count(work.flops, "FLOP")),
     ("elements moved", lambda work: format_count(work.traffic.elements)),
@@ -31,7 +31,7 @@ ROWS: tuple[tuple[str, Callable[[Work], str]], ...] = (
 
 
 def render(plan: Plan) -> str:
-    """The report: what is asked, who does it and who refused, tiles, work, traffic, memory, time."""
+    """The report: problem, chosen backend and refusals, tiles, work, traffic, memory, time."""
     passes = "forward and backward" if plan.problem.needs_grad else "forward"
     lines = [f"tilewise plan: {passes} on {plan.device.name}", ""]
     for label, text in (

@@ -1,9 +1,9 @@
-"""What a whole problem costs on a device: FLOPs, bytes and memory of naive and of tiled attention, and a time.
+"""The cost of a whole problem on a device: FLOPs, bytes and memory of naive and of tiled attention, and a time.
 
 The roofline time is an estimate: the larger of FLOPs / peak rate and bytes / bandwidth. Kernels usually take longer. A
-call can also be faster, where its inputs are still in a cache, or where a measured rate was taken on a busier machine.
-Bytes are counted behind the last-level cache: tiles of queries that run at the same time stream the same keys together,
-so those come from memory once for all of them.
+call can also be faster, if its inputs are still in a cache, or if a rate was measured on a busier machine. Bytes are
+counted behind the last-level cache: tiles of queries that run at the same time stream the same keys together, so those
+come from memory once for all of them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ Bands = Counter[Band]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one way of computing attention costs, all heads and sequences, with its backward if gradients are needed.
+    """The cost of one way of computing attention, for all heads and sequences, with its backward if gradients are
+    needed.
 
     `bytes_moved` enter or leave the fast memory (registers, shared memory, a core's own cache); `bytes_from_memory` is
-    the part that the last-level cache does not serve. `extra_memory` is what is allocated beside the inputs at the
-    peak. `seconds` and `bound` are None for a device whose rates are unknown.
+    the part that the last-level cache does not serve. `extra_memory` is the peak allocation in addition to the inputs.
+    `seconds` and `bound` are None for a device whose rates are unknown.
     """
 
     flops: int
@@ -51,7 +52,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the tensors themselves: what comes in, goes out, is kept for the backward, and comes back from it."""
+    """Bytes of the tensors themselves: inputs, results, tensors saved for the backward, and gradients."""
 
     inputs: int
     outputs: int
@@ -85,7 +86,7 @@ def naive_work(problem: AttentionProblem, bands: Bands, memory: Memory, spec: De
     traffic = _total_traffic(problem, bands, cost.naive_forward, cost.naive_backward)
     scores = _total(bands, lambda band: band.seqlen_q * band.seqlen_k) * problem.num_heads
     moved = _bytes(problem, traffic, scores)
-    # Scores and probabilities side by side in the forward; P, dP and dS in the backward.
+    # Scores and probabilities at the same time in the forward; P, dP and dS in the backward.
     matrices = 3 if problem.needs_grad else 2
     extra = memory.outputs + memory.gradients + matrices * scores * problem.dtype.itemsize
     flops = _flops(problem, scores, cost.naive_backward_flops)
@@ -93,7 +94,7 @@ def naive_work(problem: AttentionProblem, bands: Bands, memory: Memory, spec: De
 
 
 def tiled_work(problem: AttentionProblem, bands: Bands, grid: TileGrid, memory: Memory, spec: DeviceSpec) -> Work:
-    """Attention tile by tile: visible pairs count as work; beside the results there is one delta per row."""
+    """Attention tile by tile: visible pairs count as work. In addition to the results there is one delta per row."""
     traffic = _total_traffic(
         problem,
         bands,
@@ -153,7 +154,7 @@ def _bytes(problem: AttentionProblem, traffic: Traffic, scores: int) -> int:
 
 
 def _behind_cache(problem: AttentionProblem, bands: Bands, grid: TileGrid, spec: DeviceSpec) -> int:
-    """Bytes that tiled attention takes from memory: everything once, and what streams past once per wave of tiles."""
+    """Bytes that tiled attention takes from memory: everything once, and streamed rows once per wave of tiles."""
     total = sum(_score_operands(problem)) * (2 if problem.needs_grad else 1)
     for band, times in bands.items():
         rows = _rows(problem, band)
@@ -169,7 +170,7 @@ def _behind_cache(problem: AttentionProblem, bands: Bands, grid: TileGrid, spec:
 
 
 def _waves(streamed: int, consumers: int, spec: DeviceSpec) -> int:
-    """How often a stream comes from memory: once if the cache holds it, else once per set of tiles run together."""
+    """How often a stream comes from memory: once if the cache holds it, else once per wave of tiles."""
     return 1 if streamed <= spec.l2_bytes else max(1, -(-consumers // max(1, spec.num_sms)))
 
 

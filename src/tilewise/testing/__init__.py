@@ -1,4 +1,4 @@
-"""Test a backend, or somebody else's attention, against the contract.
+"""Test a backend, or another library's attention, against the contract.
 
     from tilewise.testing import BackendImplementation, Case, check
     check(Case(causal=True, dropout=0.1), BackendImplementation("cpu"))

@@ -1,4 +1,4 @@
-"""A case: one attention problem of the conformance suite, written down so that it can be printed, hashed and rerun."""
+"""A case: one attention problem of the conformance suite, which can be printed, hashed and rerun."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRADIENTS = {"q": "dq", "k": "dk", "v": "dv", "bias": "dbias", "sinks": "dsinks"
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 # How far a loose bound exceeds the longest sequence.
 LOOSE_BY = 5
-# Lengths of a dense case without sequences, which has none to take them from.
+# Lengths of a dense case with an empty batch, which has no sequences to take them from.
 LENGTH_WITHOUT_BATCH = 3
 
 
@@ -138,7 +138,7 @@ class Case:
         return dataclasses.replace(self, fp8="", rotation=False, grad_of=()) if self.fp8 else self
 
     def __repr__(self) -> str:
-        """Code that makes the case again; defaults are left out."""
+        """Code that makes the case again, without defaults."""
         names = tuple(f.name for f in dataclasses.fields(self) if f.compare)
         return f"Case({', '.join(f'{name}={value!r}' for name, value in self._differences(names))})"
 

@@ -1,4 +1,4 @@
-"""The judge: run an implementation on a case and say everything that is wrong with its results."""
+"""Runs an implementation on a case and reports everything that is wrong with its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Nonconformance", "check", "check_repeatable", "check_unread", "check
 
 
 class Nonconformance(TilewiseError, AssertionError):
-    """An implementation broke the contract; the message lists every wrong result and the code to see it again."""
+    """An implementation broke the contract. The message lists every wrong result and the code to reproduce it."""
 
     def __init__(self, case: Case, implementation: Implementation, faults: list[str]) -> None:
         lines = "".join(f"\n  {fault}" for fault in faults)
@@ -34,7 +34,7 @@ def check(case: Case, implementation: Implementation) -> Results:
     """Raise Nonconformance unless every result is within the derived tolerance, in the right shape and dtype.
 
     Output memory is poisoned while it runs. Results an implementation does not have (a foreign one may lack lse) are
-    not judged.
+    not checked.
     """
     results = run(case, implementation)
     rounds_p = getattr(implementation, "rounds_p", None)
@@ -47,7 +47,7 @@ def check(case: Case, implementation: Implementation) -> Results:
 def find_faults(case: Case, results: Results, *, coarse: bool = False) -> list[str]:
     """Everything wrong with results that were computed from the case's inputs; empty if they conform.
 
-    `coarse` allows what FP8 tensor cores do to probabilities and sums.
+    `coarse` allows for the rounding of probabilities and sums in FP8 tensor cores.
     """
     with one_thread():
         expected = expect(case, coarse)
@@ -69,7 +69,7 @@ def check_repeatable(case: Case, implementation: Implementation) -> None:
 
 
 def check_unread(case: Case, implementation: Implementation) -> None:
-    """Raise Nonconformance unless results are the same bits whatever lies outside the lengths."""
+    """Raise Nonconformance unless results have the same bits for any contents outside the lengths."""
     names = case.results if case.deterministic else ("out", "lse")
     zeros = run(case, implementation, padding_value=0.0)
     for value in (float("nan"), float("inf"), 1e4):

@@ -62,7 +62,7 @@ def _features() -> tuple[Feature, ...]:
 
 
 FEATURES = _features()
-# What the API does not offer together: layouts are for dense tensors, pages have no dropout.
+# Combinations that the API does not offer: layouts are for dense tensors, pages have no dropout.
 EXCLUDED = ({"bshd", "varlen"}, {"bshd", "paged"}, {"dropout", "paged"})
 
 

@@ -1,4 +1,4 @@
-"""What can be judged: backends of tilewise through its public API, and foreign implementations through adapters."""
+"""What can be tested: backends of tilewise through its public API, and foreign implementations through adapters."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["BackendImplementation", "Implementation", "TorchSDPA", "call_api"]
 
 
 class Implementation(Protocol):
-    """Anything that computes attention: say what you take, then compute it with gradients."""
+    """Anything that computes attention: says which cases it takes, then computes them with gradients."""
 
     @property
     def name(self) -> str:
-        """How reports call it."""
+        """Its name in reports."""
 
     @property
     def device(self) -> torch.device:
-        """Where it wants its inputs."""
+        """The device of its inputs."""
 
     def supports(self, case: Case) -> str | None:
         """None if it takes the case, else the reason why not."""
@@ -49,11 +49,11 @@ class BackendImplementation:
         self.device = torch.device(device)
 
     def rounds_p(self, case: Case) -> bool:
-        """Whether probabilities are rounded to e4m3 on the way, as docs/contract.md allows FP8 tensor cores to."""
+        """Whether probabilities are rounded to e4m3, as docs/contract.md allows for FP8 tensor cores."""
         return self.name == "hopper" and case.fp8 not in ("", "kv")
 
     def supports(self, case: Case) -> str | None:
-        """What the backend answers for the problem that the case poses."""
+        """The backend's answer for the problem of the case."""
         backend = dispatch.load(self.name)
         inputs = make_inputs(case, self.device)
         spec = devices.of(self.device)
@@ -93,7 +93,7 @@ class TorchSDPA:
         return next((reason for reason, refused in refusals.items() if refused), None)
 
     def run(self, case: Case, inputs: Inputs) -> Results:
-        """SDPA heads-first; the results lack lse."""
+        """SDPA with heads-first tensors; the results lack lse."""
 
         def attend(leaves: Inputs) -> tuple[Tensor, Tensor]:
             swap = case.layout == "bshd"

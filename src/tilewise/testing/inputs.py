@@ -21,7 +21,7 @@ SPREAD = {"normal": 1.0, "large": 12.0, "tiny": 1e-4}
 MASK_KEEPS = 0.7
 HOLES_IN_BIAS = 0.3
 SPARE_PAGES = 3
-# Page numbers no kernel may look at; each would be out of bounds.
+# Page numbers that no kernel may read; each would be out of bounds.
 GARBAGE_PAGES = (-1, 2**31 - 1, -(2**31), 10**6)
 
 
@@ -44,7 +44,7 @@ class Inputs:
     sinks: Tensor | None = None
 
     def map(self, change: Any) -> Inputs:
-        """The inputs with `change(name, tensor)` in the place of every tensor."""
+        """The inputs with every tensor replaced by `change(name, tensor)`."""
         changed = {
             f.name: change(f.name, getattr(self, f.name))
             for f in dataclasses.fields(self)
@@ -66,7 +66,7 @@ class Inputs:
 def make_inputs(case: Case, device: torch.device | str = "cpu", *, padding_value: float = math.nan) -> Inputs:
     """The tensors of a case. Equal cases give equal values on every device.
 
-    `padding_value` fills all that lies outside the lengths: rows past the last sequence, unused slots and pages, bias
+    `padding_value` fills everything outside the lengths: rows past the last sequence, unused slots and pages, bias
     beyond a sequence, gaps of odd strides.
     """
     factory = _Factory(case, torch.device(device), padding_value)
@@ -146,8 +146,8 @@ class _Factory:
         return q, dout, dlse.to(self.device)
 
     def block_table(self) -> tuple[Tensor, int]:
-        """Pages in random order, garbage past each sequence's last one; with sharing, full pages of the first sequence
-        serve as everybody's prefix.
+        """Pages in random order, garbage past each sequence's last one. With sharing, full pages of the first sequence
+        are the prefix of all.
         """
         case = self.case
         needed = [math.ceil(length / case.page_size) for length in case.seqlens_k]
@@ -165,7 +165,7 @@ class _Factory:
         return table, num_pages
 
     def finished(self, inputs: Inputs) -> Inputs:
-        """Add what every kind may have: bias, mask, slopes, sinks; and the odd dout."""
+        """Add the operands that every kind may have: bias, mask, slopes, sinks; and the odd dout."""
         case = self.case
         extra: dict[str, Tensor] = {}
         if case.bias:
@@ -224,7 +224,7 @@ class _Factory:
         return self.counts(torch.tensor((0, *lengths)).cumsum(0).to(torch.int32))
 
     def counts(self, numbers: Tensor) -> Tensor:
-        """Lengths or page ids over the storage the case asks for; gaps hold other ones."""
+        """Lengths or page ids with the strides the case asks for; gaps hold other numbers."""
         numbers, others = numbers.to(self.device), numbers.to(self.device) + 1
         if self.case.strides == "sliced":
             return torch.cat((numbers, others), -1)[..., : numbers.shape[-1]]
@@ -236,11 +236,11 @@ class _Factory:
         return values.to(self.case.accumulate_dtype if name == "dlse" else self.case.dtype)
 
     def padded(self, rows: Tensor) -> Tensor:
-        """Rows past the last sequence, which nobody may read."""
+        """Rows past the last sequence, which must not be read."""
         return torch.cat([rows, rows.new_full((self.case.padding, *rows.shape[1:]), self.padding_value)])
 
     def laid_out(self, values: Tensor, *, expand: int | None, swap: tuple[int, int]) -> Tensor:
-        """The same values over the storage the case asks for; gaps hold the padding value."""
+        """The same values with the strides the case asks for; gaps hold the padding value."""
         strides = self.case.strides
         values = values.to(self.device)
         if strides == "transposed" and values.dim() >= 2:
@@ -264,7 +264,7 @@ def _fill(view: Tensor, values: Tensor) -> Tensor:
 
 
 def case_values(case: Case) -> Case:
-    """The case without what must not change the values drawn: dtype, strides, and which gradients are asked for."""
+    """The case without what must not change the values drawn: dtype, strides, and the requested gradients."""
     return dataclasses.replace(
         case, dtype=torch.float32, side_dtype=None, strides="contiguous", layout="bhsd", grad_of=None,
         cotangents=("out", "lse"), deterministic=False, expanded_dout=False,

@@ -1,4 +1,4 @@
-"""What is right: fp64 results of the reference backend on a case's rounded inputs, and how far from them is allowed."""
+"""Expected results: fp64 results of the reference backend on a case's rounded inputs, and the tolerances."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Expectation(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def expect(case: Case, coarse: bool = False) -> Expectation:
-    """What an implementation must compute for a case; remembered, because several are judged by the same cases.
+    """What an implementation must compute for a case; cached, because several are tested with the same cases.
 
-    FP8 cases are judged as attention of the dequantised tensors; `coarse` adds what FP8 tensor cores round.
+    FP8 cases are compared with attention of the dequantised tensors; `coarse` adds the rounding of FP8 tensor cores.
     """
     inputs = dequantised(case, make_inputs(case))
     case = case.unquantised()
@@ -57,7 +57,7 @@ def reference_results(case: Case, inputs: Inputs) -> Results:
 
 
 def plain_results(case: Case, inputs: Inputs, *, coarse: bool = False) -> Results:
-    """Plain PyTorch in the case's dtype; lse, which is never rounded to a half precision, from fp32 scores."""
+    """Plain PyTorch in the case's dtype. lse comes from fp32 scores, because it is never rounded to half precision."""
     seed = dropout_seed(case)
     rounded = inputs.map(lambda name, t: t.to(case.dtype) if name in ("q", "k", "v") else t)
     results = differentiate(case, rounded, lambda leaves: plain_attention(case, leaves, seed, coarse=coarse))
@@ -68,7 +68,7 @@ def plain_results(case: Case, inputs: Inputs, *, coarse: bool = False) -> Result
 
 
 def summed_terms(case: Case, inputs: Inputs) -> Results:
-    """For every result the sum of the absolute values of its terms, in fp64: what rounding errors are relative to."""
+    """For every result the sum of the absolute values of its terms, in fp64: rounding errors are relative to it."""
     inputs = inputs.double()
     parts = [_terms_of(case, inputs, view) for view in sequence_views(case, inputs)]
     every = ("out", "lse", *GRADIENTS.values())
@@ -91,7 +91,7 @@ def _terms_of(case: Case, inputs: Inputs, view: SequenceView) -> Results:
     p = exact * (1.0 + sizes)
     kept = p * keep
     dp = dout @ v.transpose(1, 2)
-    # delta = rowsum(dout * out) is made of the out that was saved, rounded to its dtype in every element.
+    # delta = rowsum(dout * out) uses the saved out, which is rounded to its dtype in every element.
     rounding = torch.finfo(case.dtype).eps / torch.finfo(case.accumulate_dtype).eps
     saved = rounding * torch.linalg.vector_norm(dout * out, dim=-1, keepdim=True)
     pull = (kept * dp).sum(-1, keepdim=True) + dlse[..., None]

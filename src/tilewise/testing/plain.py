@@ -1,4 +1,4 @@
-"""Plain PyTorch attention: the whole score matrix, autograd, the dtype of its inputs. The yardstick of the tolerances.
+"""Plain PyTorch attention: the whole score matrix, autograd, the dtype of its inputs. The tolerances derive from it.
 
 Written independently of the reference backend, so that the two also check each other (in fp64 they must agree).
 """
@@ -71,7 +71,7 @@ def masked_scores(case: Case, inputs: Inputs, view: SequenceView) -> Tensor:
     s = (view.q * scale) @ view.k.transpose(1, 2)
     if case.softcap is not None:
         s = case.softcap * torch.tanh(s / case.softcap)
-    # How far key j lies to the right of the query's own position, bottom-right aligned.
+    # How far key j is to the right of the query's own position, bottom-right aligned.
     rows, keys = (torch.arange(length, device=s.device) for length in (seqlen_q, seqlen_k))
     ahead = keys[None, :] - rows[:, None] - (seqlen_k - seqlen_q)
     if inputs.alibi_slopes is not None:
@@ -94,7 +94,7 @@ def masked_scores(case: Case, inputs: Inputs, view: SequenceView) -> Tensor:
 
 
 def dropout_factor(case: Case, view: SequenceView, dropout_seed: int) -> Tensor:
-    """What dropout multiplies the probabilities with: 0 or 1 / (1 - p)."""
+    """The factor of dropout on the probabilities: 0 or 1 / (1 - p)."""
     kept = _kept(dropout_seed, case.dropout, view.sequence, case.num_heads, view.q.shape[1], view.k.shape[1])
     return kept.to(torch.float64) / (1.0 - case.dropout)
 

@@ -1,4 +1,4 @@
-"""Poisoned memory: what a kernel leaves unwritten shows up as NaN instead of as yesterday's correct result."""
+"""Poisoned memory: what a kernel leaves unwritten becomes NaN instead of an old correct result."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["uninitialised_is_nan"]
 
 FUNCTIONS = ("empty", "empty_like", "empty_strided")
 METHODS = ("new_empty", "new_empty_strided")
-# What inductor's code allocates with, and the GPU backends too.
+# The allocators of inductor's code and of the GPU backends.
 GUARDS = ("_empty_strided_cpu", "_empty_strided_cuda")
 
 
 @contextlib.contextmanager
 def uninitialised_is_nan() -> Iterator[None]:
-    """Within the block torch.empty and its kin return NaN (integers: their largest value), in every thread.
+    """Within the block torch.empty and related functions return NaN (integers: their largest value), in every thread.
 
     torch has such a mode too (`torch.utils.deterministic`), but only together with deterministic algorithms, which
     would change what is tested.

@@ -1,4 +1,4 @@
-"""FP8 cases: their operands as containers, and as the exact values that the containers stand for."""
+"""FP8 cases: their operands as containers, and as the exact values that the containers represent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attended(case: Case, inputs: Inputs) -> tuple[Any, Any, Any]:
 
 
 def dequantised(case: Case, inputs: Inputs) -> Inputs:
-    """The inputs with q, k and v replaced by what their containers stand for, in fp32 (exactly)."""
+    """The inputs with q, k and v replaced by the values of their containers, in fp32 (exactly)."""
     if not case.fp8:
         return inputs
     q, k, v = attended(case, inputs)
@@ -37,7 +37,7 @@ def dequantised(case: Case, inputs: Inputs) -> Inputs:
 
 
 def _lengths(case: Case, inputs: Inputs) -> Tensor | None:
-    """Running totals of q's lengths; a decoding call has one row a sequence and names none."""
+    """Running totals of q's lengths. A decoding call has one row per sequence and passes none."""
     if not case.decode:
         return inputs.cu_seqlens_q
     assert inputs.seqlens_k is not None

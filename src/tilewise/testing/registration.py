@@ -1,4 +1,4 @@
-"""Making a backend under development selectable by name, so that it is judged through the public API."""
+"""Makes a backend under development selectable by name, so that it is tested through the public API."""
 
 from __future__ import annotations
 

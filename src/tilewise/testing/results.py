@@ -1,4 +1,4 @@
-"""Running a call and its gradients: what every implementation hands to the judge."""
+"""Runs a call and its gradients: the results of every implementation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Attend = Callable[[Inputs], tuple[Tensor, Tensor]]
 
 
 def dropout_seed(case: Case) -> int:
-    """The seed of a case's dropout: 64 bits, so that both halves of Philox's key count."""
+    """The seed of a case's dropout: 64 bits, so that both halves of Philox's key matter."""
     low = zlib.crc32(repr(case.seed).encode())
     return (low << 32 | 0x9E3779B9) - (1 << 63)
 

@@ -1,4 +1,4 @@
-"""Named cases that no pair of features reaches: emptiness, saturation, padding, pages, and partial gradients."""
+"""Named cases that no pair of features covers: emptiness, saturation, padding, pages, and partial gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilewise.testing.cases import Case, Values
 __all__ = ["fp8_cases", "padded_cases", "repeatable_cases", "special_cases"]
 
 
-# Many tiles in a row for every plausible tile size: sums that lose digits at each of them show.
+# Many tiles for every plausible tile size, so that sums that lose digits at each tile show.
 LONG = 2049
 _EXTREMES: tuple[Values, ...] = ("large", "tiny")
 
@@ -23,7 +23,7 @@ def special_cases() -> list[Case]:
 
 
 def fp8_cases() -> list[Case]:
-    """Quantised operands: every granularity and kind of problem, rotated or not, with what scales could break."""
+    """Quantised operands: every granularity and kind of problem, rotated or not, and inputs that stress the scales."""
     bf16, fp16 = torch.bfloat16, torch.float16
     sizes = {"seqlens_q": (150,), "seqlens_k": (300,), "num_heads": 2, "head_dim": 64, "head_dim_v": 64}
     dense = Case(dtype=bf16, fp8="block", **sizes)  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def fp8_cases() -> list[Case]:
 
 
 def padded_cases() -> list[Case]:
-    """Cases with something outside the lengths in every tensor that can have it, for bitwise comparisons."""
+    """Cases with contents outside the lengths in every tensor that can have it, for bitwise comparisons."""
     varlen = Case(
         kind="varlen", seqlens_q=(3, 0, 63), seqlens_k=(65, 1, 63), padding=7, bounds="loose", deterministic=True
     )
@@ -87,7 +87,7 @@ def padded_cases() -> list[Case]:
 
 
 def repeatable_cases() -> list[Case]:
-    """Cases with much to sum in parallel, whose order of summation must not change between runs."""
+    """Cases with long parallel sums, whose order of summation must not change between runs."""
     long = Case(
         seqlens_q=(257,), seqlens_k=(515,), num_heads=6, num_kv_heads=2, causal=True, deterministic=True, head_dim=64,
         head_dim_v=64,

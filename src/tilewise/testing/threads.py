@@ -14,7 +14,7 @@ __all__ = ["one_thread"]
 def one_thread() -> Iterator[None]:
     """Within the block torch computes with one thread.
 
-    The suite's problems are small: on two busy cores, two threads took nine times as long as one (26 s and 2.9 s).
+    The suite's problems are small: on busy cores, two threads are much slower than one.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -26,7 +26,7 @@ MAX_ULPS, RMS_ULPS = 4.0, 0.5
 MAX_EPS, RMS_EPS = 2.0, 1.0
 # Hopper's FP8 tensor cores keep about 14 bits of a sum.
 COARSE_EPS = 2.0**-13
-# In single precision rounding cannot explain more than this; a tolerance derived from it would excuse anything.
+# In single precision, rounding cannot explain more than this. A tolerance derived from it would accept anything.
 IMPLAUSIBLE, IMPLAUSIBLE_EPS = 1e-3, 16.0
 
 
@@ -40,7 +40,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Slack:
-    """What is allowed for one result."""
+    """The tolerance of one result."""
 
     largest: float
     rms: float
@@ -89,7 +89,7 @@ def slack_of(
 
 
 def judge(name: str, got: Tensor, ref: Tensor, slack: Slack) -> str | None:
-    """None if `got` is good enough, else what is wrong with it: worst element, what was allowed, RMS."""
+    """None if `got` is good enough, else what is wrong with it: worst element, tolerance, RMS."""
     if got.shape != ref.shape:
         return f"{name}: shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
     got = got.detach().cpu().double()

@@ -1,9 +1,8 @@
-"""The only place that judges user input: Python flags in `flags`, tensors in `tensors`, contents of index tensors in
-`values`.
+"""Validates user input: Python flags in `flags`, tensors in `tensors`, contents of index tensors in `values`.
 
 `normalise` runs where the call enters (and is traced by torch.compile), `describe` inside the op: the same rules hold
-for eager, compiled and exported graphs. What needs the contents of a GPU tensor is checked only when `settings` asks
-for it, because reading them would make the CPU wait for the device.
+for eager, compiled and exported graphs. Contents of GPU tensors are checked only if `settings` asks for it, because
+reading them would synchronise with the device.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ __all__ = [
 ]
 
 
-# By kind: the layouts of q, and of k and v, that FP8 containers must have, and the tensors that a caller passes.
+# By kind: the layouts that FP8 containers of q, and of k and v, must have, and the tensors that a caller passes.
 _LAYOUTS: dict[Kind, tuple[str, ...]] = {"varlen": ("packed",), "paged": ("packed", "paged")}
 _PASSED = {kind: tuple(names[: names.index("sinks") + 1]) for kind in OPERANDS for names in [operand_names(kind)]}
 
@@ -74,7 +73,7 @@ def checked(
 ) -> tuple[Operands, Flags]:
     """The arguments of a call as the op takes them: plain tensors, cast by autocast, and flags.
 
-    Without `cast` autocast is left to the caller. `needs_grad` is found from the tensors unless it is given.
+    Without `cast`, the caller applies autocast. `needs_grad` is derived from the tensors unless it is given.
     """
     (q, k, v), scales = unwrapped(*operands[:3], *_LAYOUTS.get(kind, (options.layout,)))
     operands = Operands(q, k, v, *operands[3:])
@@ -91,11 +90,11 @@ def checked(
 
 
 def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
-    """Judge real tensors and describe them; the structural part is remembered per combination of specs and flags."""
+    """Validate real tensors and describe them. The structural part is cached per combination of specs and flags."""
     specs = _specs(operands)
     if not reads_contents(kind, operands):
         return _describe(kind, specs, flags)
-    # The structure comes first: contents are only read from index tensors of the right rank and dtype.
+    # Structure first: contents are read only from index tensors of the right rank and dtype.
     check_structure(kind, operands, flags)
     problem = _describe(kind, specs, longest_sequences(operands, flags))
     check_values(problem, operands)
@@ -103,31 +102,31 @@ def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem
 
 
 def check_structure(kind: Kind, operands: Operands, flags: Flags) -> None:
-    """What `problem_of` judges without a look into index tensors."""
+    """The part of `problem_of` that does not read index tensors."""
     lengths_open = flags._replace(max_seqlen_q=None, max_seqlen_k=None)
     specs = [None if i in _LENGTH_BOUND else spec for i, spec in enumerate(_specs(operands))]
     _describe(kind, tuple(specs), lengths_open)
 
 
 def check_contents(problem: AttentionProblem, operands: Operands, flags: Flags) -> None:
-    """What `problem_of` reads from index tensors, for a call that looks like one whose structure was judged."""
+    """The part of `problem_of` that reads index tensors, for a call whose signature was validated before."""
     longest_sequences(operands, flags)
     check_values(problem, operands)
 
 
 def lasts(kind: Kind, operands: Operands, flags: Flags) -> bool:
-    """Whether the problem is that of all calls that look the same: no length is left for contents to tell."""
+    """Whether the problem depends on the signature alone: no length must be read from contents."""
     given = (operands.cu_seqlens_q, flags.max_seqlen_q), (operands.cu_seqlens_k, flags.max_seqlen_k)
     is_open = any(totals is not None and longest is None for totals, longest in given)
     return not (is_open and reads_contents(kind, operands))
 
 
 def reads_contents(kind: Kind, operands: Operands) -> bool:
-    """Whether what is in index tensors is judged, too, in every call."""
+    """Whether every call must validate the contents of its index tensors."""
     return kind != "dense" and (operands.q.device.type == "cpu" or settings.current().check_values)
 
 
-# bias and mask are measured against the longest sequence, which is known only once the lengths have been read.
+# bias and mask are checked against the longest sequence, which may be known only after lengths are read.
 _LENGTH_BOUND = (Operands._fields.index("bias"), Operands._fields.index("mask"))
 
 Spec = tuple[torch.Size, torch.dtype, torch.device] | None

@@ -1,4 +1,4 @@
-"""Judges everything that is not a tensor: one rule per argument."""
+"""Validates everything that is not a tensor, with one rule per argument."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_FLOAT = sys.float_info.max
 
 
 class Rule(NamedTuple):
-    """What one argument may be; a violation is reported in these words."""
+    """The rule of one argument, in the words of its error message."""
 
     accepts: Callable[[Any], bool]
     expected: str
@@ -29,8 +29,8 @@ class Rule(NamedTuple):
 
 
 def _is_number(value: Any) -> bool:
-    # A comparison, not math.isfinite, which torch.compile cannot trace for a symbolic float. NaN compares false, and
-    # an integer that no float can hold is larger.
+    # A comparison, because torch.compile cannot trace math.isfinite of a symbolic float. NaN compares false; an integer
+    # too large for a float compares larger.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -MAX_FLOAT <= value <= MAX_FLOAT
 
 
@@ -45,7 +45,7 @@ def _is_window(value: Any) -> bool:
 
 
 def _is_registered(name: str) -> bool:
-    # torch.compile cannot trace the search for entry points: the op judges the name then.
+    # torch.compile cannot trace the search for entry points; the op checks the name then.
     return torch.compiler.is_compiling() or name in backends.names()
 
 
@@ -103,10 +103,10 @@ RULES: dict[str, Rule] = {
 }
 
 
-# fp64 is asked for on purpose; e4m3 data means nothing without its scales.
+# fp64 is chosen on purpose; e4m3 data means nothing without its scales.
 KEPT_BY_AUTOCAST = (torch.float64, torch.float8_e4m3fn)
 OPTIONAL = frozenset(("bias", "mask", "alibi_slopes", "sinks"))
-# Without cu_seqlens_q a paged call has one query token a sequence.
+# Without cu_seqlens_q a paged call has one query token per sequence.
 OPTIONAL_PAGED = OPTIONAL | {"cu_seqlens_q"}
 
 
@@ -138,10 +138,10 @@ def normalise(options: Options, *, needs_grad: bool) -> Flags:
     repeatable = options.deterministic is None and torch.are_deterministic_algorithms_enabled()
     if not torch.compiler.is_compiling():
         try:
-            # Types inside a pair are not compared: (4.0, 0) would be taken for the (4, 0) seen before.
+            # The cache does not compare types inside a pair: (4.0, 0) would hit the entry of (4, 0).
             if options.window is None or SIDES.issuperset(map(type, options.window)):
                 return _checked_once(needs_grad, repeatable, *options)
-        except TypeError:  # something unhashable: a list as window is legal, anything else is named by its rule
+        except TypeError:  # unhashable: a list as window is legal, anything else fails its rule
             pass
     return _checked(needs_grad, repeatable, *options)
 
@@ -167,14 +167,14 @@ def _checked(needs_grad: bool, repeatable: bool, *given: Any) -> Flags:
     )
 
 
-# What the sides of a window are but for subclasses.
+# Types of a window's sides, subclasses aside.
 SIDES = frozenset((int, type(None)))
-# Checking takes 8 us, a hit 1 us. Typed, so that causal=1 is not taken for the causal=True seen before.
+# Cached, because checking is slower than a lookup. Typed, so that causal=1 does not hit the entry of causal=True.
 _checked_once = functools.lru_cache(maxsize=1024, typed=True)(_checked)
 
 
 def seed_tensor(seed: int | Tensor | None, dropout: float) -> Tensor | None:
-    """The dropout seed as a 0-d int64 tensor; drawn from torch's default CPU generator where none is given."""
+    """The dropout seed as a 0-d int64 tensor, drawn from torch's default CPU generator if none is given."""
     if seed is not None:
         if isinstance(seed, Tensor):
             check_class("seed", seed)
@@ -189,7 +189,7 @@ def seed_tensor(seed: int | Tensor | None, dropout: float) -> Tensor | None:
 
 
 def any_needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether a gradient of any of these will be asked for."""
+    """Whether autograd will need a gradient of any of these."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -198,7 +198,9 @@ def any_needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast q, k and v become its dtype, as for SDPA; fp64 stays, bias, sinks and slopes keep theirs."""
+    """Under torch.autocast, q, k and v get its dtype, as for SDPA. fp64 q, k, v, and bias, sinks and slopes keep
+    theirs.
+    """
     kind = tensors[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
@@ -207,7 +209,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def autocast_looks(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What `autocast` makes of these but for their contents, in an element of memory each: to be judged."""
+    """Tensors with the dtype that `autocast` would give but one element of memory each: for validation only."""
     kind = tensors[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
@@ -222,7 +224,7 @@ def _is_cast(tensor: Tensor) -> bool:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Judge one flag by its rule."""
+    """Validate one flag by its rule."""
     rule = RULES[name]
     if not rule.accepts(value):
         raise InvalidProblem(name, rule.expected, repr(value), rule.fix)

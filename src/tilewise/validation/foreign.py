@@ -1,4 +1,4 @@
-"""Arguments by the names that other libraries give them: refused with the name that is meant."""
+"""Argument names of other libraries: refused with an error that gives the name used here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilewise.errors import UnexpectedArgument
 
 __all__ = ["unexpected"]
 
-# What each of these is here. A name stands for itself where a call takes it.
+# Foreign names and their equivalent here. A name maps to itself where some call takes it.
 MEANT = {
     # torch.nn.functional.scaled_dot_product_attention, torch.nn.MultiheadAttention, FlexAttention
     "attn_mask": "mask= if it is boolean (True = attend), bias= if its numbers are added to the scores",
@@ -67,7 +67,7 @@ MEANT = {
     "kv_layout": "layout='bhsd' or 'bshd'",
     "qkv_format": "layout='bhsd' or 'bshd'",
 }
-# Arguments of ours that only some calls take.
+# Arguments that only some calls take.
 ELSEWHERE = {
     "cu_seqlens_q": "taken by attention_varlen and attention_paged",
     "cu_seqlens_k": "taken by attention_varlen",
@@ -86,7 +86,7 @@ ELSEWHERE = {
 
 
 def unexpected(function: Callable[..., Any], names: Iterable[str]) -> UnexpectedArgument:
-    """The error for keyword arguments that a function does not take; speaks of the first one."""
+    """The error for keyword arguments that a function does not take. It names the first one."""
     taken = [name for name, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
     name = next(iter(names))
     if name in MEANT:

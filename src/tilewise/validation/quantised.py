@@ -1,4 +1,4 @@
-"""Judges FP8 containers and takes them apart: data in the place of the tensor, scales and their meaning beside it."""
+"""Validates FP8 containers and unpacks them into data, scales and scale layout."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tilewise.operands import Flags, Operands
 __all__ = ["Quantised", "taken_apart", "unwrapped", "with_scales"]
 
 
-# What may be left out before the scales.
+# Padding up to the scales.
 _NONES = (None,) * Operands._fields.index("q_scale")
 # q, k and v as tensors.
 Data = tuple[Tensor, Tensor, Tensor]
 
 
 class Quantised(NamedTuple):
-    """What a call with FP8 operands has beside the data."""
+    """What a call with FP8 operands has in addition to the data."""
 
     q_scale: Tensor | None
     k_scale: Tensor
@@ -34,9 +34,11 @@ class Quantised(NamedTuple):
 
 
 def unwrapped(q: Any, k: Any, v: Any, *layouts: str) -> tuple[Data, Quantised | None]:
-    """((q, k, v), scales): data where there were containers; `layouts` are those that the call reads of q, and of k, v.
+    """((q, k, v), scales) with containers replaced by their data. `layouts` are the layouts the call reads: q's, then
+    k's and v's.
 
-    Rejects what would mix scales or bases up: k without v, q without k, another layout, q and k not rotated alike.
+    Refuses combinations that would mix scales or bases: k without v, q without k, another layout, q and k not rotated
+    alike.
     """
     if isinstance(k, Tensor) and isinstance(q, Tensor) and isinstance(v, Tensor):
         return (q, k, v), None
@@ -59,9 +61,9 @@ def unwrapped(q: Any, k: Any, v: Any, *layouts: str) -> tuple[Data, Quantised | 
 
 
 def taken_apart(given: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Operands in order, of which q, k, v may be containers, as (operands with scales, what else the containers say).
+    """(operands with scales, other container fields) of operands in order, where q, k, v may be containers.
 
-    Nothing is judged: it is how calls with containers are told apart.
+    Nothing is validated: the result is the signature of calls with containers.
     """
     q, k, v = given[:3]
     others, between = given[3:], _NONES[len(given) :]
@@ -75,7 +77,7 @@ def taken_apart(given: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 def with_scales(operands: Operands, flags: Flags, scales: Quantised | None) -> tuple[Operands, Flags]:
-    """The call with its scales in place."""
+    """The operands and flags with their scales filled in."""
     if scales is None:
         return operands, flags
     operands = operands._replace(q_scale=scales.q_scale, k_scale=scales.k_scale, v_scale=scales.v_scale)

@@ -1,8 +1,8 @@
-"""Judges shapes, dtypes and devices against tables, and describes what passes as an `AttentionProblem`.
+"""Validates shapes, dtypes and devices against tables, and describes valid operands as an `AttentionProblem`.
 
-A shape is written as the names of its dimensions. The first tensor that mentions a name fixes its size; a later one
-that disagrees is the error, which names both. Works on real, fake and meta tensors alike, and on anything with shape,
-dtype and device.
+A shape is written as the names of its dimensions. The first tensor with a name fixes its size; a later one that
+disagrees is the error, which names both. Works on real, fake and meta tensors, and on anything with shape, dtype and
+device.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tilewise.problem import MAX_HEAD_DIM, MAX_SEQLEN, AttentionProblem, Kind, L
 
 __all__ = ["FLOATS", "TensorSpec", "describe", "public_names"]
 
-# A seed followed by the batch entry, head, row and key that dropout counts from.
+# A seed followed by the batch entry, head, row and key at which dropout starts counting.
 SEED_WITH_ORIGIN = 5
 E4M3 = torch.float8_e4m3fn
-# Index tensors are read as int32; those of int64 are converted in every call.
+# Index tensors may be int32 or int64; int64 is converted in every call.
 INTEGERS = (torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -67,7 +67,7 @@ SHAPES: dict[str, dict[str, str]] = {
     },
 }
 
-# The dtypes each operand may have, and what to do about another one.
+# The dtypes each operand may have, and the advice for another one.
 DTYPES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
     "q_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
     "k_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
@@ -86,14 +86,14 @@ DTYPES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
     "seed": ((torch.int64,), "Convert it with .to(torch.int64)."),
 }
 
-# At least this many of each: a model with zero of them is a mistake, while an empty batch or sequence is legal.
+# Minimum sizes: a model with zero heads is a mistake, while an empty batch or sequence is legal.
 LEAST: dict[str, int] = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 1, "head_dim_v": 1, "page_size": 1}
-# Magnitudes that fp32 holds in full precision, also times log2(e).
+# Magnitudes that fp32 holds in full precision, even times log2(e).
 SCALARS = (1e-37, 1e37)
 
 
 class TensorSpec(NamedTuple):
-    """What validation looks at in a tensor."""
+    """The properties of a tensor that validation uses."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -104,7 +104,7 @@ Specs = dict[str, TensorSpec]
 
 
 def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], flags: Flags) -> AttentionProblem:
-    """The problem that these operands (in the order of `Operands`) and flags pose, or InvalidProblem."""
+    """The problem of these operands (in the order of `Operands`) and flags. Raises InvalidProblem."""
     specs = {
         name: TensorSpec(t.shape, t.dtype, t.device)
         for name, t in zip(Operands._fields, operands, strict=True)
@@ -128,7 +128,7 @@ def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], f
 
 
 def public_names(kind: Kind) -> dict[str, str]:
-    """What the caller calls each operand."""
+    """The caller's name of each operand."""
     return {"k": "k_pages", "v": "v_pages"} if kind == "paged" else {}
 
 
@@ -139,7 +139,7 @@ def _rank_fix(name: str, expected: int, got: int) -> str:
 
 
 def _bind_shapes(shapes: dict[str, str], specs: Specs, public: dict[str, str]) -> dict[str, int]:
-    """Give every named dimension its size; complain about wrong ranks and disagreeing sizes."""
+    """The size of every named dimension. Raises for wrong ranks and disagreeing sizes."""
     sizes: dict[str, int] = {}
     owner: dict[str, str] = {}
     for operand, dims in shapes.items():
@@ -207,8 +207,8 @@ def _check_dtypes(specs: Specs, public: dict[str, str]) -> None:
 
 
 def _check_totals(specs: Specs, sizes: dict[str, int]) -> None:
-    """Running totals of int64 are read as int32, which must hold the number of rows. The op itself asks again where a
-    compiler does not know it yet.
+    """int64 running totals are read as int32, which must hold the number of rows. If a compiler does not know that
+    number yet, the op checks again.
     """
     for name, rows in (("cu_seqlens_q", sizes.get("total_q")), ("cu_seqlens_k", sizes.get("total_k"))):
         wide = name in specs and specs[name].dtype == torch.int64
@@ -234,7 +234,7 @@ def _check_devices(specs: Specs, public: dict[str, str]) -> None:
 
 
 def _lengths(kind: Kind, sizes: dict[str, int], specs: Specs, flags: Flags) -> dict[str, int]:
-    """Batch and the longest sequences; where the caller gives no bound, the rows that are stored bound them."""
+    """Batch size and longest sequences. Without a bound from the caller, the number of stored rows is the bound."""
     if kind == "dense":
         batch, seqlen_q, seqlen_k = sizes["batch"], sizes["seqlen_q"], sizes["seqlen_k"]
         total_q, total_k = batch * seqlen_q, batch * seqlen_k
@@ -256,7 +256,7 @@ def _lengths(kind: Kind, sizes: dict[str, int], specs: Specs, flags: Flags) -> d
 
 
 def _check_lengths(kind: Kind, lengths: dict[str, int]) -> None:
-    """Lengths that positions can count; symbolic ones are judged when the op runs."""
+    """Lengths must fit int32 positions. Symbolic lengths are checked when the op runs."""
     counted = {"dense": (), "varlen": ("total_q", "total_k"), "paged": ("total_q",)}[kind]
     for name in (*counted, "seqlen_q", "seqlen_k"):
         if isinstance(lengths[name], int) and lengths[name] > MAX_SEQLEN:
@@ -288,7 +288,7 @@ def _check_broadcast(specs: Specs, scores: tuple[int, int, int, int], *, bounds_
 
 
 def _broadcasts(size: int | torch.SymInt, full: int) -> bool:
-    # In this order a size that only the run will tell (an unbacked SymInt) is compared with nothing but itself.
+    # In this order an unbacked SymInt is compared with nothing but itself.
     return size in ((1, full) if isinstance(size, int) else (full, 1))
 
 
@@ -305,7 +305,7 @@ def _check_per_head(specs: Specs, batch: int, num_heads: int) -> None:
 
 
 def _check_scalars(dtype: torch.dtype, flags: Flags) -> None:
-    """Below fp64 scores are computed in fp32: what multiplies them must be a number there, and its inverse too."""
+    """Below fp64 scores are computed in fp32: their factors, and the inverses, must be finite there."""
     if dtype == torch.float64:
         return
     expected = f"a magnitude from {SCALARS[0]} to {SCALARS[1]}, as scores are computed in float32"
@@ -318,7 +318,7 @@ def _check_scalars(dtype: torch.dtype, flags: Flags) -> None:
 
 
 def _check_scales(kind: Kind, sizes: dict[str, int], lengths: dict[str, int], flags: Flags) -> None:
-    """As many blocks as the longest sequence has, or one; a page is one block."""
+    """One scale per block of the longest sequence, or one in all; a page is one block."""
     for side, block in (("q", flags.q_block), ("k", flags.k_block), ("v", flags.v_block)):
         if f"{side}_blocks" not in sizes:
             continue

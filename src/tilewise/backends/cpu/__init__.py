@@ -1,5 +1,5 @@
-"""The CPU backend: every feature on fp32, bf16 and fp16, forward and backward, compiled for the processor at hand on
-first use.
+"""The CPU backend: every feature in fp32, bf16 and fp16, forward and backward, compiled for this processor on first
+use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_HEAD_DIM = 512
 
 
 class CpuBackend:
-    """Vector kernels on torch's own threads."""
+    """Vector kernels that run on torch's own threads."""
 
     name = "cpu"
 
@@ -33,7 +33,7 @@ class CpuBackend:
         return None if find_spec("llvmlite") else "llvmlite is not installed; pip install llvmlite"
 
     def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
-        """None, or the reason against it."""
+        """None, or the reason why not."""
         if device.type != "cpu":
             return f"runs on a CPU, the tensors are on {device.type}"
         if problem.dtype not in DTYPES:
@@ -82,7 +82,7 @@ class CpuBackend:
         return launch_backward.backward(problem, operands, out, lse, dout, dlse, wanted)
 
     def write_rows(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-        """Rows of K and V into slots of pages: see tilewise.kv.writing."""
+        """Writes rows of K and V into slots of pages: see tilewise.kv.writing."""
         from tilewise.backends.cpu import launch_writing
 
         launch_writing.write_rows(k, v, k_pages, v_pages, slots)
@@ -90,13 +90,13 @@ class CpuBackend:
     def append_quantised(
         self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
     ) -> None:
-        """Rows of K and V into slots of e4m3 pages: see tilewise.kv.quantised."""
+        """Writes rows of K and V into slots of e4m3 pages: see tilewise.kv.quantised."""
         from tilewise.backends.cpu import launch_quantising
 
         launch_quantising.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
 
     def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
-        """Whether `attend_prefixes` is for such groups."""
+        """Whether `attend_prefixes` suits such groups."""
         del num_rows
         return self.supports(problem, device) is None
 
@@ -104,7 +104,7 @@ class CpuBackend:
         self, problem: AttentionProblem, operands: Operands, num_rows: int, rows: Tensor | None, out: Tensor,
         lse: Tensor,
     ) -> None:  # fmt: skip
-        """Groups of query rows to their prefixes, worked into what they have of their own keys: see
+        """Attends groups of query rows to their prefixes and merges into `out` and `lse` of their own keys: see
         tilewise.cascade.
         """
         from tilewise.backends.cpu import launch
@@ -129,10 +129,10 @@ class CpuBackend:
     def bind_after(
         self, own: Bound, prefixes: Prefixes, count: int, unread: Sequence[str], problem: AttentionProblem
     ) -> None:
-        """Two passes stay two: a call costs next to nothing here."""
+        """The passes stay separate, because a launch costs next to nothing here."""
 
     def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
-        """Rows of a partial result over other keys worked into `out` and `lse`: see tilewise.cascade."""
+        """Merges rows of a partial result over other keys into `out` and `lse`: see tilewise.cascade."""
         from tilewise.backends.cpu import launch_partial_rows
 
         launch_partial_rows.merge_rows(out, lse, part, part_lse, rows)
@@ -152,7 +152,7 @@ class CpuBackend:
         }
 
     def warmup(self, progress: Callable[[str, int, int], None]) -> None:
-        """Compile every program into the cache; `progress(name, done, total)` is told before each one."""
+        """Compiles every program into the cache; `progress(name, done, total)` is called before each one."""
         from tilewise.backends.cpu.cache import warmup
 
         warmup(progress)

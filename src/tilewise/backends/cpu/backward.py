@@ -1,9 +1,9 @@
 """Backward pass: P is recomputed tile by tile from q, k and lse, and turned into dq, dk, dv and dbias.
 
-A work item owns rows, keys and heads: everything of a K/V head (5 products a tile), or the dq of a block of rows (3),
-or the dk and dv of a block of keys (4). Which of them run is the schedule's choice; each sum is formed in the same
-order in all of them, so the choice and the number of threads change no bit. Products per panel: S = K Q, dP = V dO,
-then dV += P dO, dK += dS Q, dQ += dS K.
+A work item owns rows, keys and heads: everything of a K/V head (5 products per tile), or the dq of a block of rows (3),
+or the dk and dv of a block of keys (4). The schedule chooses among them. Each sum has the same order in all of them, so
+the choice and the number of threads change no bit. Products per panel: S = K Q, dP = V dO, then dV += P dO, dK += dS Q,
+dQ += dS K.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ ENTRY_BYTES = 48
 
 @driver
 def pack_panel(p: int, ws: int, tensor: int, source: int, num_rows: int, dim: int, width: int, panel: int) -> None:
-    """Rows of q or dout: staged as fp32, then transposed for scores (at `tensor`'s buffer) and in columns for products.
+    """Rows of q or dout: staged as fp32, then transposed for scores (in `tensor`'s buffer) and in columns for products.
 
     Columns of value_step keep the product's rows on different cache sets: at head_dim 128 rows 512 bytes apart would
     share eight of them.
@@ -105,8 +105,8 @@ def pack_block(p: int, ws: int, batch: int, head: int, first_row: int, count: in
 def pack_statistics(p: int, ws: int, out: int, at: int, num_rows: int, panel: int) -> None:
     """Lse in log2 units, and delta = rowsum(dout * out) - dlse, of a panel whose dout is staged.
 
-    A row without keys, or beyond the last one, has lse +inf, so its P is 0. Lse is kept in two parts: rounding it a
-    second time would show in every P of its row.
+    A row without keys, or beyond the last one, has lse +inf, so its P is 0. Lse is kept in two parts, because rounding
+    it again would show in every P of its row.
     """
     width_v, row = field(p, f.DIM_V_WIDE), ws + field(p, f.WS_EXTRA)
     to_log2 = scalar_bits(field(p, f.LSE_TO_LOG2))
@@ -134,8 +134,8 @@ def pack_statistics(p: int, ws: int, out: int, at: int, num_rows: int, panel: in
 def panel_gradient(
     p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int, k: int, v: int
 ) -> None:
-    """P and dS of one panel against keys [begin, end) of the tile at k0, whose rows are k and v from `begin` on, left
-    in the score buffers at `begin`.
+    """P and dS of one panel against keys [begin, end) of the tile at k0, whose rows are k and v from `begin` on. They
+    are left in the score buffers at `begin`.
     """
     size, first_key = end - begin, k0 + begin
     width, width_v = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE)
@@ -183,7 +183,7 @@ def panel_gradient(
 
 @driver
 def add_bias_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, first_key: int, valid: int) -> None:
-    """Add the staged dS rows of a panel to dbias; rows, heads or batches that share a bias row come one after
+    """Add the staged dS rows of a panel to dbias. Rows, heads or batches that share a bias row are added one after
     another.
     """
     head, row = field(p, f.WS_HEAD_ROW) + ws, 0
@@ -345,7 +345,7 @@ def backward_item(p: int, ws: int, item: int) -> None:
 
 @driver
 def backward(p: int) -> None:
-    """What each thread runs: take work items until none is left."""
+    """The entry point of each thread: take work items until none is left."""
     counters = p + 8 * f.BLOCK_FIELDS
     ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
     fill(ws + field(p, f.WS_ONES), PANEL, 1.0)

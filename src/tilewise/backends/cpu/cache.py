@@ -1,8 +1,8 @@
-"""Compiled programs on disk, and their way into the process.
+"""Compiled programs on disk, and loading them into the process.
 
-A program is compiled once per tilewise version, processor and source, and kept as an object file with a checksum
-before it, in a folder that only its owner can write to. Where there is no such folder, or nothing can be written,
-programs are compiled in every process, which is said once.
+A program is compiled once per tilewise version, processor and source. It is kept as an object file after a checksum, in
+a folder that only its owner can write to. If there is no such folder, or it cannot be written, programs are compiled in
+every process, with one warning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tilewise.version import __version__
 
 __all__ = ["PROGRAMS", "CacheState", "Program", "cache_state", "program", "programs", "warmup"]
 
-# Entry points: the module is imported only to compile.
+# Entry points; the module is imported only to compile.
 PROGRAMS = {
     "forward": "tilewise.backends.cpu.forward",
     "forward_matrix": "tilewise.backends.cpu.forward_matrix",
@@ -40,27 +40,27 @@ PROGRAMS = {
     "append_quantised": "tilewise.backends.cpu.quantising",
     "merge_rows": "tilewise.backends.cpu.partial_rows",
 }
-# Programs for processors with a matrix unit only.
+# Programs that need a matrix unit.
 MATRIX_PROGRAMS = ("forward_matrix",)
 SUFFIX = ".tilewise-cpu"
 DIGEST_BYTES = 32
-# How long a process waits for another one that compiles, before it compiles too. The largest program takes 3 s.
+# How long a process waits for another one that compiles, before it compiles too.
 PATIENCE_SECONDS = 30.0
-# LLVM's global context takes one thread at a time. A fork waits for it: the child would find it locked for ever.
+# LLVM's global context takes one thread at a time. fork() waits for the lock, else the child would find it locked.
 _lock = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class Program(NamedTuple):
-    """Machine code in memory; the engine owns it."""
+    """Machine code in memory, owned by the engine."""
 
     address: int
     engine: Any
 
 
 class CacheState(NamedTuple):
-    """Where compiled programs are kept and how many there are; `entries` and `size` count this version and processor
+    """Where compiled programs are kept and how many there are. `entries` and `size` count this version and processor
     only. `refused` says why the folder is not used.
     """
 
@@ -72,7 +72,7 @@ class CacheState(NamedTuple):
 
 
 def programs() -> tuple[str, ...]:
-    """The programs that this machine runs."""
+    """The programs for this machine."""
     has_matrix = host().matrix is not None
     return tuple(name for name in PROGRAMS if has_matrix or name not in MATRIX_PROGRAMS)
 
@@ -85,7 +85,9 @@ def cache_dir() -> Path:
 
 @functools.cache
 def fingerprint() -> str:
-    """What machine code depends on: version, processor, instruction table, compiler, and the source of this package."""
+    """Everything machine code depends on: version, processor, instruction table, compiler, and this package's
+    source.
+    """
     digest = hashlib.sha256()
     features = binding.get_host_cpu_features().flatten()
     for part in (
@@ -130,7 +132,7 @@ def _is_writable(path: Path) -> bool:
 
 
 def warmup(progress: Callable[[str, int, int], None] | None = None) -> CacheState:
-    """Compile and keep every program; `progress(name, done, total)` is told before each one."""
+    """Compile and keep every program; `progress(name, done, total)` is called before each one."""
     names = programs()
     for done, name in enumerate(names):
         if progress is not None:
@@ -156,7 +158,7 @@ def _loaded(name: str) -> Program:
         if found is not None:
             return found
         with folder.locked(PATIENCE_SECONDS):
-            # The process that had the lock before has compiled the same program, most likely.
+            # The process that held the lock has most likely compiled the same program.
             found = _kept(folder, name)
             if found is not None:
                 return found
@@ -186,7 +188,7 @@ def _compiled(name: str) -> bytes:
 
 
 def _kept(folder: PrivateFolder, name: str) -> Program | None:
-    """A program from disk, if its file is there, whole, and what its name says."""
+    """A program from disk, if its file exists, is complete, and matches its name."""
     content = folder.read(file_name(name))
     if content is None:
         return None
@@ -197,12 +199,12 @@ def _kept(folder: PrivateFolder, name: str) -> Program | None:
 
 
 def _digest(name: str, code: bytes) -> bytes:
-    """The checksum of a file, which binds the code to the program, the processor and the compiler it was made for."""
+    """The checksum of a file, which binds the code to its program, processor and compiler."""
     return hashlib.sha256(file_name(name).encode() + b"\0" + code).digest()
 
 
 def _is_loadable(name: str, code: bytes) -> bool:
-    """Whether LLVM can be given this object: it does not return from one that is malformed."""
+    """Whether LLVM can load this object: it aborts on a malformed one."""
     if platform.system() in ("Darwin", "Windows"):
         return True
     return objects.provides(code, platform.machine(), symbol(name))

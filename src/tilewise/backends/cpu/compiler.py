@@ -1,4 +1,4 @@
-"""From drivers and micro-kernels to machine code.
+"""Compiles drivers and micro-kernels to machine code.
 
 A program is an entry point, which is a driver (language.py), with all drivers and kernels it calls. A kernel is a
 Python function that emits LLVM IR itself. `compile_object` collects them into one module and optimises it once.
@@ -23,8 +23,8 @@ Result = TypeVar("Result")
 
 
 class Part(NamedTuple):
-    """One function of a program: its symbol, its C-like type, and the Python function that is translated or that
-    emits its code.
+    """One function of a program: its symbol, its C-like type, and the Python function that is translated or that emits
+    its code.
     """
 
     symbol: str
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 class _Callable:
-    """What a driver's source names; it exists to be translated, not to be called."""
+    """A name that drivers may call. It is translated, never called from Python."""
 
     def __init__(self, part: Part) -> None:
         self.part = part
@@ -80,7 +80,7 @@ def _called(function: Callable[..., Any]) -> Iterator[tuple[str, Part]]:
 
 
 def reached(entry: Part) -> list[Part]:
-    """The entry point and every part its source leads to."""
+    """The entry point and every part reachable from it."""
     found: dict[str, Part] = {}
     waiting = [entry]
     while waiting:
@@ -93,7 +93,7 @@ def reached(entry: Part) -> list[Part]:
 
 
 def build_module(parts: list[Part], isa: Isa, exported: frozenset[str]) -> ir.Module:
-    """The LLVM IR of some parts (with all that they call) for an instruction set; only `exported` symbols are
+    """The LLVM IR of some parts (with everything they call) for an instruction set. Only `exported` symbols are
     visible.
     """
     module = ir.Module("tilewise")
@@ -115,7 +115,7 @@ def build_module(parts: list[Part], isa: Isa, exported: frozenset[str]) -> ir.Mo
 
 
 def target_machine() -> Any:
-    """A code generator for this very processor."""
+    """A code generator for this processor."""
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     target = binding.Target.from_default_triple()
@@ -126,11 +126,11 @@ def target_machine() -> Any:
 
 
 def optimise(module: ir.Module, machine: Any) -> Any:
-    """The module parsed, with the usual passes run over it."""
+    """The parsed module after the usual optimisation passes."""
     parsed = binding.parse_assembly(str(module))
     parsed.triple, parsed.data_layout = machine.triple, str(machine.target_data)
     options = binding.create_pipeline_tuning_options(speed_level=2)
-    # The kernels are vectors already; what is left is address arithmetic, which these passes would only bloat.
+    # The kernels are vectorised already. These passes would only bloat the remaining address arithmetic.
     options.loop_vectorization = False
     options.slp_vectorization = False
     options.loop_unrolling = False

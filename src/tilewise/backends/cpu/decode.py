@@ -1,11 +1,11 @@
 """Decode: few query rows against many keys. One work item is (sequence, K/V heads, chunk of keys).
 
 All rows of a GQA group share each load of K and V. An item takes several K/V heads, whose rows share the lanes of one
-softmax. Where heads lie side by side within a row (pages, layout "bshd"), they are read a few rows at a time in the
-order of addresses: one head alone would touch another page of memory with every row.
+softmax. Where heads are adjacent within a row (pages, layout "bshd"), a few rows at a time are read in address order: a
+single head would touch another page of memory with every row.
 
-Chunks have a fixed number of keys, and the last chunk of some heads to finish merges them in order, so the result does
-not depend on the number of threads. Pages and dense rows differ only in where a run of keys ends.
+Chunks have a fixed number of keys, and the last chunk to finish merges them in order, so the result does not depend on
+the number of threads. Pages and dense rows differ only in where a run of keys ends.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from tilewise.backends.cpu.streaming import stream_scores, stream_values
 __all__ = ["decode"]
 
 FP32_CODE = 0
-# Keys that are read of one head before the next where heads lie within a row, so that memory is read in order.
+# Keys of one head that are read before the next head's, where heads are adjacent in a row: keeps reads in address
+# order.
 ROWS_AT_ONCE = 32
 
 
 @driver
 def gather_queries(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
-    """The rows as scaled fp32 rows, row by row; after the last row of a head the next head's first one follows."""
+    """The rows as scaled fp32 rows. The last row of a head is followed by the next head's first."""
     width, q_len = field(p, f.DIM_LANES), q_length(p, batch)
     base = field(p, f.Q) + batch * field(p, f.Q_BATCH) + q_start(p, batch) * field(p, f.Q_ROW)
     row = first_row
@@ -65,8 +66,8 @@ def gather_queries(p: int, ws: int, batch: int, head: int, first_row: int, count
 
 @driver
 def part_length(p: int, tensor: int, row: int, end: int) -> int:
-    """How many keys to read from one head before the next: a run at one stride, or a few rows of it where heads lie
-    within a row.
+    """How many keys to read from one head before the next: a run at one stride, or a few rows of it where heads are
+    adjacent within a row.
     """
     run = run_length(p, tensor, row, end)
     return min(run, ROWS_AT_ONCE) if field(p, f.K_HEAD) < field(p, f.K_ROW) else run
@@ -74,8 +75,8 @@ def part_length(p: int, tensor: int, row: int, end: int) -> int:
 
 @driver
 def score_run(p: int, ws: int, k: int, v: int, size: int, first: int, count: int, s: int, factor: float) -> None:
-    """Scores of a run of keys of one head with rows [first, first + count); odd head dims go through a packed copy, as
-    vectors may not read past a row.
+    """Scores of a run of keys of one head with rows [first, first + count). Odd head dims go through a packed copy,
+    because vectors may not read past a row.
     """
     width, k_row, v_row, dtype = field(p, f.DIM_LANES), field(p, f.K_ROW), field(p, f.V_ROW), field(p, f.KV_DTYPE)
     q = ws + field(p, f.WS_Q) + 4 * first * width
@@ -89,7 +90,7 @@ def score_run(p: int, ws: int, k: int, v: int, size: int, first: int, count: int
 
 @driver
 def score_tile(p: int, ws: int, batch: int, kv_head: int, num_rows: int, count: int, k0: int, end: int) -> None:
-    """Scores of keys [k0, end), `count` rows a K/V head; the rows of V that are weighed next are prefetched."""
+    """Scores of keys [k0, end), `count` rows per K/V head. The rows of V that are needed next are prefetched."""
     row = k0
     while row < end:
         size = part_length(p, f.K, row, end)
@@ -105,7 +106,7 @@ def score_tile(p: int, ws: int, batch: int, kv_head: int, num_rows: int, count: 
 
 @driver
 def weigh_run(p: int, ws: int, v: int, ahead: int, size: int, first: int, count: int, s: int, factor: float) -> None:
-    """Values of a run of keys of one head into rows [first, first + count); rows at `ahead` are prefetched."""
+    """Values of a run of keys of one head into rows [first, first + count). Rows at `ahead` are prefetched."""
     width, v_row, dtype = field(p, f.DIM_V_LANES), field(p, f.V_ROW), field(p, f.KV_DTYPE)
     acc_row, k_row, alpha = 4 * field(p, f.DIM_V_PADDED), field(p, f.K_ROW), ws + field(p, f.WS_ALPHA) + 4 * first
     acc = ws + field(p, f.WS_ACC) + first * acc_row
@@ -119,14 +120,14 @@ def weigh_run(p: int, ws: int, v: int, ahead: int, size: int, first: int, count:
 
 @driver
 def entry_of(p: int, item: int) -> int:
-    """Where the schedule's entry of an item is."""
+    """Address of an item's schedule entry."""
     return field(p, f.SCHEDULE) + item // field(p, f.UNITS) * ENTRY_BYTES
 
 
 @driver
 def key_ahead(p: int, batch: int, kv_head: int, row: int, last: int, following: int) -> int:
-    """The address of the key that is scored a tile after `row`: of the same item, or of the following one, if there is
-    one (not -1) and it has keys.
+    """The address of the key that is scored one tile after `row`: of the same item, or of `following` if that is not -1
+    and has keys.
     """
     other = batch if following < 0 else load_i64(entry_of(p, following))
     length = k_length(p, other)
@@ -141,7 +142,7 @@ def key_ahead(p: int, batch: int, kv_head: int, row: int, last: int, following: 
 def weigh_tile(
     p: int, ws: int, batch: int, kv_head: int, num_rows: int, count: int, k0: int, end: int, last: int, following: int
 ) -> None:
-    """Values of keys [k0, end) into the running results; the rows of K that are scored next are prefetched."""
+    """Values of keys [k0, end) into the running results. The rows of K that are needed next are prefetched."""
     row = k0
     while row < end:
         size = part_length(p, f.V, row, end)
@@ -153,14 +154,14 @@ def weigh_tile(
             weigh_run(p, ws, v, ahead, size, first, count, s + 4 * first, factor)
             v += field(p, f.V_HEAD)
             ahead += field(p, f.K_HEAD)
-        # The running results were rescaled with the first run.
+        # The first run has already rescaled the running results.
         fill(ws + field(p, f.WS_ALPHA), PANEL, 1.0)
         row += size
 
 
 @driver
 def softmax_tile(p: int, ws: int, batch: int, count: int, k0: int, size: int) -> None:
-    """From the scores of all rows with keys [k0, k0 + size) to weights."""
+    """Turns the scores of all rows with keys [k0, k0 + size) into weights."""
     s, state = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_ACC) + 4 * field(p, f.BLOCK_M) * field(p, f.DIM_V_PADDED)
     tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
     table, bounds = ws + field(p, f.WS_ROWS), ws + field(p, f.WS_PANELS)
@@ -180,7 +181,7 @@ def softmax_tile(p: int, ws: int, batch: int, count: int, k0: int, size: int) ->
 
 @driver
 def decode_item(p: int, ws: int, item: int, following: int) -> None:
-    """One work item; the thread takes `following` next, -1 if nobody knows."""
+    """One work item. The thread takes `following` next, -1 if unknown."""
     unit, place = item % field(p, f.UNITS), entry_of(p, item)
     batch, first_row, count = load_i64(place), load_i64(place + 8), load_i64(place + 16)
     chunk, num_chunks = load_i64(place + 24), load_i64(place + 32)
@@ -213,7 +214,7 @@ def decode_item(p: int, ws: int, item: int, following: int) -> None:
 
 @driver
 def decode(p: int) -> None:
-    """What each thread runs: take work items, some at a time, until none is left."""
+    """The entry point of each thread: take work items, several at a time, until none is left."""
     counters, some, num_items = p + 8 * f.BLOCK_FIELDS, field(p, f.ITEMS_AT_ONCE), field(p, f.NUM_ITEMS)
     ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
     while True:

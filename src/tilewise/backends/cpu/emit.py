@@ -1,7 +1,7 @@
 """Vector code as LLVM IR: a thin layer over llvmlite's builder that knows the instruction set and the dtypes.
 
-Addresses are int64 numbers of bytes, as the drivers hold them. Floating point is exact IEEE per instruction: no
-fast-math flags, since reassociation would delete the rounding tricks.
+Addresses are int64 numbers of bytes, as in the drivers. Floating point is exact IEEE per instruction: no fast-math
+flags, because reassociation would delete the rounding tricks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ F32, I64, I32, I16, I8 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntT
 # Element codes of the parameter block. A boolean mask is read as a bias: True is 0, False is -inf.
 FP32, BF16, FP16, BOOL, E4M3 = 0, 1, 2, 3, 4
 ITEM_BYTES = (4, 2, 2, 1, 1)
-# e4m3 bits shifted into an fp16 number are this many times too small: its exponents are biased by 15 instead of 7.
+# e4m3 bits shifted into fp16 give a number this many times too small: the exponent bias is 15 instead of 7.
 E4M3_UNIT = 2.0**8
 
 # 2^f on [-1/2, 1/2], minimax for relative error: 1.6e-7 in fp32 arithmetic.
 EXP2_POLYNOMIAL = (1.326472690e-03, 9.671512661e-03, 5.550733744e-02, 2.402224208e-01, 6.931469776e-01, 1.0)
-# One degree more, where an error of P is not divided out again as in a softmax: 7.9e-8.
+# One degree more, for uses where an error of P does not cancel as it does in a softmax: 7.9e-8.
 EXP2_EXACT = (1.535336196e-04, 1.339887502e-03, 9.618436918e-03, 5.550332367e-02, 2.402264774e-01, 6.931471825e-01, 1.0)
 # (tanh(x) - x) / x^3 in powers of x^2 for |x| < TANH_NEAR, minimax for relative error: 7.4e-8 in fp32 arithmetic.
 TANH_POLYNOMIAL = (-5.895896586e-03, 2.079657117e-02, -5.378399631e-02, 1.333192591e-01, -3.333329806e-01)
@@ -64,7 +64,7 @@ class Emitter:
         return ir.Constant(ir.VectorType(I32, count), [number] * count)
 
     def at(self, address: Value, floats: Value | int) -> Value:
-        """The address a number of fp32 elements further."""
+        """The address `floats` fp32 elements further on."""
         if isinstance(floats, int):
             return self.b.add(address, self.i64(4 * floats)) if floats else address
         return self.b.add(address, self.b.mul(floats, self.i64(4)))
@@ -115,10 +115,10 @@ class Emitter:
         return self.splat(self.load(address, F32))
 
     def prefetch(self, address: Value) -> None:
-        """Ask for a cache line, to be read soon, into the level that the instruction set's row names."""
+        """Prefetch a cache line for reading, into the level of the instruction set's row."""
         pointer = I8.as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-        # LLVM counts locality the other way round: 3 is the first level.
+        # LLVM counts locality in reverse: 3 is the first level.
         read, locality, data = (ir.Constant(I32, n) for n in (0, 4 - self.isa.prefetch_level, 1))
         self.b.call(self.declared("llvm.prefetch.p0", kind), [self.b.inttoptr(address, pointer), read, locality, data])
 
@@ -190,7 +190,7 @@ class Emitter:
         return self.call("fma", a, b, c)
 
     def maximum(self, a: Value, b: Value) -> Value:
-        """The larger, where a < b is false the first: NaN never wins over a number on the right."""
+        """`a` where a > b, else `b`: a NaN on the left loses to a number on the right."""
         return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
 
     def select_less(self, x: Value, bound: Value, yes: Value, no: Value) -> Value:
@@ -271,8 +271,8 @@ class Emitter:
         return self._half_to_float(halves)
 
     def load_many_as_f32(self, address: Value, dtype: int, count: int, factor: Value) -> list[Value]:
-        """`count` adjacent vectors, as `load_as_f32` makes them; of e4m3 two at a time, as its bits are moved in 16-bit
-        lanes.
+        """`count` adjacent vectors, as `load_as_f32` makes them. e4m3 is loaded two vectors at a time, because its bits
+        are shifted in 16-bit lanes.
         """
         b, lanes, item = self.b, self.lanes, ITEM_BYTES[dtype]
         at_once = 2 if dtype == E4M3 else 1
@@ -285,8 +285,8 @@ class Emitter:
         return found
 
     def _e4m3_to_float(self, codes: Value) -> Value:
-        """e4m3 numbers / E4M3_UNIT, by way of fp16: its subnormal numbers are the right ones, and those of fp32, which
-        processors are slow with or flush to 0, are never met.
+        """e4m3 numbers / E4M3_UNIT, by way of fp16: its subnormals match, and fp32 subnormals, which processors handle
+        slowly or flush to 0, are avoided.
         """
         b, count = self.b, codes.type.count
         shorts = ir.VectorType(I16, count)
@@ -294,8 +294,8 @@ class Emitter:
         def constant(number: int) -> Value:
             return ir.Constant(shorts, [number] * count)
 
-        # The sign is in bits 15 and 14, the other seven are below. One more in their last place changes bit 14 if they
-        # are all ones, and only then: exclusive or with it leaves 0 there for numbers, and the exponent of NaN for NaN.
+        # The sign is in bits 15 and 14, the other seven are below. Adding one in their last place changes bit 14 only
+        # if they are all ones: xor with it leaves 0 there for numbers, and the exponent of NaN for NaN.
         placed = b.shl(b.sext(codes, shorts), constant(7))
         changed = b.and_(b.add(placed, constant(0x80)), constant(0x4000))
         return self._half_to_float(b.xor(placed, changed))

@@ -1,8 +1,8 @@
-"""What lies between the raw product and the softmax: softcap, ALiBi, bias, mask, band edges; and dropout after it.
+"""Steps between the raw product and the softmax: softcap, ALiBi, bias, mask, band edges; and dropout after it.
 
-Every kernel works on a panel of transposed scores S[key][query]. What differs between rows is read from the panel's
-row table, so that rows of different heads (a GQA group decoded together) may share a panel. None of this runs where
-it is not needed.
+Every kernel works on a panel of transposed scores S[key][query]. What differs between rows is read from the panel's row
+table, so that rows of different heads (a GQA group decoded together) may share a panel. Steps that a problem does not
+need are skipped.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def table_vector(e: Emitter, table: Value, field: int, at: Value, *, integer: bo
 
 @kernel("iiiii")
 def mask_band(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Value, vectors: Value) -> None:
-    """S = -inf where the key lies outside the row's [first, last]."""
+    """S = -inf where the key is outside the row's [first, last]."""
     b = e.b
 
     def prepare(at: Value) -> Callable[[Value, Value], None]:
@@ -78,7 +78,7 @@ def mask_band(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Va
 
 @kernel("iiifi")
 def apply_softcap(e: Emitter, s: Value, num_keys: Value, vectors: Value, cap: Value, slope: Value) -> None:
-    """S (already divided by the cap) = cap * tanh(s); where `slope` is an address, 1 - tanh^2 is left there."""
+    """S (already divided by the cap) = cap * tanh(s). If `slope` is an address, 1 - tanh^2 is stored there."""
     b = e.b
     factor = e.splat(cap)
     one = e.f32s(1.0)
@@ -99,9 +99,7 @@ def apply_softcap(e: Emitter, s: Value, num_keys: Value, vectors: Value, cap: Va
 
 @kernel("iiiii")
 def add_alibi(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Value, vectors: Value) -> None:
-    """S -= slope * |position - key|; the distance is exact as an integer, also past 2^24 where positions are not in
-    fp32.
-    """
+    """S -= slope * |position - key|. The distance is an exact integer, even past 2^24, where fp32 positions are not."""
     b = e.b
 
     def prepare(at: Value) -> Callable[[Value, Value], None]:
@@ -121,7 +119,7 @@ def add_alibi(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Va
 
 @kernel("iiii")
 def add_panel(e: Emitter, s: Value, num_keys: Value, addend: Value, vectors: Value) -> None:
-    """S += addend, a panel; -inf in the addend wins over anything, NaN included."""
+    """S += addend, a panel. -inf in the addend wins over everything, NaN included."""
     b = e.b
     never = e.f32s(-float("inf"))
 

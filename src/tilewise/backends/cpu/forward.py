@@ -1,9 +1,9 @@
 """Forward pass: one tile loop for dense, packed and paged K/V; work items are (batch, rows, key chunk) x head.
 
-A work item keeps its query rows packed and resident, streams tiles of K and V through the cache, and takes one panel
-of queries at a time through scores, softmax and values. Keys are clipped per panel, so a causal or windowed item
-touches little more than its band. Every item is computed the same way whoever takes it: results do not depend on the
-number of threads.
+A work item keeps its query rows packed and resident, streams tiles of K and V through the cache, and takes one panel of
+queries at a time through scores, softmax and values. Keys are clipped per panel, so a causal or windowed item touches
+little more than its band. An item is computed the same way on any thread, so results do not depend on the number of
+threads.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def pack_queries(p: int, batch: int, head: int, first_row: int, count: int, stag
 
 @driver
 def acc_state(p: int, ws: int) -> int:
-    """Where the running maxima of a block are; the running sums follow them."""
+    """Address of the running maxima of a block; the running sums follow them."""
     return ws + field(p, f.WS_ACC) + 4 * field(p, f.BLOCK_M) * field(p, f.DIM_V_PADDED)
 
 
 @driver
 def mask_keys(s: int, begin: int, end: int, first_key: int, table: int, tile_max: int, vectors: int) -> None:
-    """Mask keys [begin, end) of a panel that starts at `first_key`, and let what is left take part in the maximum."""
+    """Mask keys [begin, end) of a panel that starts at `first_key`, and include the rest in the maximum."""
     if begin < end:
         place = s + 4 * begin * PANEL
         mask_band(place, end - begin, first_key + begin, table, vectors)
@@ -94,7 +94,7 @@ def mask_keys(s: int, begin: int, end: int, first_key: int, table: int, tile_max
 
 @driver
 def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, size: int, k: int) -> None:
-    """Scores of a panel with `size` keys from `first_key` on, and their maxima; only keys at an edge are masked."""
+    """Scores of a panel with `size` keys from `first_key` on, and their maxima. Only keys at an edge are masked."""
     s, tile_max = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_MAX)
     width, vectors = field(p, f.DIM_PADDED), (num_rows + LANES - 1) // LANES
     table, bounds = ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES, ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
@@ -107,7 +107,7 @@ def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, siz
         inner, outer = size, size
     fill(tile_max, PANEL, MINUS_INF)
     for j in range(0, size, SCORE_KEYS):
-        # The maximum of keys that are not final yet goes where nobody looks.
+        # The maximum of keys that are not masked yet goes to an unused buffer.
         top = tile_max if inner <= j < outer else ws + field(p, f.WS_ALPHA)
         scores(k + 4 * j * width, 4 * width, width, q, s + 4 * j * PANEL, top)
     if changed:
@@ -176,7 +176,7 @@ def forward_item(p: int, ws: int, item: int) -> None:
     place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * ENTRY_BYTES
     batch, first_row, count = load_i64(place), load_i64(place + 8), load_i64(place + 16)
     chunk, num_chunks = load_i64(place + 24), load_i64(place + 32)
-    # The rows of a unit go on from head to head.
+    # The rows of a unit continue from head to head.
     head = unit * field(p, f.HEADS_PER_UNIT) + first_row // q_length(p, batch)
     first_row = first_row % q_length(p, batch)
     kv_head = head // field(p, f.GROUP_SIZE)
@@ -201,7 +201,7 @@ def forward_item(p: int, ws: int, item: int) -> None:
 
 @driver
 def forward(p: int) -> None:
-    """What each thread runs: take work items until none is left."""
+    """The entry point of each thread: take work items until none is left."""
     counters = p + 8 * f.BLOCK_FIELDS
     ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
     while True:

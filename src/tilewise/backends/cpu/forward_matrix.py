@@ -1,4 +1,4 @@
-"""Forward pass of bf16 on a matrix unit: the tile loop of forward.py with both products done on tiles of 16 x 16.
+"""Forward pass of bf16 on a matrix unit: the tile loop of forward.py with both products on tiles of 16 x 16.
 
 The rows of an item, their panels, the clipping of keys, the softmax and all features are the same. Scores and row sums
 are fp32; P is rounded to bf16 for the product with V, as V is. The running result is transposed, [dim][query], until
@@ -64,7 +64,7 @@ VALUE_BYTES = 2 * KEYS
 
 @driver
 def pack_queries(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
-    """Rows of q into panels of pairs; they are not scaled, as they must stay bf16."""
+    """Rows of q into panels of pairs. They are not scaled, because they must stay bf16."""
     width, q_len, stage = field(p, f.DIM_PADDED), q_length(p, batch), ws + field(p, f.WS_STAGE)
     base = field(p, f.Q) + batch * field(p, f.Q_BATCH) + q_start(p, batch) * field(p, f.Q_ROW)
     row = first_row
@@ -89,8 +89,8 @@ def pack_queries(p: int, ws: int, batch: int, head: int, first_row: int, count: 
 def rows_tile(
     p: int, tensor: int, dim: int, width: int, batch: int, kv_head: int, begin: int, end: int, target: int
 ) -> int:
-    """Where rows [begin, end) of K or V lie `width` elements apart, with zero rows up to a whole step: the tensor
-    itself, or `target`, into which they are packed.
+    """Address of rows [begin, end) of K or V, `width` elements apart, with zero rows up to a whole step: in the tensor
+    itself, or in `target`, into which they are packed.
     """
     adjacent = dim == width and field(p, tensor + 3) == 2 * width
     if adjacent and (end - begin) % STEP == 0 and run_length(p, tensor, begin, end) == end - begin:
@@ -157,7 +157,7 @@ def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, 
 
 @driver
 def stops_with_tiles(p: int, ws: int) -> int:
-    """`stops` for a thread whose tile registers are configured: signal handlers may use them, too."""
+    """`stops` for a thread whose tile registers are configured: signal handlers may use them too."""
     if is_due(p):
         tiles = ws + field(p, f.WS_TILES)
         stop_tiles(tiles + 64)
@@ -168,7 +168,7 @@ def stops_with_tiles(p: int, ws: int) -> int:
 
 @driver
 def rows_of_sums(p: int, ws: int, padded: int) -> None:
-    """The running results as rows, where finished ones are."""
+    """The running results as rows, where finished rows are expected."""
     width_v, block, acc = field(p, f.DIM_V_PADDED), ws + field(p, f.WS_ACC), ws + field(p, f.WS_ACC_T)
     for row in range(0, padded, PANEL):
         untranspose_panel(acc + 4 * row * width_v, width_v, block + 4 * row * width_v, 4 * width_v)
@@ -215,7 +215,7 @@ def matrix_item(p: int, ws: int, item: int) -> None:
     place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * ENTRY_BYTES
     batch, first_row, count = load_i64(place), load_i64(place + 8), load_i64(place + 16)
     chunk, num_chunks = load_i64(place + 24), load_i64(place + 32)
-    # The rows of a unit go on from head to head.
+    # The rows of a unit continue from head to head.
     head = unit * field(p, f.HEADS_PER_UNIT) + first_row // q_length(p, batch)
     first_row = first_row % q_length(p, batch)
     k_len, k_begin = k_length(p, batch), chunk * field(p, f.CHUNK)
@@ -239,7 +239,7 @@ def matrix_item(p: int, ws: int, item: int) -> None:
 
 @driver
 def forward_matrix(p: int) -> None:
-    """What each thread runs: take work items until none is left."""
+    """The entry point of each thread: take work items until none is left."""
     counters = p + 8 * f.BLOCK_FIELDS
     ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
     tiles = ws + field(p, f.WS_TILES)

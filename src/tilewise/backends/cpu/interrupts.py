@@ -1,4 +1,4 @@
-"""Running a program while Python's signal handlers are answered: the host's side of `stopping`."""
+"""Runs a program while Python's signal handlers stay responsive: the host side of `stopping`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int64)
 
 
 class _Functions(NamedTuple):
-    """Addresses of what kernels call: which thread am I, what time is it, and let me sleep for some microseconds."""
+    """Addresses of the C functions that kernels call: thread id, clock, and sleep in microseconds."""
 
     thread_id: int
     clock: int
@@ -27,7 +27,7 @@ class _Functions(NamedTuple):
 
 
 def run(address: int, block: array[int], count: int) -> None:
-    """Like `threads.run`. In the main thread pending signal handlers run about every 50 ms, and what one of them raises
+    """Like `threads.run`. In the main thread, pending signal handlers run about every 50 ms. An exception of a handler
     ends the call and is raised here.
     """
     functions = _functions()
@@ -47,8 +47,8 @@ def run(address: int, block: array[int], count: int) -> None:
 
 
 def _steps(block: array[int], raised: list[BaseException]) -> Generator[int, None, None]:
-    """A generator whose steps kernels call. Python runs signal handlers where the generator goes on, which is inside of
-    `try`; at the start of a function they would raise before anything could catch it.
+    """A generator whose steps the kernels call. Python runs signal handlers when the generator resumes, which is inside
+    `try`. At the start of a plain function they would raise before anything could catch it.
     """
     while True:
         try:
@@ -63,7 +63,7 @@ def _steps(block: array[int], raised: list[BaseException]) -> Generator[int, Non
 
 @functools.cache
 def _functions() -> _Functions | None:
-    """None where the system has no such functions: signals are then answered after the call."""
+    """None where the system lacks these functions: signals are then handled after the call."""
     try:
         library: Any = ctypes.CDLL(None)
         found: tuple[Any, ...] = library.pthread_self, library.clock_gettime, library.usleep

@@ -1,4 +1,4 @@
-"""What drivers do besides arithmetic on integers: scalar memory access, shared counters, and two functions.
+"""Operations for drivers besides integer arithmetic: scalar memory access, shared counters, and two functions.
 
 Drivers hold addresses as int64 and nothing else: no arrays, no reference counts.
 """
@@ -72,19 +72,19 @@ def store_f32(e: Emitter, address: Value, value: Value) -> None:
 
 @kernel("ii", "i")
 def atomic_add(e: Emitter, address: Value, amount: Value) -> Value:
-    """Add to a shared counter and return what it was; orders the memory before and after it."""
+    """Add to a shared counter and return its old value. Orders the memory accesses before and after it."""
     return e.b.atomic_rmw("add", e.b.inttoptr(address, I64.as_pointer()), amount, "acq_rel")
 
 
 @kernel("i", "i")
 def load_shared(e: Emitter, address: Value) -> Value:
-    """The int64 at an address that another thread may write meanwhile."""
+    """The int64 at an address that another thread may write concurrently."""
     return e.b.load_atomic(e.b.inttoptr(address, I64.as_pointer()), "monotonic", 8)
 
 
 @kernel("iii", "i")
 def call_function(e: Emitter, address: Value, first: Value, second: Value) -> Value:
-    """What the C function at an address returns; one that takes no arguments takes no notice of these."""
+    """The result of the C function at an address. A function without arguments ignores these."""
     kind = ir.FunctionType(I64, [I64, I64])
     return e.b.call(e.b.inttoptr(address, kind.as_pointer()), [first, second])
 
@@ -109,5 +109,5 @@ def log2(e: Emitter, x: Value) -> Value:
 
 @kernel("i", "f")
 def scalar_bits(e: Emitter, bits: Value) -> Value:
-    """The float32 whose bits are in the low half of an int64 (how floats travel in the parameter block)."""
+    """The float32 whose bits are in the low half of an int64 (how the parameter block stores floats)."""
     return e.b.bitcast(e.b.trunc(bits, I32), F32)

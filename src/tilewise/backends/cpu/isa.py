@@ -1,9 +1,8 @@
-"""Instruction shapes: one row per instruction set, everything a micro-kernel emitter needs to know about the
-processor.
+"""One row per instruction set: the register shapes that micro-kernel emitters need.
 
-A panel is `query_vectors * lanes` queries: it goes through scores, softmax and values together, so that its scores
-stay in the first-level cache. The score kernel keeps `score_keys * query_vectors` accumulators, the value kernel
-`value_rows * value_vectors`.
+A panel is `query_vectors * lanes` queries. It goes through scores, softmax and values together, so that its scores stay
+in the first-level cache. The score kernel keeps `score_keys * query_vectors` accumulators, the value kernel `value_rows
+* value_vectors`. Measurements behind the rows are in bench/results/cpu-choices.csv, by name.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from dataclasses import dataclass
 
 __all__ = ["AMX", "AVX2", "AVX512", "AVX512_AMX", "GENERIC", "NEON", "Isa", "MatrixUnit", "choose", "host"]
 
-# Linux hands out the tile registers per process: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+# Linux grants the tile registers per process: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixUnit:
-    """Tile registers of a unit that multiplies bf16 matrices with fp32 sums."""
+    """Tile registers of a unit that multiplies bf16 matrices into fp32 sums."""
 
     rows: int
     row_bytes: int
-    # keys in a tile of K and V: the sums of a block of values are stored once for all of them
+    # keys in a tile of K and V: the sums of a block of values are stored once per tile
     keys: int
 
     @property
     def depth(self) -> int:
-        """Elements of bf16 in a row: what one product adds up."""
+        """bf16 elements in a row: the inner dimension of one product."""
         return self.row_bytes // 2
 
 
@@ -52,17 +51,17 @@ class Isa:
     value_unroll: int
     # keys in a tile
     block_n: int
-    # query rows that share a packed tile of K and V: 128 cost 4 to 10 % on NEON, 512 gain nothing there
+    # query rows that share a packed tile of K and V
     block_m: int = 256
-    # multiplies by one lane of a register (fmla by element); elsewhere a scalar is broadcast while loading
+    # multiplies by one lane of a register (fmla by element); otherwise a scalar is broadcast by a load
     by_lane: bool = False
     # converts fp16 in hardware
     has_half: bool = True
-    # has vscalef and vreduce, which make 2^x two instructions shorter and right for -inf
+    # has vscalef and vreduce, which make 2^x two instructions shorter and correct for -inf
     has_scalef: bool = False
-    # the cache that prefetches of decode go to
+    # the cache level that decode prefetches into
     prefetch_level: int = 1
-    # takes bf16 products beside the vectors
+    # multiplies bf16 matrices in addition to the vector units
     matrix: MatrixUnit | None = None
 
     @property
@@ -86,7 +85,7 @@ class Isa:
         return self.value_vectors * self.lanes
 
 
-# 16 accumulators each: 24 run at 27 instead of 31 GFLOP/s on Neoverse-N1.
+# 16 accumulators each, which is faster than 24 on Neoverse-N1.
 NEON = Isa(
     "neon",
     lanes=4,
@@ -121,14 +120,13 @@ AVX512 = Isa(
     value_vectors=2,
     value_unroll=4,
     block_n=64,
-    # 256 rows are 2 to 6 % slower: K and V are read again from beyond the second level for every block
+    # more rows: otherwise K and V are read again from beyond the second level for every block
     block_m=512,
     has_scalef=True,
-    # Rows of pages lie a power of two apart and share sets of the first level. In two runs bf16 pages decode 3 to 14 %
-    # faster so and fp32 dense 0 to 11 %, fp32 pages of 32/8 heads 9 % slower.
+    # Rows of pages are a power of two apart and share sets of the first level; the second level has more sets.
     prefetch_level=2,
 )
-# With 64 and 128 keys a tile 8 to 44 % and 2 to 14 % slower (D=64, 128; N=1024, 4096); 512 are no faster.
+# Long tiles store the sums of values less often. Longer ones are no faster.
 AMX = MatrixUnit(rows=16, row_bytes=64, keys=256)
 AVX512_AMX = dataclasses.replace(AVX512, name="avx512-amx", matrix=AMX)
 GENERIC = Isa(
@@ -146,7 +144,7 @@ GENERIC = Isa(
 
 
 def choose(machine: str, features: Mapping[str, bool]) -> Isa:
-    """The widest row of the table that a processor with these LLVM features has."""
+    """The widest row of the table that a processor with these LLVM features supports."""
     if machine in ("aarch64", "arm64"):
         return NEON
     if features.get("avx512f") and features.get("avx512dq") and features.get("avx512vl"):
@@ -167,7 +165,7 @@ def host() -> Isa:
 
 
 def _may_use_tiles() -> bool:
-    """Ask the system for the tile registers; it refuses where a thread's signal stack is too small for them."""
+    """Ask the system for the tile registers. It refuses if a thread's signal stack is too small for them."""
     if platform.system() != "Linux":
         return False
     return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0)

@@ -1,9 +1,9 @@
 """Drivers: plain Python functions on integers and floats, translated to LLVM IR statement by statement.
 
-The language is the part of Python that control code needs: int64 and fp32 scalars, assignment, `if`, `while`, `for
-... in range`, arithmetic, comparisons, `min`, `max`, conditional expressions, and calls of other drivers and of
-kernels. Integers wrap; `//` and `%` take non-negative operands; nothing raises. Translating a whole forward pass
-takes 0.1 s, a general compiler for Python needs 20 times that, and it is most of the cold start.
+The language is the part of Python that control code needs: int64 and fp32 scalars, assignment, `if`, `while`, `for ...
+in range`, arithmetic, comparisons, `min`, `max`, conditional expressions, and calls of other drivers and of kernels.
+Integers wrap; `//` and `%` take non-negative operands; nothing raises. A general Python compiler would take far longer,
+and translation is most of the cold start.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Translator:
         self.globals = function.__globals__
         self.callee = callee
         self.target = target
-        # Variables live in the entry block's stack slots, which LLVM turns into registers.
+        # Variables are stack slots of the entry block, which LLVM turns into registers.
         self.slots = ir.IRBuilder(target.append_basic_block("slots"))
         self.b = ir.IRBuilder(target.append_basic_block("body"))
         self.variables: dict[str, Value] = {}
@@ -111,11 +111,11 @@ class Translator:
             self.b.ret(self.converted(self.value(node.value), self.target.function_type.return_type))
 
     def do_continue(self, _node: ast.Continue) -> None:
-        """To the loop's next round."""
+        """`continue`."""
         self.b.branch(self.loops[-1][0])
 
     def do_break(self, _node: ast.Break) -> None:
-        """Out of the loop."""
+        """`break`."""
         self.b.branch(self.loops[-1][1])
 
     def do_if(self, node: ast.If) -> None:
@@ -160,7 +160,7 @@ class Translator:
         self.b.position_at_end(after)
 
     def loop_body(self, statements: list[ast.stmt], body: Value, following: Value, after: Value) -> None:
-        """The inside of a loop, which goes on at `following` and breaks to `after`."""
+        """The body of a loop, which continues at `following` and breaks to `after`."""
         self.b.position_at_end(body)
         self.loops.append((following, after))
         self.block(statements)
@@ -213,7 +213,7 @@ class Translator:
         return self.b.fneg(operand) if operand.type == F32 else self.b.neg(operand)
 
     def of_binop(self, node: ast.BinOp) -> Value:
-        """Arithmetic; an int beside a float becomes a float."""
+        """Arithmetic. An int next to a float becomes a float."""
         return self.arithmetic(node.op, self.value(node.left), self.value(node.right))
 
     def arithmetic(self, operation: ast.operator, left: Value, right: Value) -> Value:

@@ -1,4 +1,7 @@
-"""From a problem and its tensors to a parameter block, a workspace and a run."""
+"""From a problem and its tensors to a parameter block, a workspace and a run.
+
+Measurements behind the constants are in bench/results/cpu-choices.csv, by name.
+"""
 
 from __future__ import annotations
 
@@ -38,21 +41,20 @@ DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 # Row tables hold 10 numbers of 4 bytes per row (features.ROW_FIELDS), panel bounds 6 of 8 bytes.
 ROW_TABLE_FIELDS, PANEL_BOUNDS_BYTES = 10, 48
 
-# A thread gets at least this much work. With 10 us each two threads save 8 of 57 us (8 heads, N=32), with 40 us each 36
-# of 119 (N=64); but where others want the cores too, one call in ten waits 20 to 40 ms for the second thread.
+# Minimum work per thread. Waking a thread costs less than it saves from here on; but if other processes want the cores,
+# the wait for a second thread can be far longer.
 MICROSECONDS_PER_THREAD = 40
-# Work that a thread does in a microsecond, roughly: 30 to 110 GFLOP/s on vectors of 4 to 16 lanes, 400 with a matrix
-# unit, and 10 GB/s of K and V in decode.
+# Rough work of one thread per microsecond: FLOPs per vector lane, FLOPs with a matrix unit, bytes of K and V in decode.
 FLOPS_PER_LANE, FLOPS_WITH_MATRIX, DECODED_BYTES = 7_000, 400_000, 10_000
 
-# Calls that one thread would take longer for answer signals meanwhile, which costs them 10 us.
+# Calls that would take one thread longer than this handle signals while they run, which has a small cost.
 LONG_MICROSECONDS = 50_000
 
-# Items of decoding that a thread takes at a time at most, and times that it takes some at least: the first keys of an
-# item are fetched ahead while the one before is finished.
+# Maximum number of decode items that a thread takes at a time, and minimum number of turns. The first keys of an item
+# are prefetched while the previous one is finished.
 MOST_AT_ONCE, TURNS = 8, 8
 
-# Which dimension is the batch (or page), the head and the row; None where a tensor has no such stride.
+# The dimensions of the batch (or page), the head and the row; None if a tensor has no such stride.
 STRIDE_ORDER: dict[str, tuple[int | None, int | None, int | None]] = {
     "dense": (0, 1, 2),
     "paged": (0, 2, 1),
@@ -65,7 +67,7 @@ Values: TypeAlias = "array[int]"
 
 
 class Dims(NamedTuple):
-    """Head dims as the packed buffers have them."""
+    """Head dims as padded in the packed buffers."""
 
     padded: int
     lanes: int
@@ -91,14 +93,13 @@ def problem_fields(problem: AttentionProblem) -> Block:
     padded = dims(problem)
     softcap = problem.softcap
     features = _features(problem)
-    # Plain scores stay as they are until the softmax scales them; features work on natural units, so q is scaled for
-    # them.
+    # Plain scores stay unscaled until the softmax scales them. Features work in natural units, so q is scaled for them.
     if features & f.CHANGES_SCORES or problem.scale == 0.0:
         q_scale, unit = problem.scale / (softcap or 1.0), 1.0
     else:
         q_scale, unit = math.copysign(1.0, problem.scale), abs(problem.scale)
     to_log2 = float(np.float32(unit * LOG2E))
-    # Undo the very factor that was applied: rounding scale * log2(e) to fp32 would show in lse.
+    # Invert exactly the factor that was applied: rounding scale * log2(e) to fp32 would show in lse.
     to_natural = unit / to_log2
     return {
         f.SEQLEN_Q: problem.seqlen_q,
@@ -178,7 +179,7 @@ Strides = tuple[int, ...]
 
 @functools.lru_cache(maxsize=1024)
 def template(problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: Strides) -> Values:
-    """The block of a call but for its addresses, to be copied."""
+    """The parameter block of a call without addresses, to be copied."""
     item, kv_item = problem.dtype.itemsize, schedule.kv_item(problem)
     kv_kind = problem.kind if problem.kind in ("dense", "paged") else "packed"
     fields = problem_fields(problem) | lse_strides(problem, kind)
@@ -200,7 +201,7 @@ def template_of(problem: AttentionProblem, operands: Operands) -> Values:
 def put_operands(
     values: Values, problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, keep: list[Tensor]
 ) -> None:
-    """The addresses of operands and results; tensors made on the way are put into `keep`."""
+    """Fills in the addresses of operands and results. Temporary tensors are appended to `keep`."""
     values[f.Q], values[f.K], values[f.V] = operands.q.data_ptr(), operands.k.data_ptr(), operands.v.data_ptr()
     values[f.OUT], values[f.LSE] = out.data_ptr(), lse.data_ptr()
     if problem.kind != "dense":
@@ -283,7 +284,7 @@ def _readable(bias: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, int]:
-    """Places in one thread's workspace, and its size in bytes."""
+    """Offsets in one thread's workspace, and its size in bytes."""
     isa, padded = host(), dims(problem)
     block_m = round_up(block_m, isa.panel)
     floats = {
@@ -305,7 +306,7 @@ def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, i
 
 @functools.lru_cache(maxsize=256)
 def matrix_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, int]:
-    """The same for the forward pass on a matrix unit; packed head dims are whole tiles."""
+    """`forward_workspace` for a matrix unit; packed head dims are whole tiles."""
     isa, unit = host(), host().matrix
     assert unit is not None
     block_m = round_up(block_m, isa.panel)
@@ -334,20 +335,20 @@ def matrix_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, in
 
 
 def _totals(problem: AttentionProblem, block_m: int, width_v: int) -> dict[int, int]:
-    """Totals of a block like WS_ACC, and what their sums lost to rounding."""
+    """Totals of a block, shaped like WS_ACC, and the rounding errors of their sums."""
     if not schedule.folds(problem):
         return {}
     return {f.WS_TOTAL: block_m * (width_v + 2), f.WS_CARRY: block_m * (width_v + 1)}
 
 
 def places(floats: dict[int, int]) -> tuple[Block, int]:
-    """Offsets of buffers one after another, each on its own cache lines, and the bytes they take together."""
+    """Offsets of consecutive buffers, each on its own cache lines, and their total size in bytes."""
     offsets: Block = {}
     end = 0
     for position, count in floats.items():
         offsets[position] = end
         end += round_up(4 * count, 64)
-    # A multiple of 4 KiB would put the same buffer of all threads on the same cache sets.
+    # A multiple of 4 KiB would map the same buffer of all threads to the same cache sets.
     return offsets, round_up(end, 4096) + 64
 
 
@@ -370,13 +371,13 @@ def empty_out(problem: AttentionProblem) -> Tensor:
 
 
 def useful_threads(expected: int, available: int) -> int:
-    """The available threads, or fewer for little work, in microseconds; the result does not depend on it."""
+    """The available threads, or fewer for little work (in microseconds). The result does not depend on it."""
     return max(1, min(available, expected // MICROSECONDS_PER_THREAD))
 
 
 def is_long(problem: AttentionProblem, expected: int, q_lengths: Lengths, k_lengths: Lengths, passes: int = 1) -> bool:
-    """Whether signals are answered during so many passes; `expected` microseconds are what the bounds of the lengths
-    say of one.
+    """Whether signals are handled during `passes` passes. `expected` microseconds is the estimate for one pass, from
+    the upper bounds of the lengths.
     """
     if passes * expected < LONG_MICROSECONDS:
         return False
@@ -387,8 +388,8 @@ def is_long(problem: AttentionProblem, expected: int, q_lengths: Lengths, k_leng
 
 
 def expected_microseconds(problem: AttentionProblem, work: int | None = None) -> int:
-    """About how long one thread takes for a forward pass; `work` counts pairs of a query and a key of one head, or in
-    decoding keys. Without it they are as many as the bounds of the lengths allow.
+    """Estimated time of a forward pass on one thread. `work` counts (query, key) pairs of one head, or keys in decode.
+    Without it, the upper bounds of the lengths are used.
     """
     dims_of_pair = problem.head_dim + problem.head_dim_v
     if schedule.decodes(problem):
@@ -401,7 +402,7 @@ def expected_microseconds(problem: AttentionProblem, work: int | None = None) ->
 
 
 def clear_unused_rows(used: int, out: Tensor, lse: Tensor | None) -> None:
-    """Rows of packed tensors after the last sequence are empty rows."""
+    """Make the rows of packed tensors after the last sequence empty rows."""
     if used < out.shape[0]:
         out[used:].zero_()
         if lse is not None:
@@ -409,7 +410,7 @@ def clear_unused_rows(used: int, out: Tensor, lse: Tensor | None) -> None:
 
 
 class Call(NamedTuple):
-    """A forward pass but for its tensors."""
+    """A forward pass without its tensors."""
 
     program: str
     values: Values
@@ -421,7 +422,7 @@ class Call(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def dense_call(problem: AttentionProblem, available: int, q: Strides, k: Strides, v: Strides) -> Call:
-    """How a dense problem runs on up to `available` threads; remembered as a whole, which saves a small call 10 us."""
+    """How a dense problem runs on up to `available` threads. Cached as a whole, which saves small calls host time."""
     expected, lengths = expected_microseconds(problem), schedule.dense_lengths(problem)
     count = useful_threads(expected, available)
     plan = schedule.forward_schedule(problem, *lengths, count)
@@ -466,8 +467,8 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
 
 
 def forward_into(problem: AttentionProblem, operands: Operands, rows: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """A packed or paged pass whose rows are worked into results over other keys: its first row into row `rows[0]` (0)
-    and so on. `out` and `lse` are contiguous and of the problem's shapes.
+    """A packed or paged pass whose rows are merged into results over other keys: its row i into row `rows[i]` (or i).
+    `out` and `lse` are contiguous and of the problem's shapes.
     """
     keep: list[Tensor] = []
     call = packed_call(problem, operands, *lengths(problem, operands))
@@ -484,13 +485,13 @@ def forward_program(problem: AttentionProblem) -> str:
     """The program for a forward pass."""
     if schedule.decodes(problem):
         return "decode"
-    # e4m3 times its scale is no number of bf16.
+    # e4m3 times its scale does not fit bf16.
     in_tiles = problem.dtype == torch.bfloat16 and not problem.fp8 and host().matrix is not None
     return "forward_matrix" if in_tiles else "forward"
 
 
 def run_items(name: str, values: Values, plan: Schedule, workspace_bytes: int, count: int, is_long: bool) -> None:
-    """Run a program over a schedule with as many threads as there is work for; a long one answers signals."""
+    """Run a program over a schedule with as many threads as the work justifies. A long one handles signals."""
     items = len(plan.entries) * plan.units
     count = min(count, items)
     if count == 0:

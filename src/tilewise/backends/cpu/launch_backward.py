@@ -1,4 +1,6 @@
-"""Launching the backward pass: which work items, in which of three ways, and the gradients left to the host."""
+"""Launches the backward pass: the work items, the choice among three kinds of pass, and gradients computed on
+the host.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ __all__ = ["backward"]
 
 # Query rows of a block: their P and dS for a tile stay in the second-level cache.
 BLOCK_ROWS = 256
-# Keys whose dk and dv one work item owns where keys are split.
+# Keys per work item where dk and dv are split over keys.
 BLOCK_KEYS = 256
 EVERYTHING = 1 << 40
 # Time of a backward pass in forward passes: up to seven products instead of two.
@@ -67,7 +69,7 @@ def _input_values(
     dlse: Tensor | None,
     keep: list[Tensor],
 ) -> Values:
-    """What the pass reads; widths here pad both head dims for products in either direction."""
+    """Fields that the pass reads. Both head dims are padded for products in either direction."""
     isa, kind = host(), launch.query_kind(problem, operands)
     step = math.lcm(isa.value_step, isa.dim_step)
     dout = dout.to(problem.dtype)
@@ -87,7 +89,7 @@ def _input_values(
 
 
 class _Buffers:
-    """The gradients being made. dk and dv of pages are made per sequence in fp32, as sequences may share pages."""
+    """The gradient tensors. dk and dv of pages are computed per sequence in fp32, because sequences may share pages."""
 
     def __init__(self, problem: AttentionProblem, operands: Operands, wanted: Wanted) -> None:
         self.dq = _empty_like(problem, operands.q) if wanted.dq or wanted.dsinks else None
@@ -103,7 +105,7 @@ class _Buffers:
         self.cu_grads: Tensor | None = None
 
     def fields(self, problem: AttentionProblem, operands: Operands, k_lengths: Lengths) -> Block:
-        """Where the kernels write."""
+        """The fields of the tensors that kernels write."""
         block: Block = {f.KV_GRAD_DTYPE: launch.DTYPES[problem.dtype]}
         if problem.kind == "paged":
             total = int(k_lengths.sum())
@@ -130,7 +132,7 @@ class _Buffers:
         return block
 
     def finished(self, problem: AttentionProblem, operands: Operands, lse: Tensor, k_lengths: Lengths) -> Gradients:
-        """The gradients as the caller wants them."""
+        """The gradients in the caller's shapes."""
         dk, dv = self.dk, self.dv
         if problem.kind == "paged":
             slots = _slots(operands, k_lengths)
@@ -141,7 +143,7 @@ class _Buffers:
         return Gradients(self.dq if self.returns_dq else None, dk, dv, dbias, dsinks)
 
     def empty(self, problem: AttentionProblem, operands: Operands, lse: Tensor, dlse: Tensor | None) -> Gradients:
-        """Gradients where no query sees a key: zeros, but for a sink that is the whole denominator."""
+        """Gradients if no query sees a key: zeros, except for a sink that is the whole denominator."""
         zeros = [torch.zeros_like(x) if want else None for x, want in zip(operands[:3], self.wanted[:3], strict=True)]
         dbias = self.dbias.to(problem.bias_dtype) if self.dbias is not None else None
         dsinks = None
@@ -169,7 +171,7 @@ def _packed_sums(problem: AttentionProblem, total: int, dim: int) -> Tensor:
 
 
 def _slots(operands: Operands, k_lengths: Lengths) -> Tensor:
-    """Page and place in it, as one number, of every key, sequence after sequence."""
+    """Page and slot of every key as one number, sequence after sequence."""
     assert operands.block_table is not None
     page_size = operands.k.shape[1]
     batch = np.repeat(np.arange(len(k_lengths)), k_lengths)
@@ -185,12 +187,12 @@ def _into_pages(packed: Tensor, pages: Tensor, slots: Tensor) -> Tensor:
 
 
 def _sink_gradient(operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
-    """-sum over rows of exp(sink - lse) * delta, in fp64 and one thread: the same bits for any number of threads."""
+    """-sum over rows of exp(sink - lse) * delta, in fp64 on one thread: the same bits for any number of threads."""
     sinks = operands.sinks
     assert sinks is not None
     packed = lse.dim() == 2
     logits = sinks.to(torch.float64).numpy().reshape((-1, 1) if packed else (1, -1, 1))
-    # Rows after the last packed sequence have lse -inf and no part in it.
+    # Rows after the last packed sequence have lse -inf and contribute nothing.
     seen = lse.to(torch.float64).nan_to_num(neginf=math.inf).numpy()
     with np.errstate(invalid="ignore"):  # a sink of +inf has no gradient: NaN, as in the reference
         share = np.exp(logits - seen) * delta.to(torch.float64).numpy()
@@ -202,7 +204,9 @@ def _sink_gradient(operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 class _Effort(NamedTuple):
-    """What the passes take: threads at most, keys of the longest sequence (seqlen_k is a bound), and much time?"""
+    """Size of the passes: maximum threads, keys of the longest sequence (seqlen_k is only a bound), and
+    whether long.
+    """
 
     threads: int
     longest: int
@@ -212,14 +216,14 @@ class _Effort(NamedTuple):
 def _run_passes(
     problem: AttentionProblem, values: Values, wanted: Wanted, q_lengths: Lengths, k_lengths: Lengths
 ) -> None:
-    """Run what is needed: all at once per K/V head, or dq and dk/dv apart; and dbias."""
+    """Run what is needed: all gradients per K/V head at once, or dq and dk/dv separately; and dbias."""
     expected = launch.expected_microseconds(problem)
     count = launch.useful_threads(expected, threads.num_threads())
     long = launch.is_long(problem, expected, q_lengths, k_lengths, BACKWARD_PER_FORWARD)
     effort = _Effort(count, int(k_lengths.max(initial=0)), long)
     makes_dq, makes_dkv = wanted.dq or wanted.dsinks, wanted.dk or wanted.dv
     heads = len(q_lengths) * problem.num_kv_heads
-    # 5 products a tile on as many threads as there are heads, or 3 + 4 on all of them.
+    # Either 5 products per tile on as many threads as there are heads, or 3 + 4 on all threads.
     whole = makes_dq and makes_dkv and 5 * -(-heads // count) * count <= 7 * heads
     batches = np.arange(len(q_lengths))
     if whole:
@@ -278,7 +282,7 @@ def _key_blocks(k_lengths: Lengths) -> Lengths:
 
 
 def _bias_owners(problem: AttentionProblem, q_lengths: Lengths) -> tuple[Lengths, int]:
-    """Entries that own a part of dbias: broadcast batches, heads and rows are summed within one."""
+    """Entries that own a part of dbias: broadcast batches, heads and rows are summed within one entry."""
     assert problem.bias_shape is not None
     batches, heads, rows, _ = problem.bias_shape
     lengths = q_lengths if batches > 1 or len(q_lengths) == 1 else q_lengths.max(keepdims=True, initial=0)
@@ -293,7 +297,7 @@ def _bias_owners(problem: AttentionProblem, q_lengths: Lengths) -> tuple[Lengths
 
 @functools.lru_cache(maxsize=256)
 def _workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, int]:
-    """Places in one thread's workspace; `keys` rows of dk and dv."""
+    """Offsets in one thread's workspace; `keys` rows of dk and dv."""
     isa = host()
     step = math.lcm(isa.value_step, isa.dim_step)
     wide, wide_v = round_up(problem.head_dim, step), round_up(problem.head_dim_v, step)

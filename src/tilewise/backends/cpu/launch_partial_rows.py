@@ -1,6 +1,6 @@
-"""Rows of a partial result into a result: the host's side, and the parameter block of the kernel (positions below).
+"""Merges rows of a partial result into a result: the host side, and the kernel's parameter block (positions below).
 
-Strides are bytes. The counters of a run follow the block, a cache line each, as they do for the other programs.
+Strides are in bytes. The counters of a run follow the block, one per cache line, as in the other programs.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from tilewise.backends.cpu.params import COUNTER_FIELDS
 
 __all__ = ["merge_rows"]
 
-# How many rows, the rows of the result that they are (0: its first ones), heads, elements of a head and their dtype;
-# then the result and the partial one, their row and head strides, and lse with the stride of a head.
+# Number of rows, their indices in the result (0: its first rows), heads, elements of a head and their dtype; then the
+# result and the partial one, their row and head strides, and lse with the stride of a head.
 NUM_ROWS, ROWS, NUM_HEADS, DIM, DTYPE = range(5)
 OUT, OUT_ROW, OUT_HEAD, LSE, LSE_HEAD = range(5, 10)
 PART, PART_ROW, PART_HEAD, PART_LSE, PART_LSE_HEAD = range(10, 15)
 BLOCK_FIELDS = 15
-# The counter of items, at this distance behind the block.
+# Distance of the item counter from the end of the block.
 NEXT_ITEM = 64
 # Rows that a thread takes at a time.
 ROWS_PER_ITEM = 8
-# Waking another thread takes as long as merging this many elements (10 us at 4 elements a ns).
+# Merging this many elements takes about as long as waking another thread.
 ELEMENTS_PER_THREAD = 40_000
 DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
 
 def merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
-    """See tilewise.cascade; out and part (rows, heads, dim) of one dtype, lse fp32 (heads, rows), last strides 1."""
+    """See tilewise.cascade. out and part (rows, heads, dim) have one dtype, lse is fp32 (heads, rows), last strides are
+    1.
+    """
     count, heads, dim = part.shape
     names = None if rows is None else rows.to(torch.int64).contiguous()
     block = array(

@@ -1,6 +1,6 @@
-"""Rows of K and V into e4m3 pages: the host's side, and the parameter block of the kernel (positions below).
+"""Writes rows of K and V into e4m3 pages: the host side, and the kernel's parameter block (positions below).
 
-Strides are bytes. The counters of a run follow the block, a cache line each, as they do for the other programs.
+Strides are in bytes. The counters of a run follow the block, one per cache line, as in the other programs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tilewise.backends.cpu.params import COUNTER_FIELDS
 
 __all__ = ["append_quantised"]
 
-# Rows of the new tensor, the slots they go to, and how many; then for K and for V: source, its token and head strides,
-# pages, their page, slot and head strides, elements of a head, the source's dtype, and scales (pages, heads).
+# Number of new rows, their slots, page size and heads; then for K and for V: source, its token and head strides, pages,
+# their page, slot and head strides, elements of a head, the source's dtype, and scales (pages, heads).
 NUM_ROWS, SLOTS, PAGE_SIZE, NUM_HEADS = range(4)
 K, V = 4, 14
 SOURCE, SOURCE_ROW, SOURCE_HEAD, PAGES, PAGES_PAGE, PAGES_SLOT, PAGES_HEAD, DIM, DTYPE, SCALES = range(10)
 BLOCK_FIELDS = 24
-# The counter of items, at this distance behind the block.
+# Distance of the item counter from the end of the block.
 NEXT_ITEM = 64
 # Rows that a thread takes at a time.
 ROWS_PER_ITEM = 16
-# Waking another thread takes as long as quantising this many elements (10 us at 1 element a ns).
+# Quantising this many elements takes about as long as waking another thread.
 ELEMENTS_PER_THREAD = 10_000
 DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
@@ -35,7 +35,7 @@ DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 def append_quantised(
     k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
 ) -> None:
-    """See tilewise.kv.quantised; the last dimension of every tensor is contiguous, scales are altogether."""
+    """See tilewise.kv.quantised. The last dimension of every tensor is contiguous, scales are fully contiguous."""
     rows, heads, _ = k.shape
     if rows == 0:
         return

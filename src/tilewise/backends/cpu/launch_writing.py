@@ -1,6 +1,6 @@
-"""Rows of K and V into the slots of pages: the host's side, and the parameter block of the kernel (positions below).
+"""Writes rows of K and V into slots of pages: the host side, and the kernel's parameter block (positions below).
 
-Strides are bytes. The counters of a run follow the block, a cache line each, as they do for the other programs.
+Strides are in bytes. The counters of a run follow the block, one per cache line, as in the other programs.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from tilewise.backends.cpu.params import COUNTER_FIELDS
 
 __all__ = ["write_rows"]
 
-# Rows of the new tensor, the slots they go to, and how many; then for K and for V: source, its token and head strides,
-# pages, their page, slot and head strides, bytes of a head.
+# Number of new rows, their slots, page size and heads; then for K and for V: source, its token and head strides, pages,
+# their page, slot and head strides, bytes of a head.
 NUM_ROWS, SLOTS, PAGE_SIZE, NUM_HEADS = range(4)
 K, V = 4, 12
 SOURCE, SOURCE_ROW, SOURCE_HEAD, PAGES, PAGES_PAGE, PAGES_SLOT, PAGES_HEAD, HEAD_BYTES = range(8)
 BLOCK_FIELDS = 20
-# The counter of items, at this distance behind the block.
+# Distance of the item counter from the end of the block.
 NEXT_ITEM = 64
 # Rows that a thread takes at a time.
 ROWS_PER_ITEM = 16
-# Waking another thread takes as long as copying this many bytes (10 us at 10 GB/s).
+# Copying this many bytes takes about as long as waking another thread.
 BYTES_PER_THREAD = 100_000
 
 
 def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """See tilewise.kv.writing; the last dimension of every tensor is contiguous."""
+    """See tilewise.kv.writing. The last dimension of every tensor is contiguous."""
     rows, heads, _ = k.shape
     if rows == 0:
         return

@@ -1,8 +1,8 @@
 """Kernels for a matrix unit (AMX): products of bf16 tiles with fp32 sums, and the layouts it reads.
 
 Tiles are 16 rows of 64 bytes. A product C[16][16] += A[16][32] B[32][16] reads A by rows and B by pairs: row i of the
-tile holds elements 2i and 2i + 1 of every column side by side. Scores stay transposed, so A is K by rows and B is Q in
-pairs; for the values A is V^T and B is P^T in pairs, and the running result is transposed too.
+tile holds elements 2i and 2i + 1 of every column next to each other. Scores stay transposed, so A is K by rows and B is
+Q in pairs; for the values A is V^T and B is P^T in pairs, and the running result is transposed too.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = [
     "transpose_values",
 ]
 
-# Tile registers: four sums, two tiles of A, two of B. A block of 32 x 32 results needs a load per product.
+# Tile registers: four sums, two tiles of A, two of B. A block of 32 x 32 results needs one load per product.
 SUMS, LEFT, RIGHT = ((0, 1), (2, 3)), (4, 5), (6, 7)
 HALF_BYTES = 2
 
 
 class BFloatType(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -46,7 +46,7 @@ def unit_of(e: Emitter) -> MatrixUnit:
 
 
 def _instruct(e: Emitter, name: str, *operands: Value) -> None:
-    """An instruction on tiles."""
+    """Emit a tile instruction."""
     kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
     e.b.call(e.declared(f"llvm.x86.{name}", kind), operands)
 
@@ -88,9 +88,10 @@ def _clear_block(e: Emitter) -> None:
 
 @kernel("ii")
 def start_tiles(e: Emitter, config: Value, saved: Value) -> None:
-    """Make all tiles 16 rows of 64 bytes; what the thread had before (torch's kernels have theirs) goes to `saved`.
+    """Make all tiles 16 rows of 64 bytes. The thread's previous configuration (torch's kernels have theirs) goes to
+    `saved`.
 
-    Both are 64 bytes: palette, start row, 14 unused, then bytes a row (16 bits each) and rows (8 bits) of 16 tiles.
+    Both are 64 bytes: palette, start row, 14 unused, then bytes per row (16 bits each) and rows (8 bits) of 16 tiles.
     """
     unit = unit_of(e)
     _instruct(e, "sttilecfg", _pointer(e, saved))
@@ -106,7 +107,7 @@ def start_tiles(e: Emitter, config: Value, saved: Value) -> None:
 
 @kernel("i")
 def stop_tiles(e: Emitter, saved: Value) -> None:
-    """Give the thread the tiles back that it had; none, in most cases."""
+    """Restore the thread's previous tile configuration; in most cases none."""
     _instruct(e, "ldtilecfg", _pointer(e, saved))
 
 
@@ -144,7 +145,7 @@ def matrix_values(e: Emitter, v: Value, v_stride: Value, weights: Value, num_key
 def add_product(e: Emitter, acc: Value, product: Value, alpha: Value, dim: Value) -> None:
     """acc[dim][panel] = alpha[panel] * acc + product; dim is a multiple of 4.
 
-    A pass of its own after all blocks: read at once, what a tile has stored takes 0.43 us a block instead of 0.14.
+    A separate pass after all blocks, because reading back what a tile has just stored stalls.
     """
     b, isa = e.b, e.isa
     factors = e.load_vectors(alpha, isa.query_vectors)
@@ -160,7 +161,7 @@ def add_product(e: Emitter, acc: Value, product: Value, alpha: Value, dim: Value
 
 
 def _store_pairs(e: Emitter, even: Value, odd: Value, target: Value) -> None:
-    """Two vectors rounded to bf16, lane by lane side by side."""
+    """Two vectors rounded to bf16 and interleaved lane by lane."""
     b, lanes = e.b, e.lanes
     halves, shorts = ir.VectorType(BFloatType(), 2 * lanes), ir.VectorType(I16, 2 * lanes)
     convert = e.declared(f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * lanes}", ir.FunctionType(halves, [e.vector] * 2))
@@ -197,7 +198,7 @@ def softmax_to_weights(
     to_log2: Value,
     weights: Value,
 ) -> None:
-    """`softmax` and `pack_weights` in one, without P in fp32."""
+    """`softmax` and `pack_weights` in one, without storing P in fp32."""
     b = e.b
 
     def keep(at: Value, n: Value, powers: list[Value]) -> None:
@@ -219,7 +220,7 @@ def pack_halves(
     target_stride: Value,
     padded: Value,
 ) -> None:
-    """target[num_rows][padded] = source[num_rows][dim] bit by bit, zero beyond dim; 16 bits an element, strides in
+    """target[num_rows][padded] = source[num_rows][dim] as raw bits, zero beyond dim; 16 bits per element, strides in
     bytes.
     """
     b, width = e.b, 2 * e.lanes

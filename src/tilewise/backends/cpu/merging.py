@@ -1,5 +1,4 @@
-"""The end of a work item: normalise its rows and write them, or leave a partial result that the last chunk to finish
-merges.
+"""The end of a work item: normalise its rows and write them, or store a partial result that the last chunk merges.
 
 A block of results is `acc[BLOCK_M][DIM_V_PADDED]`, then `row_max[BLOCK_M]` (log2 units), then `row_sum[BLOCK_M]`, all
 fp32.
@@ -28,7 +27,7 @@ from tilewise.numerics import LOG2E
 __all__ = ["FOLD_KEYS", "begin_rows", "begin_totals", "finish_rows", "fold_rows", "merge_chunks"]
 
 MINUS_INF = float("-inf")
-# Sums over keys are fp32: after so many keys they go into totals that keep what rounding takes from them.
+# Sums over keys are fp32. After this many keys they are folded into totals with compensated summation.
 FOLD_KEYS = fold_keys()
 LOG2E_F32, LN2 = float(LOG2E), float(1.0 / LOG2E)
 
@@ -42,16 +41,16 @@ def natural(p: int, top: float, rest: float) -> float:
 
 @driver
 def work_in(p: int, head: int, row: int, source: int, inverse: float, lse: float) -> None:
-    """A row of packed results, over other keys than what is there, into that. A side without keys has lse -inf."""
+    """Merge a row of packed results into the stored result over other keys. A side without keys has lse -inf."""
     target = load_i64(field(p, f.MERGED_ROWS) + 8 * row) if field(p, f.MERGED_ROWS) != 0 else row
     lse_at = field(p, f.LSE) + head * field(p, f.LSE_HEAD) + 4 * target
     mine = load_f32(lse_at)
-    # A row that is NaN stays so.
+    # A NaN row stays NaN.
     if lse == MINUS_INF or not mine >= MINUS_INF:
         return
     top, keep, share = max(mine, lse), lse, lse
     if lse > MINUS_INF:
-        # The larger one counts 1, also where it is infinite.
+        # The larger side has weight 1, even if it is infinite.
         keep = 1.0 if mine == top else exp2((mine - top) * LOG2E_F32)
         share = 1.0 if lse == top else exp2((lse - top) * LOG2E_F32)
     total = keep + share
@@ -62,8 +61,8 @@ def work_in(p: int, head: int, row: int, source: int, inverse: float, lse: float
 
 @driver
 def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block: int) -> None:
-    """Fold the sinks in, divide by the row sums, write out and lse, or work them into what is there. A row without keys
-    or sink gives 0 and -inf.
+    """Fold the sinks in, divide by the row sums, and write out and lse, or merge them into existing results. A row
+    without keys or sink gives 0 and -inf.
     """
     width, q_len, start = field(p, f.DIM_V_PADDED), q_length(p, batch), q_start(p, batch)
     maxima = block + 4 * field(p, f.BLOCK_M) * width
@@ -76,19 +75,20 @@ def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block
             row = 0
             head += 1
         top, total, factor = load_f32(maxima + 4 * r), load_f32(sums + 4 * r), 1.0
-        # A sum that is NaN stays one: -inf would say that there are no keys, and a merge would leave the row out.
+        # A NaN sum stays NaN: -inf would mean that there are no keys, and a merge would ignore the row.
         lse = natural(p, top, log2(total)) if total > 0.0 else (MINUS_INF if total == 0.0 else total)
         if field(p, f.SINKS) != 0:
             sink = load_f32(field(p, f.SINKS) + 4 * head)
             new_top = max(top, sink * LOG2E_F32)
             if new_top > MINUS_INF:
                 factor = exp2(top - new_top)
-                # The largest logit counts 1, also where it is infinite.
+                # The largest logit has weight 1, even if it is infinite.
                 total = total * factor + (1.0 if new_top > top else exp2(sink * LOG2E_F32 - new_top))
-                # Where the sink is the largest logit, lse is it and a bit: no way there and back through log2 units.
+                # If the sink is the largest logit, lse is the sink plus a small term: do not convert through log2
+                # units.
                 rest = log2(total)
                 lse = natural(p, top, rest) if new_top == top else fma(rest, scalar_bits(field(p, f.LSE_HIGH)), sink)
-            if not sink >= MINUS_INF:  # NaN, which max() and exp2() pass by
+            if not sink >= MINUS_INF:  # NaN, which max() and exp2() ignore
                 total, lse = sink, sink
         inverse = factor / total if total > 0.0 else (0.0 if total == 0.0 else total)
         if field(p, f.IS_MERGED) != 0:
@@ -102,7 +102,7 @@ def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block
 
 @driver
 def begin_rows(p: int, block: int, acc: int, padded: int) -> None:
-    """No key was seen by a block of `padded` rows whose sums are at `acc`."""
+    """Initial state of a block of `padded` rows whose sums are at `acc`: no key seen."""
     maxima = block + 4 * field(p, f.BLOCK_M) * field(p, f.DIM_V_PADDED)
     fill(acc, padded * field(p, f.DIM_V_PADDED), 0.0)
     fill(maxima, padded, MINUS_INF)
@@ -111,7 +111,7 @@ def begin_rows(p: int, block: int, acc: int, padded: int) -> None:
 
 @driver
 def begin_totals(p: int, ws: int, padded: int) -> None:
-    """The totals of a block of `padded` rows, where there are any, before its first key."""
+    """Initial totals of a block of `padded` rows, if it has any."""
     if field(p, f.WS_TOTAL) != 0:
         total, carry = ws + field(p, f.WS_TOTAL), ws + field(p, f.WS_CARRY)
         begin_rows(p, total, total, padded)
@@ -121,7 +121,7 @@ def begin_totals(p: int, ws: int, padded: int) -> None:
 
 @driver
 def fold_rows(p: int, ws: int, count: int) -> None:
-    """Work what a block has of its last keys into its totals."""
+    """Fold the block's sums over its last keys into its totals."""
     width, block_m = field(p, f.DIM_V_PADDED), field(p, f.BLOCK_M)
     block, total, carry = ws + field(p, f.WS_ACC), ws + field(p, f.WS_TOTAL), ws + field(p, f.WS_CARRY)
     maxima = 4 * block_m * width
@@ -139,7 +139,7 @@ def fold_rows(p: int, ws: int, count: int) -> None:
             store_f32(total + sums + 4 * r, old + added)
             store_f32(total + maxima + 4 * r, top)
         else:
-            # No keys, and both sums are 0; or NaN in one of them, which the row keeps.
+            # No keys, so both sums are 0; or NaN in one of them, which the row keeps.
             store_f32(total + sums + 4 * r, old + mine_sum)
             fill(total + at, width, old + mine_sum)
 
@@ -157,7 +157,7 @@ def merge_chunks(
     chunk: int,
     num_chunks: int,
 ) -> None:
-    """Leave this chunk's block among the partial results; the last one to arrive adds them up in the order of the
+    """Store this chunk's block among the partial results. The last chunk to arrive adds them up in the order of the
     chunks.
     """
     width, block_m, units = field(p, f.DIM_V_PADDED), field(p, f.BLOCK_M), field(p, f.UNITS)
@@ -186,7 +186,7 @@ def merge_chunks(
                 total = total + added
                 add_compensated(block + 4 * r * width, carry, part + 4 * r * width, width, 1.0, weight)
         else:
-            # No keys, and every sum is 0; or NaN in all of them, which the row keeps.
+            # No keys, so every sum is 0; or NaN in all of them, which the row keeps.
             for c in range(num_chunks):
                 total += load_f32(first_slot + c * step + sums + 4 * r)
             fill(block + 4 * r * width, width, total)

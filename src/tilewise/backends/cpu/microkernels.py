@@ -1,8 +1,8 @@
-"""The inner loops: scores, softmax, values, and their counterparts of the backward pass.
+"""The inner loops: scores, softmax, values, and their counterparts in the backward pass.
 
 Scores are held transposed, S[key][query] with vector lanes = queries: row maximum and sum are lane-wise and need no
-shuffles, and P is already in the order the value product reads it. All addresses are of packed fp32 buffers, padded
-so that no kernel has a tail.
+shuffles, and P is already in the order in which the value product reads it. All addresses are of packed fp32 buffers,
+padded so that no kernel has a tail.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = [
     "weigh_values",
 ]
 
-# The running maximum of a row that saw no key; keeps -inf - max from being NaN.
+# The running maximum of a row that saw no key: -inf minus it is not NaN.
 NO_KEY = -3.4e38
-# Scores of numbers, such as torch.finfo(torch.float32).min, are not below this in log2 units: -inf has no key.
+# Finite scores, such as torch.finfo(torch.float32).min, are not below this in log2 units; only -inf is.
 LOWEST = -3.3e38
-# From here on (log2 units) the product of a score and its factor has more than 16 beyond the digits of fp32: with a
-# maximum of 1e10, which is rounded, the largest P would be anything from 0 to inf.
+# From here on (log2 units), the rounding error of score times factor exceeds 16: with a rounded maximum, the largest P
+# could be anything from 0 to inf.
 COARSE_SCORE = float(2**28)
 
 
@@ -64,7 +64,7 @@ def scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: 
 
 
 def _multipliers(e: Emitter, rows: list[Value], u: int) -> list[list[Value]]:
-    """Per row the splats of step u: lanes of one loaded register (by element), or one broadcast load."""
+    """The splats of step u for each row: lanes of one loaded register (by element), or broadcast loads."""
     if not e.isa.by_lane:
         return [[e.broadcast(e.at(row, u))] for row in rows]
     loaded = [e.load(e.at(row, u * e.lanes)) for row in rows]
@@ -122,8 +122,7 @@ def accumulate_keys(
 ) -> None:
     """acc[value_rows keys][value_step] += weights[num_panels][value_rows][panel] . x[num_panels * panel][value_step].
 
-    This is dV += P dO and dK += dS Q: the weights of a panel are `panel_bytes` after those of the one before, x goes
-    on without a gap.
+    This is dV += P dO and dK += dS Q. The weights of consecutive panels are `panel_bytes` apart; x is contiguous.
     """
     isa, b = e.isa, e.b
     keys, vectors = isa.value_rows, isa.value_vectors
@@ -160,7 +159,7 @@ def row_max(e: Emitter, s: Value, num_keys: Value, running_max: Value, vectors: 
     """running_max = max(running_max, s[num_keys]) for the first `vectors` vectors of a panel; num_keys is a multiple of
     score_keys or of 4.
     """
-    # Several chains: a maximum takes four cycles, and there is little else to do meanwhile.
+    # Several independent chains, because a maximum has a latency of four cycles.
     chains = math.gcd(e.isa.score_keys, 4)
 
     def column(offset: Value, top_at: Value) -> None:
@@ -195,13 +194,13 @@ def softmax(
     vectors: Value,
     to_log2: Value,
 ) -> None:
-    """One step of the online softmax on a panel: P = 2^(s * to_log2 - m) in place, where m is the new row_max, in
-    log2 units.
+    """One step of the online softmax on a panel: P = 2^(s * to_log2 - m) in place, where m is the new row_max, in log2
+    units.
 
-    m = max(row_max, tile_max * to_log2), alpha = 2^(row_max - m), row_sum = alpha * row_sum + sum(P). Scaling here
-    costs nothing, as it makes the subtraction a fused multiply-add, and is more exact than scaling q; past COARSE_SCORE
-    the product is rounded as m is, so that the largest score has P = 1. num_keys is a multiple of 4. A row without a
-    key keeps row_max -inf and row_sum 0.
+    m = max(row_max, tile_max * to_log2), alpha = 2^(row_max - m), row_sum = alpha * row_sum + sum(P). Scaling here is
+    free, because it makes the subtraction a fused multiply-add, and it is more exact than scaling q. Past COARSE_SCORE
+    the product is rounded like m, so that the largest score has P = 1. num_keys is a multiple of 4. A row without a key
+    keeps row_max -inf and row_sum 0.
     """
 
     def keep(at: Value, n: Value, powers: list[Value]) -> None:
@@ -213,7 +212,7 @@ def softmax(
 
 
 class Statistics(NamedTuple):
-    """Where the softmax state of a panel is."""
+    """Addresses of the softmax state of a panel."""
 
     row_max: Value
     row_sum: Value
@@ -230,7 +229,7 @@ def emit_softmax(
     to_log2: Value,
     keep: Callable[[Value, Value, list[Value]], None],
 ) -> None:
-    """The body of `softmax`; `keep(byte offset of the vector, key, P of four keys)` stores what it makes."""
+    """The body of `softmax`; `keep(byte offset of the vector, key, P of four keys)` stores the result."""
     b = e.b
     factor = e.splat(to_log2)
 
@@ -259,7 +258,7 @@ def emit_softmax(
             return step(n, sums, lambda score: e.fma(score, factor, shift))
 
         def rounded(n: Value, *sums: Value) -> list[Value]:
-            # Row by row: what is beside a row changes no bit of it.
+            # Chosen per row, so that the bits of a row do not depend on its neighbours.
             return step(
                 n, sums, lambda score: b.select(coarse, b.fadd(log2_of(score), shift), e.fma(score, factor, shift))
             )
@@ -283,7 +282,7 @@ def softmax_gradient(
     """P = 2^(s * to_log2 - lse) in place of s and dS = P * (dp - delta) in place of dp, on a whole panel; num_keys is
     even, lse in two parts.
 
-    No P is above 1: of 1e12 fp32 has multiples of 65536 alone, and an lse rounded down would make it inf.
+    P is clamped to 1: fp32 around 1e12 has a spacing of 65536, and an lse rounded down would make P inf.
     """
     b = e.b
     factor, none = e.splat(to_log2), e.f32s(0.0)

@@ -1,4 +1,4 @@
-"""Object files are checked before LLVM gets them, because LLVM ends the process at one that it cannot read."""
+"""Checks object files before LLVM loads them, because LLVM aborts the process on one that it cannot read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IDENT = b"\x7fELF\x02\x01\x01"
 RELOCATABLE = 1
 MACHINES = {"x86_64": 62, "amd64": 62, "aarch64": 183, "arm64": 183}
 SYMBOLS, STRINGS, RELOCATIONS, WITHOUT_BYTES = 2, 3, 4, 8
-# Numbers of sections from here on mean something else (absolute, common).
+# Section numbers from here on are special (absolute, common).
 RESERVED = 0xFF00
 FUNCTION, GLOBAL = 2, 1
 MOST_ALIGNMENT = 4096
@@ -38,14 +38,14 @@ class _Section(NamedTuple):
 
 
 class _Malformed(Exception):
-    """An object that is not as it should be."""
+    """A malformed object."""
 
 
 def provides(code: bytes, machine: str, function: str) -> bool:
     """Whether this is a well-formed ELF object for a machine, with a function of this name in it.
 
-    Sections, symbols and relocations lie within the bytes and name each other as they should. What the instructions do
-    is not looked at.
+    Sections, symbols and relocations must be within the bytes and refer to each other consistently. The instructions
+    are not inspected.
     """
     try:
         return function.encode() in set(_functions(code, machine))
@@ -59,7 +59,7 @@ def _require(holds: bool) -> None:
 
 
 def _functions(code: bytes, machine: str) -> Iterator[bytes]:
-    """Names of the global functions; raises if anything is not as it should be."""
+    """Names of the global functions. Raises if the object is malformed."""
     ident, kind, target, _, _, _, start, _, _, _, _, section_size, count, names = HEADER.unpack_from(code)
     _require(ident.startswith(IDENT) and kind == RELOCATABLE and target == MACHINES.get(machine.lower()))
     _require(section_size == SECTION.size and names < count < RESERVED)

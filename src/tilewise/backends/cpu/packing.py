@@ -1,5 +1,4 @@
-"""Between tensors and packed buffers: rows of any dtype to padded fp32 rows, row blocks to their transposes, and back
-out.
+"""Copies between tensors and packed buffers: rows of any dtype to padded fp32 rows, row blocks to transposes, and back.
 
 Packing absorbs strides, pages, dtypes and odd head dims, so that the micro-kernels see one layout.
 """
@@ -46,14 +45,16 @@ def by_dtype(e: Emitter, dtype: Value, dtypes: tuple[int, ...], body: Callable[[
     e.b.position_at_end(done)
 
 
-# What rows are read from.
+# Dtypes that rows are read from.
 SOURCES = (FP32, BF16, FP16, E4M3)
-# Vectors that are moved in one round of a loop.
+# Vectors moved per loop iteration.
 MOVED_AT_ONCE = 4
 
 
 def elements(e: Emitter, count: Value, body: Callable[[Value, int], None]) -> None:
-    """`body(index, lanes)` over count elements: several vectors a round, whole vectors, then single elements."""
+    """`body(index, lanes)` over `count` elements: several vectors per iteration, single vectors, then single
+    elements.
+    """
     b, several = e.b, MOVED_AT_ONCE * e.lanes
 
     def round_of(i: Value) -> None:
@@ -118,8 +119,8 @@ def pack_values(
     padded: Value,
     factor: Value,
 ) -> None:
-    """Rows as `pack_rows`, but in columns of value_step: target[column][row][value_step], which the value kernel
-    streams through.
+    """Rows as in `pack_rows`, but in columns of value_step: target[column][row][value_step], which the value kernel
+    streams.
     """
     b, width = e.b, e.isa.value_step
 
@@ -188,8 +189,8 @@ def untranspose_panel(e: Emitter, source: Value, num_keys: Value, target: Value,
 
 @kernel("iiii")
 def add_row(e: Emitter, target: Value, target_stride: Value, source: Value, count: Value) -> None:
-    """target[count] += source[count] where targets are 4 bytes apart; where they are one place, the sum is added to
-    it.
+    """target[count] += source[count] where targets are 4 bytes apart. With a stride of 0 the sum is added to the one
+    target.
     """
     b = e.b
 
@@ -227,8 +228,8 @@ def store_row(e: Emitter, source: Value, dim: Value, target: Value, dtype: Value
 def emit_mix(
     e: Emitter, out: Value, part: Value, dim: Value, dtype: Value, keep: Value, share: Value, part_code: int | None
 ) -> None:
-    """out[dim] = keep * out + share * part, in fp32; what has no weight does not count, whatever is in it. `part` has
-    elements of `part_code`, None for those of `out`.
+    """out[dim] = keep * out + share * part, in fp32. A side with weight 0 is ignored, even if it holds NaN. `part` has
+    elements of `part_code`, or of `out`'s dtype for None.
     """
     b = e.b
 
@@ -273,8 +274,8 @@ def scale_rows(e: Emitter, target: Value, count: Value, factor: Value) -> None:
 def add_compensated(
     e: Emitter, total: Value, carry: Value, source: Value, count: Value, keep: Value, share: Value
 ) -> None:
-    """total[count] = keep * total + share * source[count], where carry[count] is what earlier sums were rounded up by
-    (Kahan's sum); count is a multiple of lanes.
+    """total[count] = keep * total + share * source[count], where carry[count] is the rounding error so far (Kahan
+    summation); count is a multiple of lanes.
     """
     b = e.b
 
@@ -282,7 +283,7 @@ def add_compensated(
         old, lost = (b.fmul(e.load(e.at(place, i)), e.splat(keep)) for place in (total, carry))
         added = e.fma(e.load(e.at(source, i)), e.splat(share), b.fneg(lost))
         new = b.fadd(old, added)
-        # Infinity less infinity would be NaN.
+        # inf - inf would be NaN.
         finite = b.fcmp_ordered("<", e.call("fabs", new), e.f32s(float("inf")))
         e.store(e.at(total, i), new)
         e.store(e.at(carry, i), b.select(finite, b.fsub(b.fsub(new, old), added), e.f32s(0.0)))

@@ -1,4 +1,4 @@
-"""Merge rows of a partial result over other keys into a result, in place. One work item is a few rows."""
+"""Merge rows of a partial result over other keys into a result, in place. A work item is a few rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mix_row(e: Emitter, out: Value, part: Value, dim: Value, dtype: Value, keep:
 
 @driver
 def merge_row(p: int, row: int, target: int) -> None:
-    """All heads of one row. A side without keys has lse -inf; whatever is in its row, it counts as 0."""
+    """All heads of one row. A side without keys has lse -inf; its row counts as 0, even if it holds NaN."""
     for head in range(field(p, f.NUM_HEADS)):
         lse_at = field(p, f.LSE) + head * field(p, f.LSE_HEAD) + 4 * target
         mine, other = load_f32(lse_at), load_f32(field(p, f.PART_LSE) + head * field(p, f.PART_LSE_HEAD) + 4 * row)
@@ -42,7 +42,7 @@ def merge_row(p: int, row: int, target: int) -> None:
 
 @driver
 def merge_rows(p: int) -> None:
-    """What each thread runs: take items until none is left."""
+    """The entry point of each thread: take items until none is left."""
     rows, names = field(p, f.NUM_ROWS), field(p, f.ROWS)
     while True:
         first = atomic_add(p + 8 * f.BLOCK_FIELDS + f.NEXT_ITEM, f.ROWS_PER_ITEM)

@@ -1,9 +1,8 @@
-"""A folder that holds machine code: nobody but its owner may have written what is read from it.
+"""A folder of machine code that only its owner can write to.
 
-A folder or file is trusted if it belongs to this user (or to the system's administrator, who owns Python and torch as
-well) and neither its group nor others may write to it. The questions are asked of open descriptors, never of names, so
-nothing can be exchanged between the check and the use. Where the system has no owners and modes (Windows), what the
-user's profile protects is trusted.
+A folder or file is trusted if it belongs to this user (or to the administrator, who owns Python and torch as well) and
+neither its group nor others may write to it. Checks use open descriptors, never names, so nothing can be swapped
+between check and use. On systems without owners and modes (Windows), the user's profile is trusted to protect it.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ __all__ = ["PrivateFolder", "UntrustedFolder"]
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 HAS_OWNERS = hasattr(os, "geteuid")
 ADMINISTRATOR = 0
-# No links, no waiting for the other end of a pipe; bytes as they are.
+# Follow no links, do not block on a pipe, and read bytes unchanged.
 FILE_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 SECONDS_BETWEEN_TRIES = 0.02
 
 
 class UntrustedFolder(OSError):
-    """Somebody else may have written to the folder; whether it is this user's, who then may change its mode."""
+    """Somebody else may have written to the folder. Says whether it is this user's, who could change its mode."""
 
     def __init__(self, reason: str, *, is_own: bool) -> None:
         super().__init__(reason)
@@ -42,7 +41,7 @@ class UntrustedFolder(OSError):
 
 
 def _distrust(status: os.stat_result) -> str | None:
-    """Why a folder or file with this status is not trusted; None if it is."""
+    """Why a folder or file with this status is not trusted, or None."""
     if not HAS_OWNERS:
         return None
     if status.st_uid not in (os.geteuid(), ADMINISTRATOR):
@@ -53,7 +52,7 @@ def _distrust(status: os.stat_result) -> str | None:
 
 
 class PrivateFolder:
-    """An open folder, to be closed. Raises OSError where there is none, and UntrustedFolder where it is not private."""
+    """An open folder, to be closed. Raises OSError if there is none, and UntrustedFolder if it is not private."""
 
     def __init__(self, path: Path, *, create: bool) -> None:
         if create:
@@ -70,13 +69,13 @@ class PrivateFolder:
             raise UntrustedFolder(reason, is_own=status.st_uid == os.geteuid())
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
     def read(self, name: str) -> bytes | None:
-        """A file's content; None if there is none, or none that is trusted."""
+        """A file's content, or None if there is no trusted file of that name."""
         try:
             fd = os.open(self._at(name), os.O_RDONLY | FILE_FLAGS, dir_fd=self._fd)
         except OSError:
@@ -91,7 +90,7 @@ class PrivateFolder:
                 return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Make or replace a file: it appears whole, by renaming, or not at all."""
+        """Make or replace a file atomically, by renaming."""
         partial = f"{name}.{secrets.token_hex(8)}"
         try:
             fd = os.open(
@@ -107,9 +106,10 @@ class PrivateFolder:
 
     @contextlib.contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
-        """One process at a time; after `seconds` of waiting, and where the file system has no locks, regardless.
+        """Hold a lock that one process has at a time. Continues without it after `seconds`, or if the file system has
+        none.
 
-        The system takes the lock from a process that ends, however it ends.
+        The system releases the lock of a process that ends, however it ends.
         """
         held = self._lock(seconds)
         try:
@@ -139,5 +139,5 @@ class PrivateFolder:
         return True
 
     def _at(self, name: str) -> str:
-        """A file's name for calls that take the folder's descriptor, or its path where there is none."""
+        """A file's name relative to the folder's descriptor, or its path if there is none."""
         return name if self._fd is not None else str(self._path / name)

@@ -1,6 +1,6 @@
-"""Rows of K and V into e4m3 pages, quantised on the way; tilewise/kv/quantised.py says what the bits are.
+"""Quantises rows of K and V into e4m3 pages; tilewise/kv/quantised.py defines the bits.
 
-One work item is a few rows. Whoever takes the first row that goes to a page does all heads of the page.
+A work item is a few rows. The thread with the first row that goes to a page does all heads of the page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SOURCES = (FP32, BF16, FP16)
 AMAX_FLOOR = 2.0**-96
 E4M3_MAX = 448.0
 INFINITE, NAN_CODE, LARGEST_BITS = 0x7F800000, 0x7F, 0x43E00000
-# Below this, 2^-6, codes count steps of 2^-9.
+# Below 2^-6, codes count steps of 2^-9.
 NORMAL_BITS = 0x3C800000
 
 
@@ -44,7 +44,7 @@ def _codes(e: Emitter, magnitude: Value) -> Value:
     odd = b.and_(b.lshr(magnitude, e.i32s(20, lanes)), e.i32s(1, lanes))
     rounded = b.lshr(b.add(b.add(magnitude, e.i32s(0x7FFFF, lanes)), odd), e.i32s(20, lanes))
     normal = b.sub(rounded, e.i32s(120 << 3, lanes))
-    # 2^-9 is the last place of numbers around 2^14: adding that rounds.
+    # 2^-9 is the last bit of numbers around 2^14: adding 2^14 rounds.
     added = b.fadd(b.bitcast(magnitude, ir.VectorType(F32, lanes)), e.f32s(16384.0, lanes))
     small = b.and_(_words(e, added), e.i32s(0xF, lanes))
     return b.select(b.icmp_signed("<", magnitude, e.i32s(NORMAL_BITS, lanes)), small, normal)
@@ -91,7 +91,7 @@ def row_amax(e: Emitter, source: Value, dtype: Value, dim: Value) -> Value:
 
 @kernel("iiiif")
 def encode_row(e: Emitter, source: Value, dtype: Value, dim: Value, target: Value, factor: Value) -> None:
-    """target[dim] = e4m3(source[dim] * factor); NaN where the source is not finite."""
+    """target[dim] = e4m3(source[dim] * factor). NaN if the source is not finite."""
     b = e.b
 
     def of_dtype(code: int) -> None:
@@ -109,7 +109,7 @@ def encode_row(e: Emitter, source: Value, dtype: Value, dim: Value, target: Valu
 
 @kernel("iif")
 def move_row(e: Emitter, codes: Value, dim: Value, ratio: Value) -> None:
-    """codes[dim] times a ratio, rounded to e4m3 again; NaN stays NaN."""
+    """codes[dim] times a ratio, rounded to e4m3 again. NaN stays NaN."""
     b = e.b
 
     def part(i: Value, lanes: int) -> None:
@@ -134,7 +134,7 @@ def power_of_two(e: Emitter, number: Value) -> Value:
 
 @driver
 def append_head(p: int, tensor: int, row: int, count: int, page: int, place: int, head: int) -> None:
-    """`count` rows of K (or V) into slots `place` .. of one (page, head)."""
+    """Write `count` rows of K (or V) into slots `place` .. of one (page, head)."""
     dim, dtype, stride = field(p, tensor + f.DIM), field(p, tensor + f.DTYPE), field(p, tensor + f.SOURCE_ROW)
     source = field(p, tensor + f.SOURCE) + row * stride + head * field(p, tensor + f.SOURCE_HEAD)
     codes = field(p, tensor + f.PAGES) + page * field(p, tensor + f.PAGES_PAGE) + head * field(p, tensor + f.PAGES_HEAD)
@@ -156,7 +156,7 @@ def append_head(p: int, tensor: int, row: int, count: int, page: int, place: int
 
 @driver
 def rows_of_page(p: int, first: int, page: int) -> int:
-    """How many rows from `first` on go to a page, one after another."""
+    """How many consecutive rows from `first` on go to a page."""
     rows, page_size, end = field(p, f.NUM_ROWS), field(p, f.PAGE_SIZE), first
     while end < rows:
         slot = load_i64(field(p, f.SLOTS) + 8 * end)
@@ -168,7 +168,7 @@ def rows_of_page(p: int, first: int, page: int) -> int:
 
 @driver
 def append_quantised(p: int) -> None:
-    """What each thread runs: take items until none is left."""
+    """The entry point of each thread: take items until none is left."""
     rows, page_size = field(p, f.NUM_ROWS), field(p, f.PAGE_SIZE)
     while True:
         first = atomic_add(p + 8 * f.BLOCK_FIELDS + f.NEXT_ITEM, f.ROWS_PER_ITEM)

@@ -1,9 +1,8 @@
-"""Who computes which rows: block sizes and the list of work items, a pure function of the problem and its sequence
-lengths.
+"""Block sizes and the list of work items: a pure function of the problem and its sequence lengths.
 
-An entry is (batch, first row, number of rows, chunk of keys, number of chunks); each is done for every unit (a query
+An entry is (batch, first row, number of rows, chunk of keys, number of chunks). Each is done for every unit (a query
 head, or a K/V head with all heads of its group). Entries with most keys come first, so that the last items to finish
-are short.
+are short. Measurements behind the constants are in bench/results/cpu-choices.csv, by name.
 """
 
 from __future__ import annotations
@@ -33,27 +32,24 @@ __all__ = [
 
 Lengths = NDArray[np.int64]
 
-# Sequences of few query rows are split over keys in chunks, a function of the problem only, so that threads do not
-# matter. 256 rows on 4096 keys of 2 heads, two threads: chunks of 2048 make four items, and the slower core has two of
-# them (fp32 5.7 to 6.3 ms where 1024 takes 5.2 to 6.0, bf16 2.7 and 2.6); 512 are begun and merged too often.
+# Sequences with few query rows are split over keys in chunks. The chunk depends on the problem only, so results do not
+# depend on threads. Longer chunks balance worse; shorter ones are started and merged too often.
 CHUNK = 1024
 CHUNK_ROWS = 64
-# Keys whose sums are formed in one go where they are not split: more go into totals that lose nothing to rounding.
+# Keys that are summed directly in fp32 where they are not split. Longer sums are folded into compensated totals.
 FOLD = 4096
-# Up to this many rows a unit is decoded: vectors along the head dim beat a mostly empty panel of queries (about 11
-# rows are even).
+# Up to this many rows a unit takes the decode kernel: vectors along the head dim beat a mostly empty panel of queries.
 DECODE_ROWS = 8
-# K/V heads that are decoded together have rows of at most this many bytes: 64 rows of K and of V, and the next of K,
-# then take 768 KiB of the second-level cache.
+# Limit on the row bytes of K/V heads that are decoded together, so that the rows in flight fit the second-level cache.
 TOGETHER_BYTES = 4096
-# Items a thread, below which fewer heads are decoded together.
+# With fewer items per thread than this, fewer heads are decoded together.
 ITEMS_PER_THREAD = 2
-# The same for blocks of rows that see all keys: they differ where there is a band.
+# The same for blocks of rows that see all keys. More, because they differ in cost where there is a band.
 BLOCKS_PER_THREAD = 4
 
 
 class Schedule(NamedTuple):
-    """Work items of a pass; `chunk` is the number of keys in a chunk, `split` whether any entry has several."""
+    """Work items of a pass. `chunk` is the number of keys in a chunk, `split` whether any entry has several."""
 
     entries: Tensor
     units: int
@@ -79,9 +75,8 @@ def decodes(problem: AttentionProblem) -> bool:
 
 
 def shares_panels(problem: AttentionProblem) -> bool:
-    """Whether the heads of a GQA group are computed together: their rows fit a block, for which K and V are packed once
-    (64 rows of 8 heads on 2, 4096 keys of dim 128, one thread of a Xeon: fp32 9.3 ms head by head, 7.8 together; bf16
-    3.3 and 2.4).
+    """Whether the heads of a GQA group are computed together: their rows fit a block, so K and V are packed once for
+    all.
     """
     return problem.group_size > 1 and problem.seqlen_q * problem.group_size <= host().block_m
 
@@ -97,13 +92,13 @@ def rows_per_unit(problem: AttentionProblem) -> int:
 
 
 def block_rows(problem: AttentionProblem, threads: int) -> int:
-    """Query rows of a work item: fewer where threads would be left idle. Results do not depend on it."""
+    """Query rows of a work item: fewer if threads would be idle. Results do not depend on it."""
     panel = host().panel
     if decodes(problem):
         return round_up(max(1, rows_per_unit(problem)), host().lanes)
     total, heads = max(1, rows_per_unit(problem)), problem.group_size if shares_panels(problem) else 1
     units = max(1, problem.batch) * problem.num_heads // heads * int(_chunks(problem, np.array([problem.seqlen_k]))[0])
-    # Packing K and V costs as much as 22 rows (with a matrix unit 65), so chunks of keys are divided less eagerly.
+    # Packing K and V costs as much as tens of rows, so chunks of keys are divided less eagerly.
     wanted = threads if splits_keys(problem) else BLOCKS_PER_THREAD * threads
     rows = min(host().block_m, round_up(total, panel))
     while rows > panel and units * -(-total // rows) < wanted:
@@ -112,7 +107,9 @@ def block_rows(problem: AttentionProblem, threads: int) -> int:
 
 
 def heads_per_unit(problem: AttentionProblem, k_lengths: Lengths, threads: int) -> int:
-    """Query heads of a work item: a group where it shares panels, several groups in decode. It changes no bit."""
+    """Query heads of a work item: a group where it shares panels, several groups in decode. Bits do not depend
+    on it.
+    """
     if not decodes(problem):
         return problem.group_size if shares_panels(problem) else 1
     kv_heads, bytes_per_head = problem.num_kv_heads, problem.head_dim * kv_item(problem)
@@ -124,12 +121,12 @@ def heads_per_unit(problem: AttentionProblem, k_lengths: Lengths, threads: int) 
 
 
 def dense_lengths(problem: AttentionProblem) -> tuple[Lengths, Lengths]:
-    """Query and key lengths of sequences that are all alike."""
+    """Query and key lengths of sequences of equal length."""
     return np.full(problem.batch, problem.seqlen_q), np.full(problem.batch, problem.seqlen_k)
 
 
 def kept_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths, threads: int) -> Schedule:
-    """The schedule of packed or paged sequences, kept: the layers of a model ask for the same one, 50 us each."""
+    """The schedule of packed or paged sequences, cached: the layers of a model ask for the same one."""
     return _schedule_of_bytes(problem, q_lengths.tobytes(), k_lengths.tobytes(), threads)
 
 
@@ -149,7 +146,7 @@ def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: L
     batch = np.repeat(np.arange(len(rows)), counts)
     first = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * block
     size = np.minimum(block, rows[batch] - first)
-    # Rows go on from head to head.
+    # The rows of a unit continue from head to head.
     end_row = (first + size - 1) % q_lengths[batch] + 1
     order = np.argsort(-keys_seen(problem, end_row, q_lengths[batch], k_lengths[batch]), kind="stable")
     batch, first, size = batch[order], first[order], size[order]
@@ -183,7 +180,7 @@ def folds(problem: AttentionProblem) -> bool:
 
 
 def keys_seen(problem: AttentionProblem, end_row: Lengths, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
-    """How many keys the last row of each entry sees, roughly what the entry costs."""
+    """How many keys the last row of each entry sees, roughly the cost of the entry."""
     left, right = problem.band
     last = k_lengths if right is None else np.minimum(k_lengths, end_row + k_lengths - q_lengths + right)
     first = np.zeros_like(last) if left is None else np.maximum(0, end_row + k_lengths - q_lengths - left)

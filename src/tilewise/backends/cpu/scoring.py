@@ -61,10 +61,10 @@ FP32_CODE, BOOL_CODE = 0, 3
 # Schedule entries: (batch, first row, number of rows, chunk of keys, number of chunks), int64 each.
 ENTRY_BYTES = 40
 
-# Panel bounds: what the rows of a panel have in common, and (backward) the part of the present tile it sees.
+# Panel bounds: the key ranges common to the rows of a panel, and (backward) the part of the current tile it sees.
 MIN_FIRST, MAX_FIRST, MIN_LAST, MAX_LAST, TILE_BEGIN, TILE_END = 0, 8, 16, 24, 32, 40
 PANEL_BYTES = 48
-# Row tables hold keys as int32: the last key of a row without keys, and the first key of one that starts behind them.
+# Row tables hold keys as int32: the last key of a row without keys, and the first key of a row that starts after all.
 NO_KEY, PAST_KEYS = -1, (1 << 31) - 1
 
 
@@ -94,9 +94,7 @@ def k_length(p: int, batch: int) -> int:
 
 @driver
 def kv_row(p: int, batch: int, row: int) -> int:
-    """Where row 0 of a sequence would be if `row`'s page were everywhere: offset in rows for packed, in pages for
-    paged tensors.
-    """
+    """The page that holds `row` for paged tensors, the sequence's first row for packed ones, 0 for dense ones."""
     if field(p, f.PAGE_SIZE) != 0:
         page = row // field(p, f.PAGE_SIZE)
         return load_i32(field(p, f.BLOCK_TABLE) + batch * field(p, f.BLOCK_TABLE_ROW) + 4 * page)
@@ -122,7 +120,7 @@ def scales_of(tensor: int) -> int:
 
 @driver
 def e4m3_factor(p: int, tensor: int, batch: int, head: int, row: int) -> float:
-    """What loads of e4m3 multiply a row of Q, K or V with: its scale times E4M3_UNIT. Other dtypes take no notice.
+    """The factor for loads of e4m3 rows of Q, K or V: scale times E4M3_UNIT. Other dtypes ignore it.
 
     It is finite for scales below 2^120; those of fp32 numbers are at most 2^128 / 448.
     """
@@ -144,8 +142,8 @@ def rows_of_scale(p: int, tensor: int, row: int, count: int) -> int:
 
 @driver
 def run_length(p: int, tensor: int, row: int, end: int) -> int:
-    """How many rows of K or V from `row` on, below `end`, lie at one stride and share a scale: up to the end of the
-    page, or of the scale's block.
+    """How many rows of K or V from `row` on, below `end`, have one stride and share a scale: up to the end of the page
+    or of the scale's block.
     """
     page_size = field(p, f.PAGE_SIZE)
     if page_size == 0:
@@ -157,8 +155,8 @@ def run_length(p: int, tensor: int, row: int, end: int) -> int:
 def pack_tile(
     p: int, tensor: int, dim: int, width: int, batch: int, kv_head: int, begin: int, end: int, target: int
 ) -> int:
-    """Where rows [begin, end) of K or V are fp32 rows of `width`, zero beyond dim, with zero rows up to a whole key
-    step: the tensor itself if it is just so, else `target`, into which they are packed.
+    """Address of rows [begin, end) of K or V as fp32 rows of `width`, zero beyond dim, with zero rows up to a whole key
+    step: in the tensor itself if it has that layout, else in `target`, into which they are packed.
     """
     fits = field(p, f.KV_DTYPE) == FP32_CODE and dim == width and field(p, tensor + 3) == 4 * width
     if fits and (end - begin) % KEY_STEP == 0 and run_length(p, tensor, begin, end) == end - begin:
@@ -213,8 +211,8 @@ def describe_row(p: int, table: int, lane: int, batch: int, head: int, row: int,
 
 @driver
 def drop_panel(p: int, s: int, size: int, first_key: int, table: int, batch: int, vectors: int) -> None:
-    """Dropout on a panel, counted in the whole problem that this one may be a part of (its first key a multiple of
-    4).
+    """Dropout on a panel, with counters of the whole problem that this one may be a part of (its first key is a
+    multiple of 4).
     """
     low, high = field(p, f.SEED_LOW), field(p, f.SEED_HIGH)
     threshold, keep = field(p, f.DROPOUT_THRESHOLD), scalar_bits(field(p, f.KEEP_SCALE))
@@ -224,8 +222,8 @@ def drop_panel(p: int, s: int, size: int, first_key: int, table: int, batch: int
 
 @driver
 def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: int, k_begin: int, k_end: int) -> None:
-    """Fill the row tables and panel bounds of `count` rows; after the last row of a head the next head's first one
-    follows.
+    """Fill the row tables and panel bounds of `count` rows. The last row of a head is followed by the next head's
+    first.
     """
     q_len = q_length(p, batch)
     offset = k_length(p, batch) - q_len
@@ -272,7 +270,7 @@ def add_gathered(
     key_stride: int,
     dtype: int,
 ) -> None:
-    """S += a bias or mask, read row by row and transposed; `valid` keys exist, the rest up to num_keys is padding."""
+    """S += a bias or mask, read row by row and transposed. `valid` keys exist; the rest up to num_keys is padding."""
     stage = ws + field(p, f.WS_STAGE)
     for lane in range(num_rows):
         source = load_i64(table_field + 8 * lane) + first_key * key_stride

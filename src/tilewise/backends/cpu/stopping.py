@@ -1,9 +1,9 @@
-"""Ending a long call early: Python's signal handlers run while the kernels do, and what one raises ends the call.
+"""Ends a long call early: Python's signal handlers run during the kernels, and an exception in one ends the call.
 
-The calling thread is one of those that work. It is the main thread if signals are to be answered at all, so about every
-50 ms it leaves its work for a callback (POLL) in which Python runs pending handlers. If one raises, as Ctrl-C does, the
-callback sets STOP. All threads read STOP between tiles, and leave the rest of the work. The results are dropped.
-When nothing is left for the calling thread, it goes on answering signals until the others are through.
+The calling thread also works. If it is the main thread, it leaves its work about every 50 ms for a callback (POLL) in
+which Python runs pending handlers. If one raises, as Ctrl-C does, the callback sets STOP. All threads read STOP between
+tiles and skip the remaining work; the results are dropped. When the calling thread runs out of work, it keeps handling
+signals until the other threads are done.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tilewise.backends.cpu.scoring import BLOCK_N
 __all__ = ["answer_signals", "has_stopped", "is_due", "leave", "stops", "stops_at"]
 
 POLL_MILLISECONDS = 50
-# Tile loops ask at keys that are multiples of this: 8 tiles take at most 10 ms.
+# Tile loops poll at keys that are multiples of this, which is at most 10 ms apart.
 POLL_KEYS = 8 * BLOCK_N
 LONGEST_SLEEP = 1000
 
 
 @driver
 def answers_signals(p: int) -> int:
-    """Whether this is the thread that answers signals, if one does."""
+    """Whether this is the thread that handles signals."""
     if field(p, f.POLL) == 0:
         return 0
     return call_function(field(p, f.THREAD_ID), 0, 0) == field(p, f.CALLER)
@@ -31,7 +31,7 @@ def answers_signals(p: int) -> int:
 
 @driver
 def is_due(p: int) -> int:
-    """Whether this thread answers signals and has not done so for a while."""
+    """Whether this thread handles signals and has not done so for a while."""
     if answers_signals(p) == 0:
         return 0
     call_function(field(p, f.CLOCK), field(p, f.CLOCK_ID), p + 8 * f.CLOCK_SECONDS)
@@ -50,13 +50,13 @@ def answer_signals(p: int) -> None:
 
 @driver
 def has_stopped(p: int) -> int:
-    """Whether the rest of the work is to be left."""
+    """Whether the remaining work is to be skipped."""
     return load_shared(p + 8 * f.STOP)
 
 
 @driver
 def stops(p: int) -> int:
-    """The same, after signals were answered if that is due."""
+    """`has_stopped`, after handling signals if that is due."""
     if is_due(p):
         answer_signals(p)
     return has_stopped(p)
@@ -64,20 +64,22 @@ def stops(p: int) -> int:
 
 @driver
 def stops_at(p: int, key: int) -> int:
-    """The same in a loop over tiles, where most of them do not ask."""
+    """`stops` in a loop over tiles, most of which do not poll."""
     return stops(p) if key % POLL_KEYS == 0 else 0
 
 
 @driver
 def leave(p: int) -> None:
-    """The end of a thread's work. Sleeps grow with the time that is waited: the end is noticed a few percent late."""
+    """The end of a thread's work. Sleeps grow with the time waited, so the end is noticed at most a few
+    percent late.
+    """
     if field(p, f.POLL) == 0:
         return
     atomic_add(p + 8 * f.THROUGH, 1)
     if answers_signals(p) == 0:
         return
     microseconds = 0
-    # Threads that have not begun yet will find nothing to do.
+    # Threads that have not started yet will find nothing to do.
     while load_shared(p + 8 * f.THROUGH) < load_shared(p + 8 * f.BLOCK_FIELDS):
         stops(p)
         call_function(field(p, f.SLEEP), microseconds, 0)

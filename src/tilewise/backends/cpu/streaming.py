@@ -1,8 +1,7 @@
-"""Kernels for few query rows: vectors run along the head dim and K and V are read once, straight from where they are.
+"""Kernels for few query rows: vectors run along the head dim, and K and V are read once, directly from the tensors.
 
-Decoding is bound by memory, so what matters is that loads are in flight at all times: while scores are computed from
-K the same rows of V are prefetched, and while V is weighed the next rows of K are. That alone is 2.9x over waiting
-for each in turn.
+Decoding is bound by memory, so loads must be in flight at all times: while scores are computed from K, the same rows of
+V are prefetched, and while V is weighted, the next rows of K are.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ROWS, KEYS, KEYS_FOR_ONE = 4, 4, 8
 # Vectors of V per row that are accumulated in registers.
 STRIP_FOR_ROWS, STRIP_FOR_ONE = 4, 8
 CACHE_LINE = 64
-# Vectors of a row of K that a round of the loop multiplies at most, and how many of each key are in registers at once.
+# Maximum vectors of a row of K per loop iteration, and how many of each key are in registers at once.
 MOST_VECTORS, TOGETHER = 4, 2
 
 
@@ -36,16 +35,16 @@ def _in_groups(e: Emitter, count: Value, size: int, body: Callable[[Value, int],
 
 
 def _sums_of_lanes(e: Emitter, vectors: list[Value]) -> Value:
-    """A vector that starts with the sum of each vector's lanes; their number is a power of two, at most lanes.
+    """A vector that starts with the sum of each vector's lanes. Their number is a power of two, at most `lanes`.
 
-    Lanes i and i + width / 2 are added until one is left, which is one order however many vectors take part. Two
-    vectors with half their lanes used become one: 15 such steps for 16 vectors instead of 64 of one vector each.
+    Lanes i and i + width / 2 are added until one is left, which is the same order for any number of vectors. Two
+    half-used vectors are merged into one, so 16 vectors take 15 steps instead of 64.
     """
     b, width = e.b, e.lanes
     current = vectors
     while width > 1:
         half = width // 2
-        # The first half of each block of `width` lanes of the first vector, then of the second one.
+        # The first half of each block of `width` lanes of the first vector, then of the second.
         low = [start + i for start in range(0, 2 * e.lanes, width) for i in range(half)]
         pairs = zip(current[::2], current[1::2] or current, strict=True)
         picks = [ir.Constant(e.int_vector, [lane + shift for lane in low]) for shift in (0, half)]
@@ -55,7 +54,7 @@ def _sums_of_lanes(e: Emitter, vectors: list[Value]) -> Value:
 
 
 def _store_sums(e: Emitter, sums: list[Value], out: Value, first_key: int, rows: int) -> None:
-    """The sums of lanes of [keys][rows] vectors to where the scores of these keys and rows are."""
+    """Stores the lane sums of [keys][rows] vectors as the scores of these keys and rows."""
     total = _sums_of_lanes(e, sums)
     for n in range(len(sums) // rows):
         pick = ir.Constant(ir.VectorType(I32, rows), [n * rows + r for r in range(rows)])
@@ -79,8 +78,8 @@ def stream_scores(
     ahead_stride: Value,
     factor: Value,
 ) -> None:
-    """s[num_keys][num_rows of panel] = k[num_keys][dim] . q[num_rows][dim]; dim is a multiple of lanes, rows at
-    `ahead` are prefetched.
+    """s[num_keys][num_rows of panel] = k[num_keys][dim] . q[num_rows][dim]; dim is a multiple of lanes, rows at `ahead`
+    are prefetched.
     """
     b = e.b
 
@@ -104,7 +103,7 @@ def stream_scores(
                         sums[n * rows + r] = e.fma(query, loaded[n][w], sums[n * rows + r])
             return sums
 
-        # A cache line of K at a time, so that none is prefetched twice, and then what is left.
+        # One cache line of K at a time, so that none is prefetched twice; then the rest.
         most = min(MOST_VECTORS, max(1, CACHE_LINE // (e.lanes * item)))
         whole = b.and_(dim, e.i64(-most * e.lanes))
         sums = e.positive(whole, most * e.lanes, functools.partial(step, most), [e.f32s(0.0)] * (rows * keys))

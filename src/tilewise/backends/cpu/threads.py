@@ -1,7 +1,7 @@
-"""Running a program on several threads: torch's own OpenMP team where there is one, else a pool of Python threads.
+"""Runs a program on several threads: torch's own OpenMP team if there is one, else a pool of Python threads.
 
-Sharing torch's team means one pool that follows `torch.set_num_threads`, and no threads that fight over cores. Every
-thread runs the same function on the same parameter block; work is handed out by counters inside it.
+Sharing torch's team means one pool that follows `torch.set_num_threads`, and no oversubscription of cores. Every thread
+runs the same function on the same parameter block; counters inside the block distribute the work.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from tilewise import process
 
 __all__ = ["num_threads", "openmp_library", "run"]
 
-# A worker forked before tilewise was imported, from a process whose torch had a team already.
+# A worker forked before tilewise was imported, from a process whose torch already had a team.
 _IS_FORKED_WORKER = type(multiprocessing.current_process()).__name__ == "ForkProcess"
-# All of these export GOMP_parallel: GNU's, LLVM's and Intel's OpenMP.
+# GNU's, LLVM's and Intel's OpenMP all export GOMP_parallel.
 OPENMP_NAMES = ("libgomp", "libomp", "libiomp5")
 
 
 def num_threads() -> int:
     """How many threads a call may use: torch's setting, or one in a forked child.
 
-    A team of threads does not survive fork(), and waiting for it would hang.
+    A thread team does not survive fork(), and waiting for it would hang.
     """
     return 1 if _IS_FORKED_WORKER or process.is_forked() else torch.get_num_threads()
 
 
 def run(address: int, block: array[int], threads: int, on_interrupt: Callable[[], object] | None = None) -> None:
-    """Call the function at an address with the parameter block on some threads; the GIL is released meanwhile.
+    """Call the function at an address with the parameter block on several threads, without the GIL.
 
-    It returns, or raises what a signal handler raised, when no thread uses the block any more; `on_interrupt` is called
-    to make that soon.
+    Returns, or raises what a signal handler raised, when no thread uses the block any more. `on_interrupt` is called to
+    make that soon.
     """
     data, _ = block.buffer_info()
     if threads == 1:
@@ -53,7 +53,7 @@ def run(address: int, block: array[int], threads: int, on_interrupt: Callable[[]
     interruption: BaseException | None = None
     try:
         _function(address)(data)
-    except BaseException as error:  # a signal handler's, raised below
+    except BaseException as error:  # from a signal handler, raised below
         interruption = error
     while not all(other.done() for other in others):
         try:
@@ -78,7 +78,7 @@ def _pool(workers: int) -> ThreadPoolExecutor:
 
 @functools.cache
 def _openmp_parallel() -> Any:
-    """GOMP_parallel(function, data, threads, flags) of the OpenMP runtime torch uses; None if it has none."""
+    """GOMP_parallel(function, data, threads, flags) of the OpenMP runtime torch uses, or None."""
     path = openmp_library()
     if path is None:
         return None
@@ -89,7 +89,7 @@ def _openmp_parallel() -> Any:
 
 
 def openmp_library() -> Path | None:
-    """The OpenMP runtime this process has loaded (torch's), or the one torch ships where the system cannot tell."""
+    """The OpenMP runtime this process has loaded (torch's), or the one torch ships if the system cannot report it."""
     if "OpenMP" not in torch.__config__.parallel_info():
         return None
     maps = Path("/proc/self/maps")
@@ -100,7 +100,7 @@ def openmp_library() -> Path | None:
             if len(line.split(None, 5)) == 6
         }
         loaded = sorted(path for path in mapped if path.name.startswith(OPENMP_NAMES))
-        # Two runtimes may be loaded (scikit-learn brings one): torch's is the one in its own folder.
+        # Two runtimes may be loaded (scikit-learn brings one): torch's is in its own folder.
         own = [path for path in loaded if "torch" in path.parts or "torch.libs" in path.parts]
         return next(iter(own or loaded), None)
     shipped = [path for name in OPENMP_NAMES for path in Path(torch.__file__).parent.glob(f"lib/{name}*")]

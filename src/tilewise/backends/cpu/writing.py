@@ -1,4 +1,4 @@
-"""Scatter rows of K and V into pages. One work item is a few rows; every row is copied by whoever takes its item."""
+"""Scatter rows of K and V into pages. A work item is a few rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def copy_bytes(e: Emitter, source: Value, target: Value, count: Value) -> None:
 
 @driver
 def write_row(p: int, tensor: int, row: int, slot: int) -> None:
-    """One row of K (or V) into its slot: at once where the heads of both lie side by side, else head by head."""
+    """Copy one row of K (or V) into its slot: at once if its heads are adjacent on both sides, else head by head."""
     size, page_size = field(p, tensor + f.HEAD_BYTES), field(p, f.PAGE_SIZE)
     source = field(p, tensor + f.SOURCE) + row * field(p, tensor + f.SOURCE_ROW)
     target = field(p, tensor + f.PAGES) + slot // page_size * field(p, tensor + f.PAGES_PAGE)
@@ -37,7 +37,7 @@ def write_row(p: int, tensor: int, row: int, slot: int) -> None:
 
 @driver
 def write_rows(p: int) -> None:
-    """What each thread runs: take items until none is left."""
+    """The entry point of each thread: take items until none is left."""
     rows = field(p, f.NUM_ROWS)
     while True:
         first = atomic_add(p + 8 * f.BLOCK_FIELDS + f.NEXT_ITEM, f.ROWS_PER_ITEM)

@@ -1,4 +1,4 @@
-"""The specification: every feature of the contract in plain fp64, materialising the scores. Made to be read."""
+"""The specification: every feature of the contract in plain fp64, with materialised scores. Written to be read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["BACKEND"]
 
 
 class ReferenceBackend:
-    """Accepts every valid problem wherever torch computes in fp64; memory grows with seqlen_q * seqlen_k."""
+    """Accepts every valid problem wherever torch computes in fp64. Memory grows with seqlen_q * seqlen_k."""
 
     name = "reference"
 
     def unavailable(self) -> str | None:
-        """Always there."""
+        """Always available."""
         return None
 
     def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
@@ -46,7 +46,9 @@ class ReferenceBackend:
         dlse: Tensor | None,
         wanted: Wanted,
     ) -> Gradients:
-        """Every gradient by the textbook formulas; `out` and `lse` are recomputed in fp64, not taken rounded."""
+        """Every gradient by the textbook formulas. `out` and `lse` are recomputed in fp64, because the given ones are
+        rounded.
+        """
         del out, lse
         return specification.backward(problem, operands, dout, dlse, wanted)
 

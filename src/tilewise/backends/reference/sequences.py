@@ -1,4 +1,4 @@
-"""One sequence at a time: dense, packed and paged operands as plain (heads, seqlen, dim) arrays, and the way back."""
+"""One sequence at a time: dense, packed and paged operands as plain (heads, seqlen, dim) arrays, and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Sequence", "accumulate", "empty_out", "heads_first", "row_scales", "
 
 @dataclass(frozen=True)
 class Sequence:
-    """Where one sequence lives: an index into the batch, rows of q, and rows of k and v (slots of pages when paged)."""
+    """The position of one sequence: batch index, rows of q, and rows of k and v (slots of pages when paged)."""
 
     index: int
     q_rows: Tensor
@@ -65,7 +65,9 @@ def empty_out(problem: AttentionProblem, device: torch.device) -> tuple[Tensor, 
 
 
 def zero_gradient(problem: AttentionProblem, operand: Tensor) -> Tensor:
-    """fp64 zeros for the gradient of q, k or v, in the memory order of the layout whatever the operand's strides."""
+    """fp64 zeros for the gradient of q, k or v, in the memory order of the layout regardless of the operand's
+    strides.
+    """
     zeros = torch.zeros_like(in_layout(problem, operand), dtype=torch.float64, memory_format=torch.contiguous_format)
     return in_layout(problem, zeros)
 

@@ -103,8 +103,8 @@ def _backward_one(
 
     dv = (p * keep).transpose(1, 2) @ do
     dp = do @ v.transpose(1, 2) * keep
-    # Softmax's Jacobian: every score of a row is pulled back by delta = sum_j p_j dp_j, and pushed by lse's own
-    # gradient.
+    # Softmax's Jacobian: delta = sum_j p_j dp_j is subtracted from every score gradient of a row, and lse's own
+    # gradient is added.
     delta = (p * dp).sum(-1)
     ds = p * (dp - delta[..., None] + dl[..., None])
     dsinks = torch.zeros(problem.num_heads, dtype=torch.float64, device=q.device)
@@ -165,7 +165,7 @@ def _score(problem: AttentionProblem, operands: Operands, sequence: Sequence, q:
 
 
 def _softmax(problem: AttentionProblem, operands: Operands, sequence: Sequence, s: Tensor) -> Softmax:
-    """Steps 6 and 7: the sink joins the denominator, dropout thins the numerator only."""
+    """Steps 6 and 7: the sink joins the denominator, dropout affects the numerator only."""
     lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -math.inf)
     if operands.sinks is not None:
         lse = torch.logaddexp(lse, operands.sinks.double()[:, None].expand_as(lse))
@@ -173,7 +173,7 @@ def _softmax(problem: AttentionProblem, operands: Operands, sequence: Sequence, 
 
 
 def _probabilities(operands: Operands, s: Tensor) -> Tensor:
-    """Divided by their sum, not exp(s - lse): beside a score of 1e17 lse has no digits left for the logarithm of it."""
+    """Divided by their sum, not exp(s - lse): next to a score of 1e17, lse has no digits left for the logarithm."""
     top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
     top = torch.where(top.isinf(), 0.0, top)
     weights = torch.exp(s - top)
@@ -184,7 +184,7 @@ def _probabilities(operands: Operands, s: Tensor) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """An empty row has lse -inf; subtracting 0 leaves its probabilities exp(-inf) = 0, -inf would make them NaN."""
+    """An empty row has lse -inf; subtracting 0 instead gives probabilities exp(-inf) = 0, not NaN."""
     return torch.where(lse == -math.inf, 0.0, lse)
 
 

@@ -28,7 +28,7 @@ __all__ = ["BACKEND", "TritonBackend"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
-# Shared memory of the smallest dK/dV tile (16 x 16) in fp32 with a padded head_dim of 512, as compiled.
+# Shared memory of the smallest dK/dV tile (16 x 16) in fp32 at a padded head_dim of 512, as compiled.
 WIDE_SINGLE_SMEM = 132096
 
 
@@ -82,7 +82,7 @@ class TritonBackend:
         return TileShape(config.block_m, config.block_n)
 
     def fp8_path(self, problem: AttentionProblem) -> str:
-        """What becomes of e4m3 operands, for `explain()`."""
+        """How e4m3 operands are computed, for `explain()`."""
         if problem.head_dim % 2 or problem.head_dim_v % 2:
             return (
                 "dequantised to fp32 before the kernels: rows of an odd head_dim cannot be read two columns at a time"
@@ -102,13 +102,13 @@ class TritonBackend:
         return trial.report(self)
 
     def launch_path(self) -> str:
-        """How kernels are started here, for `tilewise doctor`."""
+        """How kernels are launched here, for `tilewise doctor`."""
         return str(importlib.import_module("tilewise.backends.gpu.driver").launch_path())
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse); see Backend."""
         if problem.fp8 and not _read_in_pairs(operands):
-            # In fp32: rounded to bf16 first, lse is off by 2e-3, and fp16 might not hold what e4m3 and its scale do.
+            # In fp32: bf16 would round lse visibly, and fp16 may overflow on e4m3 times its scale.
             plain, operands = dequantised(problem, operands, torch.float32)
             out, lse = _launch().run_forward(plain, operands)
             return out.to(problem.dtype), lse
@@ -152,7 +152,7 @@ class TritonBackend:
         return bound
 
     def write_rows(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-        """Rows of K and V into slots of pages: see tilewise.kv.writing."""
+        """Writes rows of K and V into slots of pages: see tilewise.kv.writing."""
         from tilewise.backends.triton import serving
 
         serving.write_rows(k, v, k_pages, v_pages, slots)
@@ -166,13 +166,13 @@ class TritonBackend:
     def append_quantised(
         self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
     ) -> None:
-        """Rows of K and V into slots of e4m3 pages: see tilewise.kv.quantised."""
+        """Writes rows of K and V into slots of e4m3 pages: see tilewise.kv.quantised."""
         from tilewise.backends.triton import quantised_rows
 
         quantised_rows.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
 
     def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
-        """Whether `attend_prefixes` is for such groups: where rows alone fill the device, ordinary kernels are."""
+        """Whether `attend_prefixes` suits such groups. Where rows alone fill the device, the ordinary kernels do."""
         launch = importlib.import_module("tilewise.backends.triton.launch_prefix")
         return self.supports(problem, device) is None and bool(launch.num_splits(problem, num_rows, device) > 1)
 
@@ -185,7 +185,7 @@ class TritonBackend:
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """What rows see of the prefixes of their groups worked into `out` and `lse`: see tilewise.cascade."""
+        """Attends rows to the prefixes of their groups and merges into `out` and `lse`: see tilewise.cascade."""
         from tilewise.backends.triton import launch_prefix
 
         if problem.fp8 and not _read_in_pairs(operands):
@@ -195,7 +195,7 @@ class TritonBackend:
     def bind_prefixes(
         self, problem: AttentionProblem, operands: Operands, num_rows: int, *results: Tensor | None
     ) -> Prefixes | None:
-        """`attend_prefixes` for operands, rows, out and lse that lie like these; None if e4m3 is converted first."""
+        """`attend_prefixes` bound to operands, rows, out and lse with such strides. None if e4m3 is converted first."""
         if problem.fp8 and not _read_in_pairs(operands):
             return None
         bound: Prefixes = importlib.import_module("tilewise.backends.triton.launch_prefix").bind_prefixes(
@@ -206,8 +206,8 @@ class TritonBackend:
     def bind_after(
         self, own: Bound, prefixes: Prefixes, count: int, unread: Sequence[str], problem: AttentionProblem
     ) -> Bound | None:
-        """The pass of the own keys (`problem`; any GPU backend's) and that of the prefixes as one, for the first
-        `count` operands and the tensors of a hint; without what is `unread`.
+        """One pass for the own keys (`problem`; of any GPU backend) and the prefixes. It takes the first `count`
+        operands and the tensors of a hint, and does not make the results in `unread`.
         """
         both: Bound = importlib.import_module("tilewise.backends.triton.launch_prefix").bind_after(
             own, prefixes, count, unread, problem
@@ -215,14 +215,14 @@ class TritonBackend:
         return both
 
     def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
-        """Rows of a partial result over other keys worked into `out` and `lse`: see tilewise.cascade."""
+        """Merges rows of a partial result over other keys into `out` and `lse`: see tilewise.cascade."""
         from tilewise.backends.triton import serving
 
         serving.merge_rows(out, lse, part, part_lse, rows)
 
 
 def _read_in_pairs(operands: Operands) -> bool:
-    """Whether two columns of every e4m3 row can be read as one number: no odd head_dim, stride or address."""
+    """Whether two columns of every e4m3 row can be read as one 16-bit number: no odd head_dim, stride or address."""
     quantised = [t for t in operands[:3] if t.dtype == torch.float8_e4m3fn]
     return all(t.shape[-1] % 2 == 0 and t.data_ptr() % 2 == 0 and _even(t.stride()[:-1]) for t in quantised)
 

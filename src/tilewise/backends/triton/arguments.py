@@ -1,7 +1,7 @@
-"""Tensors as kernels see them: addresses with strides, descriptors where TMA can load, and what every score needs.
+"""Tensors as kernel arguments: addresses with strides, TMA descriptors where strides allow, and the score terms.
 
-Of strides no more is compiled in than this: whether an operand is aligned (its address and all its strides are
-multiples of 16 bytes), and whether the columns of a bias, mask or statistic lie side by side.
+Only two facts about strides are compiled in: whether an operand is aligned (its address and all its strides are
+multiples of 16 bytes), and whether the columns of a bias, mask or statistic are adjacent.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = [
 ]  # fmt: skip
 
 Views = Mapping[str, View]
-# Where the strides of (sequence, head, token) are found among those of a tensor; None stands for 0.
+# The dimensions whose strides are those of (sequence, head, token); None stands for a stride of 0.
 Dims = tuple[int | None, int | None, int | None]
 DENSE: Dims = (0, 1, 2)
 PACKED: Dims = (None, 1, 0)
 PACKED_STATS: Dims = (None, 0, 1)
 PAGES: Dims = (0, 2, 1)
-# Paged queries of one token a sequence are a batch of sequences of length 1.
+# Paged queries with one token per sequence are a batch of sequences of length 1.
 SINGLE: Dims = (0, 1, None)
 SINGLE_STATS: Dims = (1, 0, None)
-# The backward's statistics of a sequence fill whole tiles (see primitives.STAT_TILE); those of single tokens start at
+# The backward's statistics of a sequence fill whole tiles (see primitives.STAT_TILE). Those of single tokens start at
 # an aligned address for every head.
 STAT_TILE, STAT_ROWS = 128, 16
 # Rows of the largest tile.
@@ -45,9 +45,10 @@ MOST_ROWS = 256
 
 
 def _rows(name: str, view: View, dims: Dims, sizes: tuple[int, int], reach: int = MOST_ROWS) -> Rows:
-    """A tensor of token rows; the strides of its (sequences, heads) do not matter where there is only one.
+    """A tensor of token rows. A stride of a dimension of size 1 in `sizes` (sequences, heads) is ignored.
 
-    Kernels count up to `reach` rows from a 64-bit address in 32 bits, unless their stride is wider.
+    Kernels address up to `reach` rows from a 64-bit base with 32-bit offsets, unless the row stride is too large for
+    that.
     """
     strides = [0 if dim is None else view.strides[dim] for dim in dims]
     strides[:2] = [0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=False)]
@@ -60,7 +61,7 @@ def _rows(name: str, view: View, dims: Dims, sizes: tuple[int, int], reach: int 
 
 
 def _paired(view: View) -> View:
-    """e4m3 as the kernels read it (see quantised.py), other tensors as they are."""
+    """e4m3 as 16-bit pairs of columns (see quantised.py), other tensors unchanged."""
     if view.dtype != torch.float8_e4m3fn:
         return view
     return View((*(stride // 2 for stride in view.strides[:-1]), 1), torch.uint16, view.aligned)
@@ -77,7 +78,7 @@ def packed_rows(name: str, view: View, heads: int) -> Rows:
 
 
 def page_rows(problem: AttentionProblem, name: str, view: View) -> Rows:
-    """Rows of (pages, page_size, num_kv_heads, dim); a page takes the place of a sequence."""
+    """Rows of (pages, page_size, num_kv_heads, dim); pages are addressed like sequences."""
     return _rows(name, view, PAGES, (0, problem.num_kv_heads), max(MOST_ROWS, problem.page_size or 0))
 
 
@@ -102,17 +103,17 @@ def query_rows(plan: Plan, name: str, view: View) -> Rows:
 
 
 def stat_rows(plan: Plan, name: str, view: View, *, packed: bool | None = None) -> Rows:
-    """Rows of lse or dlse; `packed` to address one token a sequence as one long sequence."""
+    """Rows of lse or dlse. `packed` addresses single tokens as one long sequence."""
     dense = plan.problem.kind == "dense"
     packed = plan.traits.PACKED_Q if packed is None else packed
     dims = DENSE if dense else PACKED_STATS if packed else SINGLE_STATS
     batch, head, row = (0 if dim is None else view.strides[dim] for dim in dims)
-    # Lengths are among these strides, so nothing but adjacency is compiled in.
+    # Lengths are among these strides, so only adjacency is compiled in.
     return Rows(Address(name, view.dtype, aligned=False), batch, head, Fixed(1) if row == 1 else row)
 
 
 def stored_rows(plan: Plan) -> int:
-    """Rows of statistics that the backward keeps for a head; of packed sequences see primitives.sequence_of."""
+    """Rows of statistics per head in the backward; for packed sequences see primitives.sequence_of."""
     problem = plan.problem
     if problem.kind == "dense":
         return -(-problem.seqlen_q // STAT_TILE) * STAT_TILE
@@ -138,7 +139,7 @@ def workspace_rows(plan: Plan, index: int, *, packed: bool | None = None) -> tup
 
 
 def rows_allocation(problem: AttentionProblem, like: View, heads: int, seqlen: int, total: int, dim: int) -> Allocation:
-    """A new tensor of token rows, heads first over the memory order of the problem's layout."""
+    """A new tensor of token rows, heads first, in the memory order of the problem's layout."""
     if problem.kind != "dense":
         return Allocation((total, heads, dim), (heads * dim, dim, 1), like.dtype)
     shape = (problem.batch, heads, seqlen, dim)
@@ -157,8 +158,8 @@ def key_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> di
 
 
 def box_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Descriptors of q, K, V and out as boxes.py says, or None for all: then every tile comes and goes by TMA, what
-    is past the end of a sequence as zeros.
+    """Descriptors of q, K, V and out as in boxes.py, or None for all. With them every tile is loaded and stored by TMA;
+    rows past the end of a sequence are zeros.
     """
     problem, packed = plan.problem, plan.traits.PACKED_Q
     if not config.boxes or problem.kind == "paged" or problem.fp8 or not plan.is_unpadded:
@@ -179,19 +180,19 @@ def box_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> di
 
 
 def box_of(rows: Rows, batch: int, heads: int, num_rows: int, block: int, dim: int) -> Tile | None:
-    """The rows as (batch, heads, rows, columns), if TMA can address them so."""
+    """The rows as a (batch, heads, rows, columns) tensor map, if TMA can address them."""
     if not rows.ptr.aligned or 0 in (batch, heads, num_rows):
         return None
     strides = [stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row)]
-    # The stride of a dimension of one is not used, but a valid one is asked for.
+    # A dimension of size 1 needs a valid stride, though it is not used.
     strides = [dim if size == 1 else stride for size, stride in zip((batch, heads, num_rows), strides, strict=True)]
-    if min(strides) < 0 or strides[2] == 0:  # heads and sequences may share their rows
+    if min(strides) < 0 or strides[2] == 0:  # a stride of 0 is fine for heads and sequences, not for rows
         return None
     return Tile(rows.ptr, (batch, heads, num_rows, dim), (*strides, 1), (1, 1, block, dim))
 
 
 def packed_box_of(rows: Rows, heads: int, num_rows: int, block: int, dim: int) -> Tile | None:
-    """Packed rows as (ROWS_APART, ends, heads, rows, columns), see boxes.py, if TMA can address them so."""
+    """Packed rows as a (ROWS_APART, ends, heads, rows, columns) tensor map, see boxes.py, if TMA can address them."""
     apart = int(ROWS_APART)
     box = box_of(rows, 1, heads, num_rows, block, dim)
     if box is None or num_rows >= apart:
@@ -211,10 +212,8 @@ def query_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> 
 
 
 def stat_descriptors(plan: Plan, config: Config) -> dict[str, Any]:
-    """Descriptors of the backward's statistics, or None for both: where they pay, and whole tiles are stored.
-
-    An H200, the backward with and without at N = 4096, TFLOP/s, causal: D=64 370 and 361, D=128 381 and 349, D=256 236
-    and 236; full: 406 and 393, 427 and 439, 234 and 239.
+    """Descriptors of the backward's statistics, or None for both. Used under a causal mask or window and for heads up
+    to 64 wide, where they are faster, if whole tiles are stored; times in bench/results/triton-tiles.csv.
     """
     (lse, count), (delta, _) = (workspace_rows(plan, index) for index in range(2))
     traits = plan.traits
@@ -234,7 +233,7 @@ def _descriptors(
     block: int,
     on: bool,
 ) -> dict[str, Any]:
-    """Both or neither: one compiled kernel less. `dims` are the head dim and the tile's width."""
+    """Both or neither, to compile fewer variants. `dims` are the head dim and the tile's width."""
     on = on and all(dim == width for dim, width in dims.values())
     found = {n: matrix_of(plan, arguments[n], heads, num_rows, block, d) for n, (d, _) in dims.items()} if on else {}
     result: dict[str, Any] = {}
@@ -245,7 +244,7 @@ def _descriptors(
 
 
 def matrix_of(plan: Plan, rows: Rows, heads: int, num_rows: int, block: int, dim: int) -> tuple[Tile, Box] | None:
-    """A view of the rows as one matrix, if they have one row stride and TMA's alignment."""
+    """The rows viewed as one matrix, if they have a single row stride and TMA's alignment."""
     if not rows.ptr.aligned:
         return None
     per_batch, per_head, row = (stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row))
@@ -264,7 +263,7 @@ def matrix_of(plan: Plan, rows: Rows, heads: int, num_rows: int, block: int, dim
 
 
 def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
-    """What every kernel that computes scores is given."""
+    """Arguments of every kernel that computes scores."""
     problem = plan.problem
     slopes, table = views.get("alibi_slopes"), views.get("block_table")
     return {
@@ -292,7 +291,7 @@ def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
 
 
 def scale_arguments(views: Views) -> dict[str, Any]:
-    """The scales of e4m3 operands, as rows of (sequence or page, head, block); None where there are none."""
+    """The scales of e4m3 operands as rows of (sequence or page, head, block). None without scales."""
     found: dict[str, Any] = {}
     for name in ("q_scale", "k_scale", "v_scale"):
         address = single_address(views, name)
@@ -301,7 +300,7 @@ def scale_arguments(views: Views) -> dict[str, Any]:
 
 
 def single_address(views: Views, name: str) -> Address | None:
-    """A tensor that is read one number at a time: its alignment buys nothing."""
+    """A tensor that is read one element at a time, so its alignment does not matter."""
     return Address(name, views[name].dtype, aligned=False) if name in views else None
 
 
@@ -319,12 +318,12 @@ def _grid(views: Views, name: str) -> Grid4 | None:
 
 
 def is_listed(plan: Plan, direction: Pass) -> bool:
-    """Whether the programs of dQ or of dK/dV are taken from a list: where the rows they own are packed."""
+    """Whether the programs of dQ or dK/dV come from a list: where the rows they own are packed."""
     return plan.traits.PACKED_K if direction == "dkdv" else plan.traits.PACKED_Q
 
 
 def listed_tiles(plan: Plan, direction: Pass) -> int:
-    """The most tiles a list can have; kernels compute the same."""
+    """The maximum number of tiles in a list. Kernels compute the same."""
     problem, config = plan.problem, plan.config(direction)
     if direction == "dkdv":
         return most_blocks(problem.total_k, config.block_n, problem.batch)
@@ -338,7 +337,7 @@ def list_words(plan: Plan) -> int:
 
 
 def work_address(plan: Plan, direction: Pass) -> Address | None:
-    """Where the list is, None where there is none."""
+    """The address of the list, or None."""
     if not is_listed(plan, direction):
         return None
     words = 2 * workspace_rows(plan, 0)[1]
@@ -348,7 +347,7 @@ def work_address(plan: Plan, direction: Pass) -> Address | None:
 
 
 def listed_heads(plan: Plan, direction: Pass) -> int:
-    """Heads that are walked together: of queries in whole groups, for they share K and V."""
+    """Heads that are walked together. Query heads come in whole groups, because these share K and V."""
     problem, config = plan.problem, plan.config(direction)
     if config.heads_per_wave is not None:
         return config.heads_per_wave
@@ -361,14 +360,14 @@ def listed_heads(plan: Plan, direction: Pass) -> int:
 
 
 def _row_bytes(plan: Plan, direction: Pass) -> int:
-    """Bytes of a streamed row of one K/V head: of q and dout of its group, or of K and V."""
+    """Bytes of a streamed row of one K/V head: q and dout of its group, or K and V."""
     problem = plan.problem
     row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     return row * problem.group_size if direction == "dkdv" else row
 
 
 def listing_arguments(plan: Plan, made: Collection[str]) -> dict[str, Any]:
-    """What the kernel of the row statistics lists and clears for those of dq, dk and dv that are `made`."""
+    """What the row-statistics kernel lists and clears for the gradients in `made`."""
     problem, paged = plan.problem, plan.problem.kind == "paged"
     on = {"dq": "dq" in made and is_listed(plan, "dq"), "dkdv": "dk" in made and is_listed(plan, "dkdv")}
     keys = "seqlens_k" if paged else "cu_seqlens_k"

@@ -1,11 +1,11 @@
-"""Backward: dK/dV and dQ in two kernels that each own what they write. No atomics, so always repeatable.
+"""Backward: dK/dV and dQ in two kernels that each own what they write. No atomics, so results are repeatable.
 
-P is recomputed as exp(S - lse). `delta` is rowsum(dout * out) - dlse, so dS = P * (dP - delta); both come from
-row_stats.py, lse in the unit of the scores (log2 for plain ones) and as +inf for rows without keys: their P is exactly
-0 and nothing has to be masked.
+P is recomputed as exp(S - lse). `delta` is rowsum(dout * out) - dlse, so dS = P * (dP - delta). Both come from
+row_stats.py, with lse in the unit of the scores (log2 for plain ones) and +inf for rows without keys: their P is
+exactly 0 and needs no mask.
 """
 
-# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806, SIM102
 
@@ -65,7 +65,7 @@ def probabilities(
 
 @triton.jit
 def mask_outside(p, first, full_begin, full_end, m_idx, n_idx, band, seqlen_q, seqlen_k, T: tl.constexpr):
-    """P of a tile in a loop of which the part from full_begin to full_end needs no mask: one branch for the tile."""
+    """P of a tile in a loop whose part from full_begin to full_end needs no mask: one branch per tile."""
     if T.HAS_LEFT or T.HAS_RIGHT:
         if (first < full_begin) | (first >= full_end):
             p = tl.where(keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
@@ -75,7 +75,7 @@ def mask_outside(p, first, full_begin, full_end, m_idx, n_idx, band, seqlen_q, s
 @triton.jit
 def loop_bounds(begin, full_begin, full_end, end, whole, JOINED: tl.constexpr):
     """((begin, end), (begin, gap_begin, gap_end, end)) of a kernel's two loops. JOINED: tiles below `whole`, where all
-    rows and keys exist, then what is left; else tiles that need no mask, then those on either side of them.
+    rows and keys exist, then the rest. Otherwise: tiles that need no mask, then those on either side of them.
     """
     if JOINED:
         return (begin, tl.minimum(end, whole)), (tl.maximum(begin, whole), end, end, end)
@@ -84,7 +84,7 @@ def loop_bounds(begin, full_begin, full_end, end, whole, JOINED: tl.constexpr):
 
 @triton.jit
 def loop_end(gap_begin, gap_end, end, EDGE: tl.constexpr, JOINED: tl.constexpr):
-    """Where a loop over positions ends: one that jumps over a gap is shorter by it."""
+    """Where a loop over positions ends: a loop that skips a gap is shorter by it."""
     if EDGE and not JOINED:
         return gap_begin + tl.maximum(end - gap_end, 0)
     return end
@@ -122,7 +122,7 @@ def group_step(step, begin, upper, kv_head, BLOCK_M: tl.constexpr, T: tl.constex
 
 @triton.jit
 def described_stats(lse_desc, delta_desc, lse_unit, batch_idx, head, q_start, first, T: tl.constexpr):
-    """(lse, delta) of a tile of queries by TMA: by pointers each thread would copy what it needs, 32 times as much."""
+    """(lse, delta) of a tile of queries by TMA. By pointers each thread would copy what it needs, 32 times as much."""
     at = head * lse_unit.stride_head + first
     if T.PACKED_Q:
         at += (q_start // STAT_TILE + batch_idx) * STAT_TILE
@@ -136,8 +136,8 @@ def load_stats(
     lse_unit, delta, first, batch_idx, head, q_start, seqlen_q,
     EDGE: tl.constexpr, BLOCK_M: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """(lse, delta) of a tile of queries; +inf makes P of rows past the end 0. They are stored so in whole tiles (but
-    for single tokens): with a mask that the length decides they could not be loaded as vectors.
+    """(lse, delta) of a tile of queries. Rows past the end are stored as +inf and 0 in whole tiles (except for single
+    tokens), which makes their P 0: a mask that depends on the length would prevent vector loads.
     """
     m_row = first + tl.arange(0, BLOCK_M)
     lse_at = stat_base(lse_unit, batch_idx, head, q_start, T) + m_row * lse_unit.stride_row
@@ -156,17 +156,17 @@ def key_gradient_loop(
     EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr, JOINED: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """Add to dK and dV what the queries begin..gap_begin and gap_end..end of a group's heads contribute; those from
-    full_begin to full_end need no mask. EDGE: rows may not exist (JOINED), or scores may be masked.
+    """Add the contributions of the queries begin..gap_begin and gap_end..end of a group's heads to dK and dV. Queries
+    from full_begin to full_end need no mask. EDGE: rows may not exist (JOINED), or scores may be masked.
 
-    Works on transposed scores (keys are rows). One loop over heads and tiles: nested ones made ptxas serialise wgmma.
+    Works on transposed scores (keys are rows). One loop runs over heads and tiles, because ptxas serialises wgmma in
+    nested loops.
     """
     STAGES: tl.constexpr = 1 if EDGE and JOINED else None
     n_first, kv_head, batch_idx, q_start = place
     n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
     lower, upper = group_steps(begin, loop_end(gap_begin, gap_end, end, EDGE, JOINED), BLOCK_M, T)
-    # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one
-    # (C7515).
+    # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
     if lower < upper:
         tl.assume(lower < upper)
         for step in tl.range(lower, upper, BLOCK_M if T.GROUP_SIZE == 1 else 1, num_stages=STAGES):
@@ -191,8 +191,8 @@ def key_gradient_loop(
             dots = dot(k_tile, tl.trans(q_tile), T)
             if EARLY_DP:
                 dp = dot(v_tile, tl.trans(dout_tile), T)
-            # A bias is read with its key bound checked: the last key tile may be ragged even where no score needs a
-            # mask.
+            # A bias is read with its key bound checked: the last key tile may be incomplete even where no score is
+            # masked.
             p, capped = probabilities(
                 dots, lse_tile[None, :], m_row[None, :], n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE or
                 T.HAS_BIAS or T.HAS_MASK, T
@@ -278,11 +278,10 @@ def query_gradient_loop(
     begin, gap_begin, gap_end, end, full_begin, full_end,
     EDGE: tl.constexpr, BLOCK_N: tl.constexpr, JOINED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Add to dQ what the keys begin..gap_begin and gap_end..end contribute; as key_gradient_loop."""
+    """Add the contributions of the keys begin..gap_begin and gap_end..end to dQ; see key_gradient_loop."""
     STAGES: tl.constexpr = 1 if EDGE and JOINED else None
     m_idx, head, batch_idx = place
-    # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one
-    # (C7515).
+    # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
     stop = loop_end(gap_begin, gap_end, end, EDGE, JOINED)
     if begin < stop:
         tl.assume(begin < stop)

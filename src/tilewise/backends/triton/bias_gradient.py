@@ -1,12 +1,12 @@
-"""dbias: the score gradient summed over the dimensions in which the bias was broadcast. Nothing larger than the bias
-is written.
+"""dbias: the score gradient summed over the dimensions in which the bias is broadcast. Writes nothing larger than a few
+partial sums of the bias.
 
 Grid: (share of the repetitions, key tile, query tile, bias head, bias sequence). Each program recomputes S and dP of
-the tiles that map to its bias tile and adds up dS in registers; where there are few bias tiles the repetitions are
-shared out over programs, whose partial sums are added in a fixed order afterwards. No atomics.
+the tiles that map to its bias tile and sums dS in registers. Where there are few bias tiles, the repetitions are
+divided among programs, whose partial sums are added in a fixed order afterwards. No atomics.
 """
 
-# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
@@ -104,7 +104,7 @@ def bias_gradient_kernel(
     own_m_block = pid // num_shares // own_n % own_m
     own_head = pid // num_shares // own_n // own_m % bias_heads
     own_batch = pid // num_shares // own_n // own_m // bias_heads
-    # A broadcast dimension is walked from end to end, another one is visited at the program's own place.
+    # A broadcast dimension is walked from end to end; any other is visited at the program's own index.
     m_reps = tl.where(bias_rows == 1, m_blocks, 1)
     n_reps = tl.where(bias_cols == 1, n_blocks, 1)
     head_reps = sizes.num_heads // bias_heads

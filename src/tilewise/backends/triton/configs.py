@@ -1,6 +1,7 @@
-"""Which tile a problem gets on a device: tables by architecture, dtype width, head_dim and pass.
+"""Tile tables: the tile of a problem on a device, by architecture, dtype width, head_dim and pass.
 
-Nothing here needs Triton, so that `explain()` can ask. `overridden` replaces rows for experiments.
+Nothing here imports Triton, so `explain()` can use it. `overridden` replaces rows for experiments. The measurements
+behind rows and constants are in bench/results/triton-tiles.csv; the id is "table pass head_dim" or the name.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ Pass = Literal["forward", "dkdv", "dq", "decode", "dbias"]
 class Config:
     """How one kernel is tiled and compiled.
 
-    `descriptors`: whole tiles of what is streamed are loaded by TMA where the tensors allow. `boxes`: in the forward
-    all tiles are. `hold_queries`: in registers, for 16 bits and sm_90.
-    `heads_per_wave`: None means as many as keep their rows in L2. `max_registers` a thread, so that as many programs
-    fit a multiprocessor as shared memory allows. `joined`: tiles that a band masks share the pipelined loop of those
-    that need no mask; in the forward with boxes, dense rows and plain scores. `paired`: there K and V of a tile share a
-    barrier.
+    - `descriptors`: whole tiles of the streamed operands are loaded by TMA where strides allow.
+    - `early_dp`: dK/dV multiplies dP before it computes the probabilities, not after.
+    - `heads_per_wave`: heads that run at the same time; None means as many as keep their rows in L2.
+    - `max_registers`: limit per thread, so that as many programs fit an SM as shared memory allows.
+    - `joined`: masked tiles share the pipelined loop of unmasked ones; in the forward only with boxes and plain scores.
+    - `boxes`: the forward loads and stores all tiles by TMA (see boxes.py).
+    - `hold_queries`: queries stay in registers, for 16 bits and sm_90.
+    - `paired`: K and V of a tile share a barrier, in the joined loop of the forward.
     """
 
     block_m: int
@@ -46,95 +49,83 @@ class Config:
     paired: bool = False
 
 
-# More partial results than this are not worth merging; starting and finishing a program costs as much as reading this
-# many tiles.
+# Upper limit on splits, because partial results must be merged. Starting and finishing a program costs about as much as
+# reading PROGRAM_COST tiles.
 MAX_SPLITS = 128
 PROGRAM_COST = 2
-# Shared memory of a decode program beside tiles in flight.
+# Shared memory of a decode program in addition to the tiles in flight.
 DECODE_SHARED = 7 << 10
-# By element size: decode programs that a multiprocessor has registers for (168 a thread of four warps leave room for
-# three), and how many it takes to keep its share of the memory's bandwidth busy (16 bits: one has 0.7 of it, two all;
-# e4m3, batch 16 of 32768 keys, pages of 16, GB/s as of 16-bit keys: two 7650, three 8073).
+# By element size: how many decode programs fit an SM's registers, and how many it takes to saturate the SM's share of
+# the memory bandwidth.
 REGISTER_LIMIT = {1: 3, 2: 3, 4: 2}
 BUSY = {1: 3.0, 2: 1.4, 4: 1.4}
-# Keys of the smallest tile of e4m3 that is worth cutting out, so that it has one scale.
+# Smallest tile of e4m3 keys that is worth cutting out of a page so that it has a single scale.
 SHARING = 64
 
 # Padded head_dim (the larger of q's and v's) -> tile.
 Table = dict[int, Config]
 
-# Measured on an H200, bf16, 16384 tokens, TFLOP/s of the kernel alone at N = 4096 / 16384, against the next best tile.
+# Chosen on an H200 in bf16 as the fastest of the tiles tried, by the kernel's time alone.
 _HOPPER: dict[Pass, Table] = {
     "forward": {
-        # full at 4096 414 (without TMA: 404, 128x64 with 8 warps: 391, 64x128: 341)
+        # Beats pointers, and tiles of twice the rows or keys.
         64: Config(64, 64, 4, 3, descriptors=True),
-        # causal at 4096 465, with pointers for boxes and queries in shared memory 404 in the same run
+        # Boxes and held queries beat pointers with queries in shared memory.
         128: Config(64, 64, 4, 3, boxes=True, hold_queries=True),
-        # full at 4096 514 (128x32 with 3 stages: 461, without TMA: 447, 64x32 with 4 warps: 436)
+        # Beats pointers, half the keys, and half the rows.
         256: Config(128, 64, 8, 2, descriptors=True),
         512: Config(64, 32, 8, 2),
     },
     "dkdv": {
-        # full at 4096 541 (32x64: 505, 2 stages: 430, 64x128: 329)
+        # Beats half the queries, two stages, and twice the keys.
         64: Config(64, 64, 4, 3, descriptors=True, joined=True),
-        # full 610 / 642 (64x128 by TMA: 572 / 607)
+        # Beats twice the keys.
         128: Config(64, 64, 4, 2, descriptors=True, joined=True),
-        # full at 4096 315 (32x64: 206, with one stage 136)
+        # Beats half the queries, and one stage.
         256: Config(64, 64, 8, 2, descriptors=True, joined=True),
         512: Config(16, 32, 8, 1),
     },
     "dq": {
-        # full at 4096 602 (64x64: 587, 64x32: 559, 64x128: 481, 128x64 with 8 warps: 279)
+        # Beats smaller tiles, and eight warps.
         64: Config(128, 64, 4, 3, descriptors=True, joined=True),
-        # full 618 / 677 (the same without TMA: 591 / 640)
+        # Beats pointers.
         128: Config(128, 64, 8, 3, descriptors=True, joined=True),
-        # full at 4096 469 (128x32 by TMA: 424, 64x32 with 4 warps: 306, with 8 warps: 171)
+        # Beats half the keys with TMA, and half the rows.
         256: Config(128, 64, 8, 1, joined=True),
         512: Config(32, 16, 8, 1),
     },
 }
 
-# Kinds of problems with plain scores and no padding that have forward tiles of their own, in us of 16384 tokens, dense.
-# Few keys: at N = 128 / 256 / 512, full and causal; there starting a program and waiting for memory take as long as the
-# products, and three or four programs a multiprocessor hide it. Packed, in another run: sequences of 128 / 512, and a
-# mix of 16 sequences of 7 to 4096 tokens.
+# Forward tiles for problems with plain scores and no padding. With few keys, starting a program and waiting for memory
+# take as long as the products; three or four programs per SM hide both.
 SHORT_KEYS = 512
 Kind = Literal["few banded", "few", "window", "many"]
 _HOPPER_PLAIN: dict[Kind, Table] = {
-    # One loop under a mask waits for memory once.
+    # Under a mask, one loop waits for memory once, and K and V behind one barrier once per tile.
     "few banded": {
-        # 78 93 138 (a barrier each for K and V at 256 and 512 97 144, 64x64 in two loops 89 103 136)
-        # packed: 95 146 (64x64 in two loops 103 150)
         64: Config(64, 32, 4, 4, boxes=True, joined=True, paired=True, heads_per_wave=1),
     },
     "few": {
-        # 83 109 176, 89 103 136 (64 heads side by side: 88 116 191, 93 108 149; without `boxes` and `hold_queries`
-        # 102 133 201, 108 123 163)
+        # The register limit lets four programs fit an SM. One head at a time beats 64.
         64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128, heads_per_wave=1),
-        # 84 113 178, 75 89 120 (two loops 84 114 179, 78 94 125; and 64 heads side by side 86 113 180, 80 94 128)
-        # packed, causal: 87 129 (two loops 95 142, 4 stages 89 128, 64x64 at 512 138), full at 512 170 (172)
+        # The register limit lets three programs fit an SM. One loop beats two, one head at a time beats 64.
         128: Config(64, 32, 4, 3, boxes=True, hold_queries=True, joined=True, max_registers=168, heads_per_wave=1),
     },
-    # 1024 keys of N = 16384
+    # A few heads at a time beat as many as fit L2.
     "window": {
-        # 376 (4 heads at a time 384; by descriptors 4 heads 422, as many as fit L2 420)
         64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128, heads_per_wave=8),
-        # 335 (8 heads 338; K and V with one barrier 341; two loops, as many heads as fit L2 375)
-        # packed, all heads: 330 (two loops 381, 4 heads 329)
         128: Config(64, 64, 4, 3, boxes=True, hold_queries=True, joined=True, heads_per_wave=4),
     },
     "many": {
-        # N = 4096 full, causal, N = 16384 causal: 1329, 640, 2497 (by descriptors 1414, 692, 2622)
-        # mix, causal and full: 401, 747 (by descriptors 451, 809; 4 stages 448, one loop 437, 64x32 in one loop 468)
+        # The register limit lets four programs fit an SM. Boxes beat descriptors of whole tiles.
         64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128),
-        # the same: 1025, 529, 2082 (two loops 1058, 551, 2202; K and V with one barrier 2293)
-        # mix: 357, 663 (two loops 389, 673; K and V with one barrier 377, 64x32 384, 712)
+        # One loop beats two, and separate barriers beat a shared one.
         128: Config(64, 64, 4, 3, boxes=True, hold_queries=True, joined=True),
     },
 }
 
-# This table and the next three were not measured on such devices or problems, nor were the rows of 512 anywhere: they
-# are what compiles into the registers and shared memory there are.
+# This table and the next three were not measured on such devices or problems, nor were the rows of 512 anywhere. Their
+# tiles fit the registers and shared memory of the devices they serve.
 _LARGE_SMEM: dict[Pass, Table] = {
     "forward": {
         64: Config(128, 64, 4, 3),
@@ -177,9 +168,8 @@ _SMALL_SMEM: dict[Pass, Table] = {
     },
 }
 
-# Bias and mask tiles take registers and shared memory like another operand, dropout and softcap take registers, and
-# pages smaller than a tile take a pointer a row. 128 x 128 tiles with a bias would need 311 KB of shared memory and
-# spill 17 KB.
+# Bias and mask tiles take registers and shared memory like another operand; dropout and softcap take registers; pages
+# smaller than a tile take a pointer per row. Larger tiles spill or exceed shared memory.
 _RICH: dict[Pass, Table] = {
     "forward": {
         64: Config(64, 64, 4, 2),
@@ -201,7 +191,7 @@ _RICH: dict[Pass, Table] = {
     },
 }
 
-# fp32 products run on the ordinary units: small tiles, or the unrolled products spill.
+# fp32 products run on the ordinary units. Larger tiles spill, because the products are unrolled.
 _SINGLE: dict[Pass, Table] = {
     "forward": {
         64: Config(32, 32, 4, 1),
@@ -223,11 +213,11 @@ _SINGLE: dict[Pass, Table] = {
     },
 }
 
-# e4m3, widened to fp16 in registers: another copy of a tile on its way to the matrix units.
+# e4m3 is widened to fp16 in registers, which takes another copy of a tile.
 _QUANTISED: dict[Pass, Table] = {
     "forward": {
         64: Config(64, 64, 4, 2),
-        # 64 keys spill 1272 bytes on an A100 where pages are small
+        # More keys spill on an A100 where pages are small.
         128: Config(64, 32, 4, 2),
         256: Config(64, 32, 8, 2),
         512: Config(16, 32, 8, 1),
@@ -236,23 +226,22 @@ _QUANTISED: dict[Pass, Table] = {
 _QUANTISED_HOPPER: dict[Pass, Table] = {
     "forward": _QUANTISED["forward"]
     | {
-        # TFLOP/s of 4 sequences of 4096, causal, pages of 64: 232 (2 stages: 228, 128x64 with 8 warps: 206)
+        # Three stages beat two, and taller tiles.
         128: Config(64, 64, 4, 3),
     },
 }
 
-# block_m is a floor in decode, which takes as many rows as a group of heads has.
+# In decode block_m is a minimum: a tile has as many rows as a group has heads.
 _EVERYWHERE: dict[Pass, dict[int, Table]] = {
     "decode": {
-        # GB/s as of 16-bit keys, batch 16 of 32768, pages of 16, 64, 256: 8073, 8406, 8567 (bf16 4397, 4458, 4470).
-        # In another run, pages of 256: 2 stages 7227, 8 warps 5947, this row without a bound on registers 8392.
+        # Three stages beat two, four warps beat eight. The register limit lets three programs fit an SM.
         1: {
             64: Config(16, 128, 4, 3),
             128: Config(16, 128, 4, 3, max_registers=168),
             256: Config(16, 64, 4, 3),
             512: Config(16, 32, 4, 2),
         },
-        # GB/s at batch 16 of 8192 / 65536 and 64 of 8192 keys: 4232 / 4585 / 4418; others in docs/log/triton.md.
+        # The register limit lets three programs fit an SM. Other tiles: docs/log/triton.md.
         2: {
             64: Config(16, 64, 4, 3),
             128: Config(16, 64, 4, 3, max_registers=168),
@@ -277,8 +266,8 @@ def choose(
 ) -> Config:
     """The tile of one pass for a device, element width and padded head_dim (the larger of q's and v's).
 
-    `rich` problems hold more than K, V and scores in a tile, see traits.is_rich; of `kinds`, see `_kinds`, the first
-    that has a tile is taken.
+    `rich` problems hold more than K, V and scores in a tile (see traits.is_rich). `kinds` (see `_kinds`) are tried in
+    order; the first with a row for this head_dim is used.
     """
     override = (overrides() or {}).get(direction)
     if override is not None:
@@ -298,24 +287,21 @@ def choose(
 
 
 def within_pages(config: Config, page_size: int) -> Config:
-    """The tile of decoding from e4m3 pages, cut to 64 keys where all of them then have one scale.
-
-    An H200, batch 16 of 32768 keys, GB/s as of 16-bit keys: 8406 from pages of 64, tiles of 128 from pages of 32 7534.
-    """
+    """The tile for decoding from e4m3 pages, cut to SHARING keys where each tile then has a single scale."""
     if overrides() is None and page_size % config.block_n and page_size % SHARING == 0:
         return replace(config, block_n=SHARING)
     return config
 
 
 def _plain_table(device: DeviceSpec) -> dict[Pass, Table]:
-    """By architecture; a device that is not a GPU (the interpreter) takes the smallest tiles."""
+    """The table of an architecture. A device that is not a GPU (the interpreter) takes the smallest tiles."""
     if device.has_wgmma:
         return _HOPPER
     return _LARGE_SMEM if device.type == "cuda" and device.smem_bytes >= 160 << 10 else _SMALL_SMEM
 
 
 def overrides() -> Mapping[Pass, Config] | None:
-    """The rows replaced here and now, if any."""
+    """The rows replaced in this context, if any."""
     return _overrides.get()
 
 
@@ -330,25 +316,25 @@ def overridden(configs: Mapping[Pass, Config]) -> Iterator[None]:
 
 
 def heads_per_wave(device: DeviceSpec, bytes_per_head: int, group_size: int) -> int:
-    """How many heads run side by side: their streamed rows fill at most half of L2; whole groups, for they share K
-    and V.
+    """How many heads run at the same time: their streamed rows fill at most half of L2. Whole groups, because these
+    share K and V.
     """
     fitting = device.l2_bytes // 2 // max(1, bytes_per_head)
     return max(group_size, min(64, fitting) // group_size * group_size)
 
 
 def decode_programs(config: Config, device: DeviceSpec, itemsize: int, tile_columns: int) -> int:
-    """Programs of split decoding that a multiprocessor runs at a time; `tile_columns` are those of K and V together."""
+    """Programs of split decoding that an SM runs at a time. `tile_columns` are those of K and V together."""
     in_flight = (config.num_stages - 1) * config.block_n * tile_columns * itemsize
     fitting = device.smem_bytes // max(1, in_flight + DECODE_SHARED)
     return max(1, min(REGISTER_LIMIT[itemsize], fitting))
 
 
 def num_splits(device: DeviceSpec, itemsize: int, programs: int, rows: int, tiles: int) -> int:
-    """Into how many parts decode cuts the keys (`tiles` tiles) of each of `rows` (sequence, K/V head) pairs, where a
-    multiprocessor runs `programs` at a time.
+    """Into how many splits decode cuts the keys (`tiles` tiles) of each of `rows` (sequence, K/V head) pairs, where an
+    SM runs `programs` at a time.
 
-    The shortest estimate wins, of equal ones the fewest splits.
+    Takes the shortest estimate, and of equal ones the fewest splits.
     """
     choices = range(1, min(MAX_SPLITS, max(1, tiles)) + 1)
     busy = min(BUSY[itemsize], programs)
@@ -356,10 +342,8 @@ def num_splits(device: DeviceSpec, itemsize: int, programs: int, rows: int, tile
 
 
 def _duration(num_sms: int, programs: int, busy: float, rows: int, tiles: int, splits: int) -> float:
-    """Tiles of one slot while all are busy. Within one wave memory is shared by the multiprocessors that have the most
-    programs; over several waves programs end at different times, and the last half of one is lost. An H200, batch 64
-    of 8192 keys (128 tiles), GB/s at 1 to 4 splits: 3926, 4211, 4264, 4323; batch 16 at 2, 4, 6, 8: 4130, 3759, 4034,
-    3992.
+    """Estimated duration in tiles read by one slot while all slots are busy. Within one wave, the SMs with the most
+    programs decide. Over several waves, programs end at different times, and on average half a wave is wasted.
     """
     share = max(1, -(-tiles // splits))
     count, slots = rows * -(-tiles // share), num_sms * programs
@@ -369,19 +353,19 @@ def _duration(num_sms: int, programs: int, busy: float, rows: int, tiles: int, s
 
 
 def config_of(problem: AttentionProblem, device: DeviceSpec, direction: Pass) -> Config:
-    """The tile of one pass; few keys have their own where they were measured, with plain scores and no padding."""
+    """The tile of one pass."""
     width = max(tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8)))
     rich, kinds = is_rich(problem, direction), _kinds(problem)
     config = choose(direction, device, element_size(problem), width, rich, kinds)
-    # Heads one after the other were measured with dense rows and heads that share nothing.
+    # Running heads one after the other was measured for dense rows and ungrouped heads only.
     measured = problem.kind == "dense" and problem.group_size == 1
     replaced = direction in (overrides() or {})
     return config if measured or replaced else replace(config, heads_per_wave=None)
 
 
 def _kinds(problem: AttentionProblem) -> tuple[Kind, ...]:
-    """Which tables of plain problems to ask, in this order; they were measured, and their code was read, with V as wide
-    as K. With 128 columns beside 64 ptxas gives the registers of held queries away (test_triton_aot.lost_queries).
+    """Which plain tables apply, in this order. They require V as wide as K: with 128 columns of V next to 64 of K,
+    ptxas reuses the registers of held queries (test_triton_aot checks the machine code).
     """
     if not is_plain(problem) or problem.head_dim != problem.head_dim_v:
         return ()

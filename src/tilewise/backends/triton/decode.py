@@ -1,12 +1,10 @@
-"""Decode: few query tokens against many keys. The keys are split over programs, the partial results merged by a
-second kernel.
+"""Decode: few query tokens against many keys (split-KV). A second kernel merges the partial results.
 
-Grid: (split, K/V head, sequence), splits fastest. The query heads of a group are the rows of one tile, so each K/V
-tile is read once for the whole group. The number of splits depends on shapes and device only, so results are
-repeatable.
+Grid: (split, K/V head, sequence), splits fastest. The query heads of a group are the rows of one tile, so each K/V tile
+is read once for the whole group. The number of splits depends on shapes and device only, so results are repeatable.
 """
 
-# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
 
@@ -63,14 +61,14 @@ def decode_kernel(
     else:
         d_idx = tl.arange(0, T.BLOCK_D)[None, :]
         q_tile = tl.load(q_rows[:, None] + d_idx, mask=row_ok[:, None] & (d_idx < T.HEAD_DIM), other=0.0)
-    # A sequence without queries reads the first row of bias and mask: there is none before it.
+    # A sequence without queries reads the first row of bias and mask, not the one before it.
     last = tl.maximum(seqlen_q, 1)
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head[:, None], m_idx[:, None], last, T)
     place = (m_idx, head, batch_idx)
     acc = empty_accumulator(BLOCK_M, T)
     row_max, row_sum = initial_state(sinks, head, split == 0, scalars, BLOCK_M, T)
     if BLOCK_M <= 32:
-        # Warps share the keys of so small a tile: a sum of every column of its own saves two barriers a tile.
+        # The warps share the keys of so small a tile. Per-column sums save two barriers per tile.
         row_sum = tl.where(tl.arange(0, BLOCK_N)[None, :] == 0, row_sum[:, None], 0.0)
 
     begin, full_begin, full_end, end = key_range(rows_first(seqlen_q), seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
@@ -91,7 +89,7 @@ def decode_kernel(
     dv_idx = tl.arange(0, T.BLOCK_DV)
     tile_ok = row_ok[:, None] & (dv_idx[None, :] < T.HEAD_DIM_V)
     if SPLIT:
-        # Row of the (split, token, head) partials; tokens count through all sequences.
+        # Row of the (split, token, head) partials; tokens are numbered through all sequences.
         token = q_start + m_idx
         if not T.PACKED_Q:
             token = batch_idx * sizes.seqlen_q + m_idx
@@ -107,7 +105,7 @@ def decode_kernel(
 
 @triton.jit
 def rows_first(seqlen_q):
-    """Query 0, as a run-time number: the tile of a decode program starts there."""
+    """Query 0 as a run-time number: the tile of a decode program starts there."""
     return seqlen_q * 0
 
 
@@ -116,9 +114,9 @@ def combine_kernel(
     out_parts, lse_parts, out, lse, cu_seqlens_q, total_q, seqlen_q, num_heads, num_splits, batch,
     T: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of one (token, head). Grid: token * num_heads. Splits without keys weigh 0.
+    """Merge the partial results of one (token, head). Grid: token * num_heads. Splits without keys have weight 0.
 
-    BLOCK_SPLITS results are read at a time; any number of splits up to MAX_SPLITS runs the same kernel.
+    BLOCK_SPLITS results are read at a time; the same kernel serves any number of splits up to MAX_SPLITS.
     """
     head = tl.program_id(0) % num_heads
     token = tl.program_id(0) // num_heads

@@ -2,12 +2,12 @@
 
 Grid: one program for each (query tile, head, sequence), in the order of `work_item`. A program owns BLOCK_M rows of
 `out` and `lse` and writes them once; K and V are streamed through it. Tiles that no row sees are not visited; only
-tiles at an edge of the band or at the end of the keys are masked. The tiles of packed sequences are listed by a kernel
-that runs before (gpu/work_list.py), which also clears rows past the last sequence; packed queries of paged keys take
-the grid of the longest sequence, and the programs of the last one clear.
+tiles at an edge of the band or at the end of the keys are masked. A preceding kernel (gpu/work_list.py) lists the tiles
+of packed sequences and clears rows past the last one. Packed queries of paged keys use the grid of the longest
+sequence, and the programs of the last sequence clear.
 """
 
-# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, RET505, SIM102
 
@@ -57,7 +57,7 @@ from tilewise.backends.triton.quantised import (
 
 @triton.jit
 def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """q.k of a tile of keys; a source whose column is None is a descriptor of boxes and a place in it."""
+    """q.k of a tile of keys. A source whose column is None is a box descriptor with coordinates (see boxes.py)."""
     if T.FP8:
         return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     elif k_source[5] is None:
@@ -72,7 +72,7 @@ def add_values(
     acc, alpha, p, v_source, v_scales, pages, first, seqlen_k,
     EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Give acc * alpha + P V of a tile of keys."""
+    """Return acc * alpha + P V of a tile of keys."""
     if T.FP8:
         return add_quantised_values(acc, alpha, p, v_source, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     else:
@@ -86,7 +86,7 @@ def add_values(
 
 @triton.jit
 def empty_accumulator(BLOCK_M: tl.constexpr, T: tl.constexpr):
-    """Nothing yet: (BLOCK_M, BLOCK_DV), or the even and the odd columns of it."""
+    """A zero accumulator: (BLOCK_M, BLOCK_DV), or its even and odd columns."""
     if T.FP8:
         return zeros(BLOCK_M, T.BLOCK_DV // 2), zeros(BLOCK_M, T.BLOCK_DV // 2)
     else:
@@ -95,7 +95,7 @@ def empty_accumulator(BLOCK_M: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def plain_step(dots, tops, row_max, row_sum, scale_log2, T: tl.constexpr):
-    """The online softmax of plain scores; maxima are in log2 or, if EXACT, as the scores come."""
+    """One online-softmax step of plain scores. Maxima are in log2 units or, if EXACT, unscaled."""
     if T.EXACT:
         return softmax_step(dots, tops, row_max, row_sum, scale_log2)
     else:
@@ -110,12 +110,11 @@ def attend(
 ):  # fmt: skip
     """Advance the softmax state of a query tile over the keys begin..gap_begin and gap_end..end.
 
-    EDGE tiles are masked; others are known to be whole, and have no gap.
+    EDGE tiles are masked. Other tiles are complete, and have no gap.
     """
     m_idx, head, batch_idx = place
     scale_log2 = scalars.scale * LOG2E
-    # Told that the loop runs, ptxas keeps wgmma asynchronous; a path around the loop makes it wait after every one
-    # (C7515).
+    # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
     stop = gap_begin + tl.maximum(end - gap_end, 0)
     if begin < stop:
         tl.assume(begin < stop)
@@ -154,8 +153,8 @@ def attend_joined(
     end,
     BLOCK_N: tl.constexpr, PAIRED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """`attend` over all keys begin..end in one loop, for plain scores of rows that come in boxes: a branch masks
-    the tiles that are not between full_begin and full_end. PAIRED: K and V of a tile share a barrier.
+    """`attend` over all keys begin..end in one loop, for plain scores of rows in boxes. A branch masks the tiles that
+    are not between full_begin and full_end. PAIRED: K and V of a tile share a barrier.
 
     A second loop would wait for memory once more.
     """
@@ -181,7 +180,7 @@ def attend_joined(
 
 @triton.jit
 def finish(acc, row_max, row_sum, scalars, T: tl.constexpr):
-    """(out, lse) of a finished state: divide once; a row without keys is 0 and -inf."""
+    """(out, lse) of a finished state: divide once. A row without keys gives 0 and -inf."""
     if len(row_sum.shape) == 2:
         row_sum = tl.sum(row_sum, 1)
     empty = row_sum == 0.0
@@ -200,14 +199,14 @@ def finish(acc, row_max, row_sum, scalars, T: tl.constexpr):
     return acc * inverse[:, None], tl.where(empty, NEG_INF, lse)
 
 
-# Stands for a sink of +inf, in log2 or not: ln 2 of it is still over its half, and it may be multiplied by log2 e.
+# Replaces a sink of +inf, in either unit: large enough to outweigh all scores, and finite times log2 e or ln 2.
 ENDLESS = tl.constexpr(2.0**127)
 
 
 @triton.jit
 def initial_state(sinks, head, counts, scalars, BLOCK_M: tl.constexpr, T: tl.constexpr):
-    """(row_max, row_sum) before any key: a sink is a key without a value. `counts` is false where another split
-    counts it. For +inf stands a number that outweighs every score: inf - inf is NaN.
+    """(row_max, row_sum) before any key: a sink is a key without a value. `counts` is false where another split counts
+    it. +inf is replaced by a number that outweighs every score, because inf - inf is NaN.
     """
     row_max = tl.full([BLOCK_M], NEG_INF, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -225,7 +224,7 @@ def initial_state(sinks, head, counts, scalars, BLOCK_M: tl.constexpr, T: tl.con
 
 @triton.jit
 def with_endless_sinks(lse, T: tl.constexpr):
-    """The lse of whole rows: +inf again where `initial_state` has another number for it."""
+    """The lse of complete rows, with +inf where `initial_state` replaced it."""
     if T.HAS_SINKS:
         return tl.where(lse >= ENDLESS / 2, -NEG_INF, lse)
     else:
@@ -234,7 +233,7 @@ def with_endless_sinks(lse, T: tl.constexpr):
 
 @triton.jit
 def clear_lse(lse, head, block, num_blocks, lengths, sizes, BLOCK_M: tl.constexpr):
-    """-inf for packed rows that belong to no sequence."""
+    """Write -inf for packed rows that belong to no sequence."""
     begin = tl.load(lengths.cu_seqlens_q + sizes.batch)
     for first in tl.range(begin + block * BLOCK_M, sizes.total_q, num_blocks * BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
@@ -249,8 +248,8 @@ def forward_kernel(
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOLD_QUERIES: tl.constexpr,
     DIRECT: tl.constexpr, JOINED: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """out, lse of one (query tile, head, sequence). `work` lists the tiles of packed sequences; what belongs to none is
-    then cleared by who lists.
+    """Compute out and lse of one (query tile, head, sequence). `work` lists the tiles of packed sequences; the kernel
+    that makes the list also clears rows of no sequence.
     """
     if work is not None:
         num_blocks = sizes.total_q // BLOCK_M + sizes.batch

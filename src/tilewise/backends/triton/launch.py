@@ -1,7 +1,7 @@
-"""From canonical operands to kernels: everything but addresses is prepared once for a problem and its strides.
+"""From canonical operands to kernels. Everything but addresses is prepared once per problem and strides.
 
-A call looks its pass up, makes the results and starts the kernels. Nothing here waits for the device, so a call can be
-captured in a CUDA graph.
+A call looks up its pass, allocates the results and launches the kernels. Nothing here waits for the device, so calls
+can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ __all__ = [
     "run_forward",
 ]
 
-# What the backward of paged keys is given beside the tensors of a call.
+# Extra tensors of the backward of paged keys.
 PAGE_ORDER = ("order", "page_ends")
 
 
 class TunablePass(Pass):
-    """One that steps back where tiles are overridden for an experiment."""
+    """A pass that declines while tiles are overridden for an experiment."""
 
     __slots__ = ()
 
     def __call__(self, tensors: Sequence[Tensor | None], places: Places | None = None) -> list[Tensor] | None:
-        """What was made, or None."""
+        """The results, or None."""
         return super().__call__(tensors, places) if configs.overrides() is None else None
 
 
 class BackwardPass(NamedTuple):
-    """A backward call with everything but addresses."""
+    """A backward call without its addresses."""
 
     plan: Plan
     kernels: Pass
@@ -85,7 +85,7 @@ def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, 
 
 
 def _ready(operands: Operands) -> Operands:
-    """Sinks side by side, and the seed on the device."""
+    """Contiguous sinks, and the seed on the device."""
     sinks, seed = operands.sinks, operands.seed
     if seed is not None:
         seed = seed.contiguous() if seed.device == operands.q.device else _filled(seed, operands.q.device)
@@ -93,8 +93,8 @@ def _ready(operands: Operands) -> Operands:
 
 
 def _filled(seed: Tensor, where: torch.device) -> Tensor:
-    """A seed from the host, with or without its origin. Fills, not a copy: they need no pinned memory, wait for
-    nothing, and can be captured in a graph.
+    """A seed from the host, with or without its origin. Fill kernels instead of a copy: they need no pinned memory and
+    no synchronisation, and can be captured in a graph.
     """
     there = torch.empty(seed.shape, dtype=torch.int64, device=where)
     for slot, value in zip(there.view(-1), seed.reshape(-1).tolist(), strict=True):
@@ -111,7 +111,7 @@ def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: boo
 
 
 def _bindable(problem: AttentionProblem, sinks: Tensor | None) -> bool:
-    """Whether a call does nothing but make results and launch: see run_forward and run_backward."""
+    """Whether a call only allocates results and launches: see run_forward and run_backward."""
     nothing = 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k)
     scattered = sinks is not None and not sinks.is_contiguous()
     return not (nothing or scattered or problem.dropout > 0.0 or configs.overrides() is not None)
@@ -120,7 +120,7 @@ def _bindable(problem: AttentionProblem, sinks: Tensor | None) -> bool:
 def forward_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, wish: Wish = HEADS_FIRST
 ) -> Pass:
-    """The pass, prepared by the first call that needs it; tiles overridden for an experiment are not kept."""
+    """The pass, prepared by the first call that needs it. Not cached while tiles are overridden."""
     prepare = _kept_forward if configs.overrides() is None else _prepare_forward
     return prepare(problem, device, index, views, wish)
 
@@ -131,14 +131,14 @@ def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, 
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
     calls = forward_calls(problem, device, views | {name: a.view for name, a in made.items() if a is not None})
     elements = sum(passes.parts_size(plan)) + passes.forward_list_words(plan)
-    # Room for the lse parts to end where vectors may begin, see passes.decode_calls.
+    # Padding that aligns the parts of out for vector loads, see passes.decode_calls.
     made["workspace"] = Allocation.contiguous((elements + 4,), torch.float32) if elements else None
     kind = TunablePass if wish.in_layout else Pass
     return pass_of(problem.layout, calls, Operands._fields, made, device, index, wish, kind=kind)
 
 
 def result_allocations(problem: AttentionProblem, views: dict[str, View]) -> dict[str, Allocation]:
-    """What the forward makes: out and lse."""
+    """The results of the forward: out and lse."""
     rows = (problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
     return {
         "out": rows_allocation(problem, views["q"]._replace(dtype=problem.dtype), *rows),
@@ -219,7 +219,7 @@ def _summed(parts: Tensor, operands: Operands) -> Tensor:
 def backward_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, wanted: Wanted, wish: Wish = HEADS_FIRST
 ) -> BackwardPass:
-    """The pass, prepared by the first call that needs it; tiles overridden for an experiment are not kept."""
+    """The pass, prepared by the first call that needs it. Not cached while tiles are overridden."""
     prepare = _kept_backward if configs.overrides() is None else _prepare_backward
     return prepare(problem, device, index, views, wanted, wish)
 

@@ -1,4 +1,7 @@
-"""Shared prefixes, the host's side: how rows and keys are cut, and the pass with everything but addresses."""
+"""Host side of shared prefixes: how rows and keys are split, and the prepared pass.
+
+Measurements behind the constants are in bench/results/triton-tiles.csv, by name.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["attend_prefixes", "bind_after", "bind_prefixes", "num_splits", "prefix_calls"]
 
-# What is worked into, and in which order tensors are given.
+# The results that are updated, in the order in which tensors are given.
 RESULTS = ("rows", "out", "lse")
 GIVEN = (*Operands._fields, *RESULTS)
-# The tensors of a call with a hint, after its operands, and what this pass calls them.
+# The tensors of a call with a hint, after its operands, and their names in this pass.
 HINT = ("prefix_table", "prefix_seqlens", "prefix_starts", "rows", "block_table", "seqlens_k")
 RENAMED = {
     "block_table": "prefix_table", "seqlens_k": "prefix_seqlens", "cu_seqlens_q": "prefix_starts",
@@ -34,27 +37,22 @@ RENAMED = {
 }  # fmt: skip
 # The batch's own tables, which such a call does not read.
 UNUSED = {"block_table": "whole_table", "seqlens_k": "whole_seqlens"}
-# What the prefix kernel has of the arguments of kernels that compute scores.
+# The score arguments that the prefix kernel takes.
 SCORED = ("q", "k", "v", "lengths", "sizes", "band", "scalars", "T")
-# Programs a multiprocessor is given, and the splits that are worth merging: those of the first kernel are all read by
-# the second. 64 rows of 32 heads on 8 over 4096 keys take an H200 16.9 us in tiles of 64 x 64 with one program (4
-# splits), 20.4 with two, 16.5 in tiles of 128 x 64 (8 splits); with the merge 21.0, 24.8 and 20.9, and the forward
-# kernel, without splits, 51.
+# Programs per SM and the maximum number of splits. The merge reads the parts of all splits, so one program per SM wins.
 PROGRAMS, MAX_SPLITS = 1, 32
-# Splits that a warp merges at a time: 32 numbers a thread for 8 x 128. One (row, head) pair a program: 2048 pairs of 8
-# splits took 3.1 us, two at a time 4.0, four 7.8.
+# Splits that a warp merges at a time. One (row, head) pair per program is fastest.
 MERGED_SPLITS = 8
-# Up to so many, in rows of up to so many columns, are merged by the program of a tile that comes last where the device
-# waits for the host, which another launch takes 3.6 to 5.9 us. The device takes 3 to 7 us longer for it, with fewer
-# programs at work (64 rows of 32 heads, 2048 keys and 64 of their own: 27.7 us instead of 21.3; 8 splits at D=256 29 us
-# longer), so a graph has the kernel that merges. It waits where prefixes have at most so many products, and the own
-# keys so many bytes: those of 64 sequences with 2048 keys in common and 128 of their own (32 heads on 8, D=128).
+# Up to JOINED_SPLITS splits of rows up to JOINED_COLUMNS wide are merged by the program that finishes a tile's last
+# split. That saves a launch on the host but takes the device longer, with fewer programs at work. So it is used only
+# outside CUDA graphs, where the device waits for the host: prefixes with at most so many products, and own keys of at
+# most so many bytes.
 JOINED_SPLITS, JOINED_COLUMNS = 4, 128
 QUICK_PRODUCTS, QUICK_BYTES = 1 << 30, 1 << 25
 
 
 class PrefixPass(Pass):
-    """The pass with the merge in a kernel of its own; `joined` makes the other one."""
+    """The pass with a separate merge kernel; `joined` makes the other one."""
 
     __slots__ = ("joined", "problem")
 
@@ -65,8 +63,8 @@ class PrefixPass(Pass):
 def attend_prefixes(
     problem: AttentionProblem, operands: Operands, num_rows: int, rows: Tensor | None, out: Tensor, lse: Tensor
 ) -> None:
-    """Work what the `num_rows` rows of all groups see of their prefixes into `out` and `lse`, which hold what they see
-    of their own keys: see tilewise.cascade. A group takes the place of a sequence in problem and operands.
+    """Merge what the `num_rows` rows of all groups see of their prefixes into `out` and `lse`, which hold the results
+    over their own keys: see tilewise.cascade. Groups are the sequences of problem and operands.
     """
     bind_prefixes(problem, operands, num_rows, rows, out, lse).run((*operands, rows, out, lse))
 
@@ -74,7 +72,7 @@ def attend_prefixes(
 def bind_prefixes(
     problem: AttentionProblem, operands: Operands, num_rows: int, rows: Tensor | None, out: Tensor, lse: Tensor
 ) -> PrefixPass:
-    """`attend_prefixes` for tensors that lie like these, in this order."""
+    """`attend_prefixes` bound to tensors with such strides, in this order."""
     q, views = operands.q, raw_views((*operands, rows, out, lse))
     found = prefix_pass(problem, num_rows, devices.of(q.device), q.get_device(), views, joined=False)
     assert isinstance(found, PrefixPass)
@@ -82,8 +80,8 @@ def bind_prefixes(
 
 
 def bind_after(own: Pass, prefixes: PrefixPass, count: int, unread: Sequence[str], problem: AttentionProblem) -> Pass:
-    """Both passes in one, that of the own keys (`problem`) first, for the first `count` operands and the tensors of the
-    hint, which has the tables of both; `unread` are results that nobody asked for.
+    """Both passes in one, the own keys (`problem`) first. Takes the first `count` operands and the tensors of the hint,
+    which has the tables of both. `unread` are results that the caller does not want.
     """
     apart = _after(own, prefixes, count, unread)
     if not is_quick(problem, prefixes.problem):
@@ -94,7 +92,7 @@ def bind_after(own: Pass, prefixes: PrefixPass, count: int, unread: Sequence[str
 
 
 def is_quick(own: AttentionProblem, prefixes: AttentionProblem) -> bool:
-    """Whether the device is done with a call before the host has queued the next one."""
+    """Whether the device finishes a call before the host has queued the next one."""
     width = prefixes.head_dim + prefixes.head_dim_v
     products = prefixes.batch * prefixes.seqlen_q * prefixes.num_heads * prefixes.seqlen_k * width
     read = own.batch * own.seqlen_k * own.num_kv_heads * width * (1 if own.fp8 else own.dtype.itemsize)
@@ -106,7 +104,7 @@ def _after(own: Pass, prefixes: Pass, count: int, unread: Sequence[str]) -> Pass
     calls = [renamed(call, RENAMED) for call in prefixes.calls]
     made = {RENAMED[name]: allocation for name, allocation in prefixes.allocations.items()}
     hidden = (*unread, *[n for n in own.allocations if n not in RESULTS], *made)
-    # Kernels on one stream follow each other: those of both passes share the counters.
+    # Kernels on one stream run in order, so both passes can share the counters.
     return own.followed_by(prefixes, calls, given, made, hidden)
 
 
@@ -134,12 +132,12 @@ def _plan(problem: AttentionProblem, device: DeviceSpec) -> tuple[Plan, Config]:
 
 
 def _blocks(problem: AttentionProblem, device: DeviceSpec) -> int:
-    """Tiles of rows that the largest group may have, for each K/V head."""
+    """The most row tiles a group may have, for each K/V head."""
     return -(-problem.seqlen_q * problem.group_size // _plan(problem, device)[1].block_m)
 
 
 def num_splits(problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> int:
-    """Into how many parts the keys of every prefix are cut, so that all multiprocessors have something to do."""
+    """Into how many splits the keys of every prefix are cut, so that all SMs have work."""
     _, config = _plan(problem, device)
     tiles = -(-problem.seqlen_k // config.block_n)
     longest = _blocks(problem, device)
@@ -150,13 +148,13 @@ def num_splits(problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> 
 def prefix_calls(
     problem: AttentionProblem, num_rows: int, device: DeviceSpec, views: Views, *, joined: bool
 ) -> list[KernelCall]:
-    """The kernel of the prefixes, and the one that merges, if they are not to be joined or there are many splits;
-    `views` of the operands, `out`, `lse` and maybe `rows`.
+    """The prefix kernel, and the merge kernel unless the merge is joined. `views` are those of the operands, `out`,
+    `lse` and maybe `rows`.
     """
     plan, config = _plan(problem, device)
     splits, heads = num_splits(problem, num_rows, device), problem.num_heads
     joined, lse = joined and splits <= JOINED_SPLITS and problem.head_dim_v <= JOINED_COLUMNS, views["lse"]
-    # The lse parts come first; what vectors read begins at a multiple of 16 bytes.
+    # The lse parts come first; the out parts start at a multiple of 16 bytes for vector loads.
     shared: dict[str, Any] = {
         "rows": single_address(views, "rows"),
         "out_parts": Address("workspace", torch.float32, offset=-(-splits * num_rows * heads // 4) * 16),
@@ -192,7 +190,7 @@ def prefix_calls(
 
 
 def _descriptors(plan: Plan, scored: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Of K and V, and the rows of their matrices that a page takes; or of neither."""
+    """Descriptors of K and V and the rows of their matrices per page, or of neither."""
     problem = plan.problem
     whole = (
         plan.device.has_tma and plan.is_unpadded and not problem.fp8 and (problem.page_size or 0) % config.block_n == 0
@@ -206,7 +204,7 @@ def _descriptors(plan: Plan, scored: dict[str, Any], config: Config) -> dict[str
 
 
 def _page_matrix(problem: AttentionProblem, rows: Rows, block: int, dim: int) -> tuple[Tile, int] | None:
-    """All pages as one matrix, heads side by side, and how many of its rows a page takes; None if TMA cannot see it."""
+    """All pages as one matrix, heads side by side, and its rows per page. None if TMA cannot address it."""
     if not rows.ptr.aligned or problem.page_size is None:
         return None
     page, head, row = (stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row))

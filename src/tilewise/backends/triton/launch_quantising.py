@@ -1,4 +1,7 @@
-"""Quantising on a GPU: which of the kernels, over which blocks. See tilewise.fp8.quantisation for what they compute."""
+"""Host side of quantising: which kernel runs over which blocks. See tilewise.fp8.quantisation for the definition.
+
+Measurements behind the constants are in bench/results/triton-tiles.csv, by name.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +21,22 @@ from tilewise.fp8.scales import AMAX_FLOOR, broadcast_scale
 
 __all__ = ["Job", "quantising_calls", "quantize"]
 
-# In which order tensors are handed to the launches; the four after cu_seqlens are the rotation's.
+# The order in which tensors are passed to the launches; the four after cu_seqlens are the rotation's.
 NAMES = ("x", "cu_seqlens", "signs", "sizes", "norms", "directions", "data", "scale", "amax")
 BASIS = (signs, part_sizes, norms, directions)
-# Where the batch entries, the heads and the rows are, by layout.
+# The dimensions of batch entries, heads and rows, by layout.
 ORDER = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1), "packed": (0, 1, 0)}
-# Rows of a tile. Microseconds for 33.5 million elements with scales of blocks on an H200 (a copy by torch: 34), head
-# dims 64, 128, 256: 128 rows 36, 43, -; 64 rows 28, 28, 30; 32 rows -, 36, 37; 16 rows -, -, 45.
+# Rows of a tile; taller and shorter ones are slower.
 PLAIN_ROWS = 64
-# Elements of a rotated one: 92, 109, 126; half as many 90, 112, 127; all 128 rows held in registers 81, 117, spilled.
+# Elements of a rotated tile. Larger ones spill for wide heads.
 ROTATED_ELEMENTS = 4096
-# Tiles for which a program looks for the largest magnitude. With quantising, per head: one 44, 44, 45, two 43, 43, 43,
-# four 52, 52, 50. Of rotated ones two take longer: per tensor 97, 113, 121 instead of 95, 110, 118.
+# Tiles over which one program of amax_kernel searches. Rotated ones are searched tile by tile, which is faster.
 AMAX_TILES = 2
 Views = tuple[RawView | None, ...]
 
 
 class Job(NamedTuple):
-    """All of a call but its tensors; `seqlen` is that of the longest sequence."""
+    """A call without its tensors; `seqlen` is that of the longest sequence."""
 
     mode: str
     batch: int
@@ -49,12 +50,12 @@ class Job(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Scales of a head."""
+        """Scales per head."""
         return -(-self.seqlen // self.block) if self.block else 1
 
     @property
     def scale_shape(self) -> tuple[int, int, int]:
-        """Of the scales that are stored."""
+        """Shape of the stored scales."""
         alone = self.per_tensor and self.mode == "shared"
         return (1, 1, 1) if alone else (self.batch, self.heads, self.num_blocks)
 
@@ -111,7 +112,7 @@ def _prepared(job: Job, views: Views, device: torch.device) -> Pass:
 
 
 def quantising_calls(job: Job, views: Views, *, hardware: bool) -> list[KernelCall]:
-    """The quantising kernel, after the one that finds the largest magnitude where all rows share a scale."""
+    """The quantising kernel, preceded by amax_kernel where all rows share a scale."""
     named = dict(zip(NAMES, views, strict=True))
     address = {n: None if v is None else Address(n, v[1], v[2]) for n, v in named.items()}
     tile, num_warps = _tile(job)
@@ -141,7 +142,7 @@ def quantising_calls(job: Job, views: Views, *, hardware: bool) -> list[KernelCa
         "HARDWARE": hardware,
     }
     grid = (-(-job.seqlen // rows) * job.heads * job.batch, 1, 1)
-    # Sums and products are not fused: their bits are those of tilewise.fp8.quantisation.
+    # Multiply and add are not fused, so that bits equal those of tilewise.fp8.quantisation.
     quantising = KernelCall(quantize_kernel, grid, shared | own, num_warps, fused=False)
     if job.mode != "shared":
         return [quantising]
@@ -155,14 +156,14 @@ def _columns(job: Job) -> int:
 
 
 def _tile(job: Job) -> tuple[int, int]:
-    """(rows, warps) of a tile, of 32 elements a thread."""
+    """(rows, warps) of a tile, with 32 elements per thread."""
     columns = _columns(job)
     rows = max(1, ROTATED_ELEMENTS // columns) if job.rotation else PLAIN_ROWS
     return rows, max(rows * columns // 1024, 1)
 
 
 def _strides(view: RawView | None, layout: str) -> tuple[int | Multiple, ...]:
-    """Of (batch, head, row); multiples of 16 bytes are named as such, so that a thread loads that many at once."""
+    """Strides of (batch, head, row). Multiples of 16 bytes are marked, so that a thread loads that many at once."""
     assert view is not None
     whole = ALIGNMENT // view[1].itemsize
     strides: Any = (view[0][i] for i in ORDER[layout])

@@ -1,4 +1,4 @@
-"""The kernels of a problem, described without tensors: for compiling ahead of time."""
+"""The kernels of a problem, described without tensors, for ahead-of-time compilation."""
 
 from __future__ import annotations
 

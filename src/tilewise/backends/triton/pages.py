@@ -1,10 +1,10 @@
-"""Gradients of paged K and V: from one row per (sequence, key) back into pages, which several sequences may share.
+"""Gradients of paged K and V: sums one row per (sequence, key) into pages, which several sequences may share.
 
-Table entries are sorted by page, so that the program of a (page, head) adds the contributions of all sequences that
-read it in a fixed order. Pages nobody reads become 0.
+Table entries are sorted by page, so the program of a (page, head) adds the contributions of all sequences that read it
+in a fixed order. Pages that no sequence reads become 0.
 """
 
-# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
@@ -45,8 +45,8 @@ def gather_pages_kernel(
 
 
 def entries_by_page(block_table: Tensor, seqlens_k: Tensor, num_pages: int, page_size: int) -> tuple[Tensor, Tensor]:
-    """(order, page_ends): flat table entries in use, sorted by page, and where each page's entries end. No
-    synchronisation.
+    """(order, page_ends): flat table entries in use, sorted by page, and where each page's entries end. Does not
+    synchronise.
     """
     max_pages = block_table.shape[1]
     first_key = torch.arange(max_pages, device=block_table.device) * page_size

@@ -57,27 +57,27 @@ __all__ = [
     "stats_call",
 ]
 
-# Where the forward's tiles are listed.
+# Where the list of the forward's tiles is.
 WORK = Address("workspace", torch.int32)
 STATS_ROWS = 64
 PAGE_SLOTS = 16
-# Partial results that a program merges at a time: 64 registers a thread.
+# Partial results that a program merges at a time, bounded by registers.
 COMBINED_ELEMENTS = 8192
-# Programs along the second and third dimension of a grid.
+# The limit of a grid's second and third dimension.
 MAX_GRID_SIDE = 65535
 
 
 def forward_calls(plan: Plan, views: Views) -> list[KernelCall]:
-    """The forward kernel, after the one that lists the tiles of packed sequences."""
+    """The forward kernel, preceded for packed sequences by the kernel that lists their tiles."""
     problem, config = plan.problem, plan.config("forward")
     arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views)
     boxes = box_descriptors(plan, arguments, config)
     boxed = boxes["q_desc"] is not None
-    if config.boxes and not boxed:  # under the limit that was measured with boxes, pointers spill 0.8 to 1.1 KB (D=64)
+    if config.boxes and not boxed:  # pointers take more registers than boxes: under the limit they spill
         config = replace(config, max_registers=None)
     streamed = key_descriptors(plan, arguments, config)
     arguments |= streamed | boxes if boxed else boxes | streamed
-    # Queries that pointers brought stay in shared memory: in registers ptxas waits after every wgmma (C7515).
+    # Queries loaded by pointers stay in shared memory: in registers, ptxas waits after every wgmma (C7515).
     arguments["HOLD_QUERIES"] = config.hold_queries and boxed
     traits = plan.traits
     arguments["JOINED"] = config.joined and boxed and not (traits.TRANSFORMED or traits.EXACT or traits.HAS_DROPOUT)
@@ -92,8 +92,8 @@ def forward_calls(plan: Plan, views: Views) -> list[KernelCall]:
 
 
 def _listed_calls(plan: Plan, arguments: dict[str, Any], config: Config) -> list[KernelCall]:
-    """The kernel that lists tiles, and the forward over (head of a wave, place in the list, wave of heads), or over all
-    of them in a row where there are too many: with divisions the mix takes 362 us instead of 354.
+    """The kernel that lists tiles, and the forward over (head of a wave, list index, wave of heads). A list too long
+    for that grid is walked in one dimension, which costs divisions.
     """
     heads, tiles = listed_heads(plan, "forward"), listed_tiles(plan, "forward")
     waves = triton.cdiv(plan.problem.num_heads, heads)
@@ -104,14 +104,14 @@ def _listed_calls(plan: Plan, arguments: dict[str, Any], config: Config) -> list
 
 
 def _is_direct(plan: Plan, config: Config) -> bool:
-    """Whether the forward's program ids are (tile, head, sequence): heads one after the other need no division."""
+    """Whether the forward's program ids are (tile, head, sequence), which saves divisions."""
     problem = plan.problem
     fits = max(problem.num_heads, problem.batch) <= MAX_GRID_SIDE
     return problem.kind == "dense" and config.heads_per_wave == 1 and fits
 
 
 def _takes_list(plan: Plan) -> bool:
-    """Whether the programs of the forward are taken from a list; packed queries of paged keys were not measured so."""
+    """Whether the forward takes its tiles from a list. Packed queries of paged keys do not."""
     return plan.problem.kind == "varlen" and plan.num_splits == 0
 
 
@@ -121,7 +121,7 @@ def forward_list_words(plan: Plan) -> int:
 
 
 def _listing(plan: Plan, config: Config, heads: int) -> KernelCall:
-    """The kernel that lists the tiles of queries, of which so many heads are walked together."""
+    """The kernel that lists the tiles of queries; `heads` heads are walked together."""
     problem = plan.problem
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     banded = plan.traits.HAS_LEFT or plan.traits.HAS_RIGHT
@@ -144,8 +144,8 @@ def _key_bytes(plan: Plan) -> int:
 
 
 def parts_size(plan: Plan) -> tuple[int, int]:
-    """Numbers of (out, lse) partial results of split decoding; none if a single split writes the result itself."""
-    # Packed rows past the last sequence are filled in by the merge.
+    """Elements of the (out, lse) partial results of split decoding; none if a single split writes the result itself."""
+    # The merge also fills packed rows past the last sequence.
     if plan.num_splits == 0 or (plan.num_splits == 1 and not plan.traits.PACKED_Q):
         return 0, 0
     rows = plan.num_splits * plan.sizes.total_q * plan.problem.num_heads
@@ -156,7 +156,7 @@ def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
     """The split kernel and, if its results are partial, the one that merges them."""
     problem, config, splits = plan.problem, plan.config("decode"), plan.num_splits
     num_out, num_lse = parts_size(plan)
-    # The lse parts come first: their number is no multiple of 4, the address of what vectors read is one of 16 bytes.
+    # The lse parts come first. Their number is rounded up, so that vector loads of the out parts are aligned.
     lse_bytes = -(-num_lse // 4) * 16
     parts = {
         "out_parts": Address("workspace", torch.float32, offset=lse_bytes) if num_out else None,
@@ -190,8 +190,8 @@ def _combine_call(plan: Plan, views: Views, parts: dict[str, Any]) -> KernelCall
 
 
 def stats_call(plan: Plan, views: Views, made: Collection[str]) -> KernelCall:
-    """The kernel that fills the workspace: lse in the unit of the scores, delta, and lists of packed tiles for the
-    kernels of what is `made`.
+    """The kernel that fills the workspace: lse in the unit of the scores, delta, and the lists of packed tiles that the
+    kernels of the gradients in `made` need.
     """
     problem = plan.problem
     dense = problem.kind == "dense"
@@ -224,7 +224,7 @@ def stats_call(plan: Plan, views: Views, made: Collection[str]) -> KernelCall:
 
 
 def shared_arguments(plan: Plan, views: Views) -> dict[str, Any]:
-    """What every kernel of the backward that computes scores is given."""
+    """Arguments of every backward kernel that computes scores."""
     return score_arguments(plan, views) | {
         "dout": query_rows(plan, "dout", views["dout"]),
         "lse_unit": workspace_rows(plan, 0)[0],
@@ -233,7 +233,7 @@ def shared_arguments(plan: Plan, views: Views) -> dict[str, Any]:
 
 
 def key_gradient_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) -> KernelCall:
-    """The kernel that writes dK and dV: of paged keys as one fp32 row for each (sequence, key)."""
+    """The kernel that writes dK and dV. For paged keys it writes one fp32 row per (sequence, key)."""
     problem, config = plan.problem, plan.config("dkdv")
     if STAT_TILE % config.block_m:
         raise ValueError(f"statistics are stored in tiles of {STAT_TILE} rows, not of {config.block_m}")
@@ -257,7 +257,7 @@ def key_gradient_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) ->
 
 
 def page_rows_shape(plan: Plan, dim: int) -> tuple[int, int, int, int]:
-    """The gradient of every key that a sequence reads, before pages are added up."""
+    """Shape of the gradient of every key that a sequence reads, before pages are summed."""
     problem = plan.problem
     return problem.batch, problem.num_kv_heads, problem.seqlen_k, dim
 
@@ -300,22 +300,22 @@ def query_gradient_call(plan: Plan, shared: dict[str, Any], dq: View) -> KernelC
 
 
 def bias_shares(plan: Plan) -> tuple[int, int]:
-    """(programs that share the repetitions of a bias tile, bias tiles)."""
+    """(programs that share the work of one bias tile, bias tiles)."""
     shape, config = plan.problem.bias_shape, plan.config("dbias")
     assert shape is not None
     tiles = shape[0] * shape[1] * triton.cdiv(shape[2], config.block_m) * triton.cdiv(shape[3], config.block_n)
-    # Enough programs for two waves; the partial sums stay below the size of the bias times that.
+    # Enough programs for two waves. The partial sums take at most that many times the bias.
     return max(1, min(64, 2 * plan.device.num_sms // max(1, tiles))), tiles
 
 
 def bias_gradient_call(plan: Plan, shared: dict[str, Any], dbias: View) -> KernelCall:
-    """The kernel that writes the shares of dbias."""
+    """The kernel that writes partial sums of dbias."""
     shape = plan.problem.bias_shape
     assert shape is not None
     shares, tiles = bias_shares(plan)
     arguments = shared | {
         "dbias": Address("dbias", dbias.dtype),
-        # Which dimensions are broadcast is compiled in.
+        # Broadcast dimensions are compiled in.
         "shape": tuple(Fixed(1) if size == 1 else size for size in shape),
         "num_shares": shares,
     }

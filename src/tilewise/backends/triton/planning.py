@@ -1,4 +1,4 @@
-"""What every call with a problem shares: compile-time traits, run-time numbers, splits. Made once, cached."""
+"""The plan of a problem: compile-time traits, run-time scalars, splits. Made once per problem and cached."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tilewise.problem import AttentionProblem
 
 __all__ = ["Plan", "plan_for"]
 
-# Query rows (tokens times heads of a group) that decode takes in one tile, and the keys below which splitting them is
-# not worth a second kernel. One token without gradients is decoded all the same, the heads of a group together: 64
-# sequences of 128 keys, 32 heads on 8, take 12 us on an H200, in the forward kernel 38; 256 of 64 keys 27 and 111.
+# Query rows (tokens times heads of a group) that decode takes in one tile, and the keys below which splitting is not
+# worth a second kernel. A single token without gradients always takes the decode kernel, which reads K and V once for
+# the heads of a group; times in bench/results/triton-tiles.csv.
 MAX_DECODE_ROWS = 64
 MIN_SPLIT_KEYS = 256
 
 
 class Plan(NamedTuple):
-    """What every call with a problem shares."""
+    """The launch plan of a problem, shared by all its calls."""
 
     problem: AttentionProblem
     device: DeviceSpec
@@ -49,13 +49,13 @@ class Plan(NamedTuple):
         return (problem.head_dim, problem.head_dim_v) == (self.traits.BLOCK_D, self.traits.BLOCK_DV)
 
     def sizes_streaming(self, config: Config, bytes_per_head: int, group_size: int) -> Sizes:
-        """Sizes with the number of heads that run side by side."""
+        """Sizes with the number of heads that run at the same time."""
         heads = config.heads_per_wave or configs.heads_per_wave(self.device, bytes_per_head, group_size)
         return self.sizes._replace(heads_per_wave=heads)
 
 
 def plan_for(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precision: str = "ieee") -> Plan:
-    """Everything about a call that needs no tensor; kept, but for experiments with other tiles."""
+    """The plan for a problem, without tensors. Cached unless tiles are overridden for an experiment."""
     return (_kept_plan if configs.overrides() is None else _plan)(problem, device, packed_q, precision)
 
 
@@ -77,7 +77,7 @@ def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precisi
         keep_scale=1.0 / (1.0 - problem.dropout) if problem.dropout < 1.0 else 0.0,
         drop_below=dropout_threshold(problem.dropout),
     )
-    # A window wider than the sequences cuts nothing, and may have 31 bits: sums with it would not fit 32.
+    # A window wider than the sequences cuts nothing, but may have 31 bits: sums with it would overflow int32.
     band = Band(min(left or 0, problem.seqlen_k), min(right or 0, problem.seqlen_q))
     plan = Plan(problem, device, traits, sizes, band, scalars, 0)
     few = problem.seqlen_k < MIN_SPLIT_KEYS

@@ -1,13 +1,13 @@
-"""Shared prefixes: the rows of a group of sequences against the pages that all of them start with, split over
-programs, then worked into what each row has of its own keys.
+"""Shared prefixes: attends the rows of a group of sequences to the pages that all of them start with, split over
+programs, then merges with each row's result over its own keys.
 
-Grid of the first kernel: (tile of rows, split, K/V head, group), tiles fastest, so that programs that run side by side
-read the same keys. A row is a (token, head of a K/V head's group) pair: all query heads of a K/V head share its tiles.
-Few splits are merged with the rows' own results by the program of a tile that comes last, many by a kernel of their
-own with more programs; either way split by split, in the order of the keys, so that results are repeatable.
+Grid of the first kernel: (tile of rows, split, K/V head, group), tiles fastest, so that concurrent programs read the
+same keys. A row is a (token, head of a K/V head's group) pair: all query heads of a K/V head share its tiles. Few
+splits are merged with the rows' own results by the program that finishes a tile's last split; many are merged by a
+separate kernel with more programs. Both merge split by split in the order of the keys, so results are repeatable.
 """
 
-# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
@@ -30,7 +30,7 @@ from tilewise.backends.triton.quantised import load_query_columns, scaling
 
 __all__ = ["merge_prefix_kernel", "prefix_kernel"]
 
-# What the last program of a tile merges at a time: 64 numbers a thread of 4 x 16 x 128.
+# What the last program of a tile merges at a time, bounded by registers.
 SPLITS_AT_ONCE, MERGED_ROWS = tl.constexpr(4), tl.constexpr(16)
 
 
@@ -40,10 +40,10 @@ def prefix_kernel(
     sizes, band, scalars, num_rows, num_blocks, num_splits,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Partial (out, lse) of a tile of a group's rows over one split of its prefix, as (split, row, head). `rows` names
-    rows of q, group after group; None: they are its first ones. A page takes page_rows (of K, of V) rows of the
-    descriptors' matrices, where there are any. With `counters`, which are zero before and after, the splits of a tile
-    are worked into `out` and `lse` by the program that is the last to finish one.
+    """Partial (out, lse) of a tile of a group's rows over one split of its prefix, as (split, row, head). `rows`
+    indexes rows of q, group after group; None means its first rows. A page takes page_rows (of K, of V) rows of the
+    descriptors' matrices, if there are any. With `counters`, which are zero before and after, the program that finishes
+    the last split of a tile merges all its splits into `out` and `lse`.
     """
     num_kv_heads = sizes.num_heads // T.GROUP_SIZE
     block = tl.program_id(0) % num_blocks
@@ -95,10 +95,10 @@ def prefix_kernel(
     tl.store(lse_parts + part, lse_rows, mask=row_ok)
     if counters is not None:
         counter = counters + (group * num_kv_heads + kv_head) * num_blocks + block
-        tl.debug_barrier()  # every thread's part is written before one of them says so
+        tl.debug_barrier()  # all threads' parts are written before one of them signals it
         if tl.atomic_add(counter, 1) == num_splits - 1:
             tl.store(counter, 0)
-            # In fewer rows at a time than were attended, for which there would not be registers.
+            # Fewer rows at a time than were attended, to limit registers.
             for place in tl.range(block * BLOCK_M, (block + 1) * BLOCK_M, MERGED_ROWS):
                 merge_pairs(
                     rows, out, lse, out_parts, lse_parts, start, count, place + tl.arange(0, MERGED_ROWS), kv_head,
@@ -111,8 +111,8 @@ def merge_pairs(
     rows, out, lse, out_parts, lse_parts, start, count, place, kv_head, num_heads, num_rows, num_splits,
     T: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Work the splits of (row, head) pairs in these places of a group into what they have of their own keys. As
-    `merge_prefix_kernel`, which takes one pair a program and several splits at a time.
+    """Merge the splits of these (row, head) pairs of a group into their results over their own keys. Like
+    `merge_prefix_kernel`, which takes one pair per program and several splits at a time.
     """
     m_idx = place // T.GROUP_SIZE
     head = kv_head * T.GROUP_SIZE + place % T.GROUP_SIZE
@@ -124,7 +124,7 @@ def merge_pairs(
         row = tl.load(rows + row, mask=row_ok, other=0)
     every = tl.arange(0, MAX_SPLITS)[:, None]
     there = (every < num_splits) & row_ok[None, :]
-    # Other programs wrote these: from L2, as all that is read of the parts.
+    # Other programs wrote these: load them from L2, like all parts.
     logs = tl.load(lse_parts + every * step + first[None, :], mask=there, other=NEG_INF, cache_modifier=".cg")
     lse_rows = lse.ptr + head * lse.stride_head + row.to(tl.int64) * lse.stride_row
     own_log = tl.load(lse_rows, mask=row_ok, other=NEG_INF)
@@ -144,7 +144,7 @@ def merge_pairs(
             log = tl.load(lse_parts + part, mask=here_ok, other=NEG_INF, cache_modifier=".cg")
             weight = tl.exp2((log - anchor) * LOG2E)[:, None]
             places = out_parts + part[:, None] * T.HEAD_DIM_V + d_idx
-            # Asked for whatever the weights are: a load that waits for them waits twice.
+            # Loaded whatever the weights are: a load that depended on them would wait twice.
             values = tl.load(places, mask=here_ok[:, None] & ok, other=0.0, cache_modifier=".cg")
             acc += tl.where(weight != 0.0, values, 0.0) * weight
     empty = total == 0.0
@@ -158,9 +158,9 @@ def merge_prefix_kernel(
     out, lse, out_parts, lse_parts, rows, num_rows, num_heads, num_splits,
     T: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Work the splits of a (row, head) pair into what it has of its own keys. Grid: row * num_heads.
+    """Merge the splits of a (row, head) pair into its result over its own keys. Grid: row * num_heads.
 
-    What has no weight does not count: what is in it must not come through as 0 * NaN.
+    Parts without weight are selected away, because 0 * NaN is NaN.
     """
     pair = tl.program_id(0).to(tl.int64)
     head = pair % num_heads

@@ -1,11 +1,11 @@
-"""The shared vocabulary of the kernels: tiles in and out of memory, tile ranges, scores, online softmax, dropout bits.
+"""Device functions that the kernels share: tile loads and stores, tile ranges, scores, online softmax, dropout bits.
 
-Orientation: `m_idx` and `n_idx` are token indices within their sequence, already shaped to broadcast against a score
-tile: (BLOCK_M, 1) and (1, BLOCK_N) in the forward and dQ kernels, (1, BLOCK_M) and (BLOCK_N, 1) where dK/dV works on
+Orientation: `m_idx` and `n_idx` are token indices within their sequence, shaped to broadcast against a score tile:
+(BLOCK_M, 1) and (1, BLOCK_N) in the forward and dQ kernels, (1, BLOCK_M) and (BLOCK_N, 1) where dK/dV works on
 transposed scores. `T` is a `Traits`. The tile ranges mirror tilewise.masks and are tested against it.
 """
 
-# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806, RET505
 
@@ -17,27 +17,27 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
-# lse, in nats, from which the backward of plain scores takes rows for empty: it is a multiple of 4 there, and P,
-# 2^(score - lse), a power of two of anything.
+# From this lse on (in nats) the backward of plain scores treats rows as empty: fp32 lse is a multiple of 4 there, so P
+# = 2^(score - lse) would be pure rounding error.
 LARGEST_LSE = tl.constexpr(2.0**25)
-# Below this tanh is taken from its series: 1 - 2 / (e^2x + 1) loses everything to cancellation near 0.
+# Below this, tanh uses its series: 1 - 2 / (e^2x + 1) cancels near 0.
 TANH_SERIES_BELOW = tl.constexpr(0.25)
-# Sequences among which a program looks for its own at a time: four a thread.
+# Sequences that a program searches at a time for its own: four per thread.
 SEARCHED_SEQUENCES = tl.constexpr(512)
 # The backward's statistics of a sequence fill whole tiles of this many rows (no table has a taller tile), so that they
-# are loaded as vectors and without a mask.
+# are loaded as vectors without a mask.
 STAT_TILE = tl.constexpr(128)
 
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, COLS: tl.constexpr):
-    """An empty accumulator."""
+    """A zero accumulator."""
     return tl.zeros([ROWS, COLS], tl.float32)
 
 
 @triton.jit
 def dot(a, b, T: tl.constexpr):
-    """Compute a @ b with fp32 accumulation; the interpreter multiplies bf16 bit patterns, so it gets fp32 operands."""
+    """Compute a @ b with fp32 accumulation. The interpreter multiplies bf16 bit patterns, so it gets fp32 operands."""
     if T.INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision=T.PRECISION)
@@ -53,8 +53,8 @@ def dot_add(a, b, acc, T: tl.constexpr):
 
 @triton.jit
 def sequence_of(slot, cu_seqlens, batch, BLOCK: tl.constexpr):
-    """(sequence, its first slot): sequence b owns the slots from cu_seqlens[b] // BLOCK + b on, which are at least as
-    many as it has tiles, and at most one more.
+    """(sequence, its first slot). Sequence b owns the slots from cu_seqlens[b] // BLOCK + b on: at least as many as it
+    has tiles, at most one more.
     """
     below = slot * 0
     for first in tl.range(0, batch, SEARCHED_SEQUENCES):
@@ -66,11 +66,10 @@ def sequence_of(slot, cu_seqlens, batch, BLOCK: tl.constexpr):
 
 @triton.jit
 def work_item(num_blocks, num_heads, sizes, LAST_FIRST: tl.constexpr):
-    """(block, head, batch_idx) of this program: waves of `heads_per_wave` heads whose K and V stay in L2, their
-    blocks outermost.
+    """(block, head, batch_idx) of this program: waves of `heads_per_wave` heads whose K and V stay in L2, with blocks
+    outermost.
 
-    With LAST_FIRST the last blocks come first: under a causal mask they are the longest, and the short ones fill the
-    tail.
+    With LAST_FIRST the last blocks come first: under a causal mask they are the longest, and short ones fill the tail.
     """
     pid = tl.program_id(0)
     wave_programs = sizes.heads_per_wave * num_blocks
@@ -107,7 +106,7 @@ def key_span(lengths, sizes, batch_idx, T: tl.constexpr):
 
 @triton.jit
 def head_base(rows, batch_idx, head, start, PACKED: tl.constexpr):
-    """Pointer to token 0 of a (sequence, head); 64-bit, for a tensor may pass 2^31 elements."""
+    """Pointer to token 0 of a (sequence, head); 64-bit, because a tensor may exceed 2^31 elements."""
     base = rows.ptr + tl.cast(head, tl.int64) * rows.stride_head
     if PACKED:
         return base + tl.cast(start, tl.int64) * rows.stride_row
@@ -116,7 +115,9 @@ def head_base(rows, batch_idx, head, start, PACKED: tl.constexpr):
 
 @triton.jit
 def stat_base(stats, batch_idx, head, q_start, T: tl.constexpr):
-    """Pointer to the statistics of token 0 of a (sequence, head): a packed sequence's fill whole tiles of slots."""
+    """Pointer to the statistics of token 0 of a (sequence, head). Those of packed sequences fill whole tiles
+    of slots.
+    """
     base = stats.ptr + tl.cast(head, tl.int64) * stats.stride_head
     if T.PACKED_Q:
         return base + tl.cast(q_start // STAT_TILE + batch_idx, tl.int64) * STAT_TILE
@@ -142,14 +143,14 @@ def box_origin(desc, box, batch_idx, head, start, PACKED: tl.constexpr):
 
 @triton.jit
 def tile_pointers(base, stride_row, first, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(BLOCK, BLOCK_D) pointers to the rows from `first` on: one 64-bit scalar plus 32-bit offsets within the tile."""
+    """(BLOCK, BLOCK_D) pointers to the rows from `first` on: one 64-bit base plus 32-bit offsets within the tile."""
     origin = base + tl.cast(first, tl.int64) * stride_row
     return origin + (tl.arange(0, BLOCK)[:, None] * stride_row + tl.arange(0, BLOCK_D)[None, :])
 
 
 @triton.jit
 def load_tile(pointers, first, num_rows, CHECK_ROWS: tl.constexpr, DIM: tl.constexpr):
-    """A (BLOCK, BLOCK_D) tile; rows past `num_rows` (if checked) and columns past DIM are 0."""
+    """A (BLOCK, BLOCK_D) tile. Rows past `num_rows` (if checked) and columns past DIM are 0."""
     BLOCK: tl.constexpr = pointers.shape[0]
     BLOCK_D: tl.constexpr = pointers.shape[1]
     row_ok = first + tl.arange(0, BLOCK)[:, None] < num_rows
@@ -182,7 +183,7 @@ def load_rows(
 def load_queries(
     source, first, seqlen_q, CHECK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """A tile of q or dout; `source` is (rows, base, descriptor, row, column). Descriptors load whole tiles only."""
+    """A tile of q or dout. `source` is (rows, base, descriptor, row, column). Descriptors load complete tiles only."""
     rows, base, desc, row, col = source
     if desc is None or CHECK_ROWS:
         return load_rows(base, rows.stride_row, first, seqlen_q, CHECK_ROWS, BLOCK_M, DIM, BLOCK_D)
@@ -214,7 +215,7 @@ def clear_rows(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Zero the packed rows that belong to no sequence, shared out over the `num_blocks` programs of a head."""
+    """Zero the packed rows that belong to no sequence, divided among the `num_blocks` programs of a head."""
     begin = tl.load(cu_seqlens + batch)
     zero = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     base = rows.ptr + tl.cast(head, tl.int64) * rows.stride_head
@@ -224,8 +225,8 @@ def clear_rows(
 
 @triton.jit
 def key_pages(source, first, seqlen_k, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """The table's entries for keys first..first+BLOCK_N of `source` (see load_keys): one where a page holds the whole
-    tile, else one for each key; 0 past the end and without pages.
+    """The table entries for keys first..first+BLOCK_N of `source` (see load_keys): one if a page holds the whole tile,
+    else one per key. 0 past the end and without pages.
     """
     table = source[2]
     if not T.PAGED:
@@ -249,13 +250,13 @@ def load_keys(
     BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):
-    """The one loader of K and V tiles, for dense and packed rows and for pages; `source` is (rows, base, table,
-    descriptor, row, column, scaling), `pages` what key_pages says of the tile.
+    """The one loader of K and V tiles, for dense and packed rows and for pages. `source` is (rows, base, table,
+    descriptor, row, column, scaling); `pages` are the tile's entries from key_pages.
 
-    A whole tile of rows comes through the descriptor if there is one; of pages, which then hold whole tiles, `row` is
-    how many rows of the descriptor's matrix one takes. Pages smaller than a tile are gathered row by
-    row. A loop looks its pages up one tile ahead: looked up in the iteration that needs them, they take a stage of
-    its pipeline, and of three stages one tile in flight is left.
+    A complete tile of rows comes through the descriptor if there is one. For pages, which then hold whole tiles, `row`
+    is the number of rows of the descriptor's matrix per page. Pages smaller than a tile are gathered row by row. A loop
+    looks its pages up one tile ahead: a lookup in the iteration that needs it would take a pipeline stage and leave one
+    tile less in flight.
     """
     rows, base, _table, desc, row, col, _scaling = source
     if desc is not None and not CHECK_ROWS:
@@ -276,7 +277,7 @@ def load_keys(
 
 @triton.jit
 def key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """(begin, full_begin, full_end, end): keys a query tile visits, and between them the tiles that need no mask.
+    """(begin, full_begin, full_end, end): the keys a query tile visits, and within them the tiles that need no mask.
 
     All but `end` are multiples of BLOCK_N, and begin <= full_begin <= full_end <= end unless nothing is visited.
     """
@@ -300,7 +301,7 @@ def key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N:
 
 @triton.jit
 def query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """(begin, full_begin, full_end, end): queries that see a key tile, and between them the tiles that need no mask.
+    """(begin, full_begin, full_end, end): the queries that see a key tile, and within them the tiles that need no mask.
 
     Keys past seqlen_k need no mask here: row n of dK and dV depends on key n alone and is not stored.
     """
@@ -324,9 +325,7 @@ def query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_
 
 @triton.jit
 def around_gap(position, gap_begin, gap_end, EDGE: tl.constexpr):
-    """Token index of a loop position: an edge loop runs over both sides of the whole tiles in one go, so it jumps
-    over them.
-    """
+    """Token index of a loop position. An edge loop covers both sides of the unmasked tiles and skips over them."""
     if EDGE:
         return position + tl.where(position >= gap_begin, gap_end - gap_begin, 0)
     else:
@@ -337,7 +336,7 @@ def around_gap(position, gap_begin, gap_end, EDGE: tl.constexpr):
 def keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, band, T: tl.constexpr):
     """Which (query, key) pairs of an edge tile exist and are not masked by causality or window."""
     diagonal = seqlen_k - seqlen_q
-    # One bound a row and one comparison a score.
+    # One bound per row and one comparison per score.
     last = seqlen_k - 1
     if T.HAS_RIGHT:
         last = tl.minimum(m_idx + (diagonal + band.right), last)
@@ -357,8 +356,8 @@ def row_pointers(grid4, batch_idx, head, m_idx, seqlen_q):
 
 @triton.jit
 def score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx, seqlen_q, T: tl.constexpr):
-    """What the scores of these rows need: (slope, bias_rows, bias_stride, mask_rows, mask_stride, seed); 0 where
-    unused. With DROPOUT_ORIGIN, `seed` is (seed, batch, head, row, draw): where the random numbers are counted from.
+    """The score terms of these rows: (slope, bias_rows, bias_stride, mask_rows, mask_stride, seed); 0 where unused.
+    With DROPOUT_ORIGIN, `seed` is (seed, batch, head, row, draw): the origin of the random counters.
     """
     slope = 0.0
     bias_rows = 0
@@ -377,7 +376,7 @@ def score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx, seql
     if T.HAS_DROPOUT:
         seed = tl.load(seed_ptr)
     if T.DROPOUT_ORIGIN:
-        # The counter's words have 32 bits; four keys share a draw, and the first of them is a multiple of four.
+        # The counter's words have 32 bits. Four keys share a draw, and the first of them is a multiple of four.
         batch_origin = tl.load(seed_ptr + 1).to(tl.int32)
         head_origin = tl.load(seed_ptr + 2).to(tl.int32)
         row_origin = tl.load(seed_ptr + 3).to(tl.int32)
@@ -407,7 +406,7 @@ def tanh(x):
 
 @triton.jit
 def natural_scores(dots, m_idx, n_idx, terms, scalars, seqlen_q, seqlen_k, CHECK: tl.constexpr, T: tl.constexpr):
-    """(scores, capped): the contract's steps 1 to 4 and the boolean mask; `capped` is the score right after the
+    """(scores, capped): the contract's steps 1 to 4 and the boolean mask. `capped` is the score right after the
     softcap.
     """
     slope, bias_rows, bias_stride, mask_rows, mask_stride, _ = terms
@@ -426,10 +425,10 @@ def natural_scores(dots, m_idx, n_idx, terms, scalars, seqlen_q, seqlen_k, CHECK
 
 @triton.jit
 def softmax_step(scores, tops, row_max, row_sum, unit):
-    """Online softmax: (p, row_max, row_sum, alpha) after a tile of scores whose largest of each row are `tops`; a score
+    """One online-softmax step: (p, row_max, row_sum, alpha) after a tile of scores whose row maxima are `tops`; a score
     times `unit` is in log2.
 
-    A row that has seen no key keeps row_max -inf; its exponentials are taken against 0, so they are 0 and not NaN.
+    A row that has seen no key keeps row_max -inf. Its exponentials are taken against 0, so they are 0 and not NaN.
     """
     new_max = tl.maximum(row_max, tops)
     anchor = tl.where(new_max == NEG_INF, 0.0, new_max)
@@ -440,7 +439,7 @@ def softmax_step(scores, tops, row_max, row_sum, unit):
 
 @triton.jit
 def softmax_step_scaled(dots, tops, row_max, row_sum, scale_log2):
-    """`softmax_step` for plain scores, -inf where masked: the scale (above 0) goes into one multiply-add a score."""
+    """`softmax_step` for plain scores, -inf where masked: the (positive) scale goes into one multiply-add per score."""
     new_max = tl.maximum(row_max, tops * scale_log2)
     anchor = tl.where(new_max == NEG_INF, 0.0, new_max)
     alpha = tl.exp2(row_max - anchor)
@@ -450,13 +449,13 @@ def softmax_step_scaled(dots, tops, row_max, row_sum, scale_log2):
 
 @triton.jit
 def lse_in_log2(lse):
-    """What P is taken against in the backward; +inf where P would be nothing but rounding, or the row has no key."""
+    """The lse that the backward subtracts, in log2. +inf for rows without keys or with P below rounding error."""
     return tl.where(tl.abs(lse) > LARGEST_LSE, float("inf"), lse * LOG2E)
 
 
 @triton.jit
 def add_to_sums(row_sum, alpha, p):
-    """The running sums with a tile of P added; sums of every column of their own are added up at the end."""
+    """The running sums with a tile of P added. Per-column sums are reduced at the end."""
     if len(row_sum.shape) == 2:
         return row_sum * alpha[:, None] + p
     else:
@@ -465,8 +464,8 @@ def add_to_sums(row_sum, alpha, p):
 
 @triton.jit
 def dropout_keep(seed, m_idx, first, head, batch_idx, drop_below, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """The contract's bits for keys first..first+BLOCK_N as (rows, BLOCK_N); m_idx is (rows,), `head` a scalar or
-    (rows,).
+    """The contract's dropout bits for keys first..first+BLOCK_N as (rows, BLOCK_N). m_idx is (rows,), `head` a scalar
+    or (rows,).
 
     One Philox call serves four neighbouring keys, so (rows, BLOCK_N / 4) counters are drawn and their words
     interleaved.

@@ -1,16 +1,16 @@
 """K and V in e4m3: widened to fp16 in registers, their scales applied to scores, probabilities and sums.
 
-Two neighbouring columns of a row are read as one 16-bit number, so that tiles travel, are kept ahead and are transposed
-on their way to the matrix units like tiles of fp16 (8-bit elements cannot be transposed there and would be read one by
-one: 128 loads a tile). Each is taken apart just before it is multiplied: everything that has head_dim columns is a pair
-of tiles here, its even and its odd columns.
+Two neighbouring columns of a row are read as one 16-bit number, so that tiles are loaded, buffered and transposed on
+their way to the matrix units like tiles of fp16. (8-bit elements cannot be transposed there and would be read one by
+one.) Each pair is split just before it is multiplied: everything with head_dim columns is a pair of tiles here, its
+even and its odd columns.
 
-fp16 holds every e4m3 number. A query goes with it exactly after a power of two has made its largest element fit, and
-probabilities are multiplied by 2^14, so that 2^-38 of the largest is still a number. fp32 queries are multiplied in
-fp32.
+fp16 holds every e4m3 number. A query is exact in it after a power of two has made its largest element fit.
+Probabilities are multiplied by 2^14, so that 2^-38 of the largest is still representable. fp32 queries are multiplied
+in fp32.
 """
 
-# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806, RET505
 
@@ -21,13 +21,13 @@ import triton.language as tl
 
 from tilewise.backends.triton.primitives import dot, dot_add, head_base, load_keys, page_base
 
-# What fp16 has room for above 1, as a float's exponent bits too.
+# The range of fp16 above 1, also as a float's exponent bits.
 HEADROOM = tl.constexpr(16384.0)
 EXPONENT = tl.constexpr(0x7F800000)
-# Exponents of queries and of scales beyond these would not survive being inverted.
+# Exponents of queries and scales beyond these could not be inverted.
 SMALLEST = tl.constexpr(2.0**-100)
 LARGEST = tl.constexpr(2.0**126)
-# Without an instruction a code's bits are moved to where fp16 has them, whose exponents count from 8 lower.
+# Without an instruction, a code's bits are shifted to their position in fp16, whose exponent bias is larger by 8.
 CODE_UNIT = tl.constexpr(256.0)
 
 # Four codes in a register, as columns 0 and 1 of two rows: e4m3 to fp16 by an instruction (from sm_89 on) ...
@@ -39,8 +39,7 @@ BY_INSTRUCTION = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $0, even;
     cvt.rn.f16x2.e4m3x2 $1, odd;
 }""")
-# ... and by arithmetic on two at a time: magnitude to its place, a carry out of it (0x7F, NaN) into the top exponent
-# bit, sign. 5 operations for two codes, 6 where they have to be shifted first.
+# ... and by arithmetic on two at a time: shift the magnitude, carry 0x7F (NaN) into the top exponent bit, add the sign.
 BY_ARITHMETIC = tl.constexpr("""{
     .reg .b32 code, size, carry, sign;
     shl.b32 code, $2, 8;
@@ -85,7 +84,7 @@ def columns_of(pairs, T: tl.constexpr):
 
 @triton.jit
 def code_unit(T: tl.constexpr):
-    """What the numbers of `columns_of` are to be multiplied by."""
+    """The factor for the numbers of `columns_of`."""
     if T.INTERPRETED or not T.E4M3_INSTRUCTION:
         return CODE_UNIT
     else:
@@ -94,7 +93,7 @@ def code_unit(T: tl.constexpr):
 
 @triton.jit
 def scaling(scales, batch_idx, head, T: tl.constexpr):
-    """(scales, pointer to the first of a (sequence, head), or to page 0's of a head); 0 where there are none."""
+    """(scales, pointer to the first scale of a (sequence, head), or to that of page 0 of a head); 0 without scales."""
     if scales is None:
         return 0
     elif T.PAGED:
@@ -109,7 +108,7 @@ def tile_scales(
 ):  # fmt: skip
     """The scales of keys first..first+BLOCK_N, code_unit included: one number where they share it, else (1, BLOCK_N).
 
-    `source` is that of load_keys; SHARED_ROWS share a scale, 0 for all of a head's.
+    `source` is that of load_keys. SHARED_ROWS rows share a scale, 0 means all rows of a head.
     """
     scales, base = source[6]
     PER_KEY: tl.constexpr = T.PAGE_SIZE % BLOCK_N != 0 if T.PAGED else SHARED_ROWS % BLOCK_N != 0
@@ -189,7 +188,7 @@ def quantised_products(
 
 @triton.jit
 def value_scales(v_source, pages, first, seqlen_k, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """The scales of a tile of V, see tile_scales; 1 where it has none."""
+    """The scales of a tile of V, see tile_scales; 1 without scales."""
     if T.FP8:
         return tile_scales(v_source, pages, first, seqlen_k, T.V_SHARED_ROWS, BLOCK_N, T)
     else:
@@ -206,8 +205,7 @@ def larger_of_each(score, scale, other_score, other_scale):
 def row_tops(scores, scales, T: tl.constexpr):
     """(the largest score of each row, scales): scales of single keys become (scales, the largest of them (rows,)).
 
-    One reduction for both: warps share the keys of a decoding tile, so that each reduction is two barriers, and an own
-    one for scales took 20 % of the time.
+    One reduction serves both: the warps of a decode tile share its keys, so each reduction costs two barriers.
     """
     if not T.HALF or len(scales.shape) == 0:
         return tl.max(scores, 1), scales
@@ -224,7 +222,7 @@ def add_quantised_values(
     acc, alpha, p, v_source, v_scales, pages, first, seqlen_k,
     EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Give acc * alpha + P V of a tile of keys, scales included; `acc` is (even, odd) columns."""
+    """Return acc * alpha + P V of a tile of keys, scales included; `acc` is (even, odd) columns."""
     acc_even, acc_odd = acc
     even, odd = load_columns_of_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     PER_KEY: tl.constexpr = T.PAGE_SIZE % BLOCK_N != 0 if T.PAGED else T.V_SHARED_ROWS % BLOCK_N != 0
@@ -232,7 +230,7 @@ def add_quantised_values(
         weights = p * v_scales
         unit = 1.0
     elif PER_KEY:
-        # The largest scale comes out of the tile, so that probabilities times what is left of the others fit fp16.
+        # Factor out the tile's largest scale, so that probabilities times the remaining ratios fit fp16.
         scales, tops = v_scales
         tops = tl.maximum(tops, SMALLEST)[:, None]
         weights = (p * (scales * (1.0 / tops * HEADROOM))).to(tl.float16)

@@ -1,4 +1,4 @@
-"""New rows of K and V into e4m3 pages, quantised on the way: one launch, nothing to wait for, no sorting.
+"""Writes new rows of K and V into e4m3 pages, quantised on the way: one launch, no synchronisation, no sorting.
 
     grid (a few rows, heads, K or V)   where one of them is the first that goes to a page, its program does the whole
                                        (page, head); most programs of a prompt's rows end at once
@@ -7,11 +7,11 @@
     if it grew: what the page holds moves down by whole exponents
     the new rows                   e4m3(x / scale)
 
-A page belongs to one sequence of a step, whose rows follow one another, so no two programs write the same place. What
-the bits are is said, and tested against, in tilewise/kv/quantised.py.
+In one step a page belongs to one sequence, whose rows are consecutive, so no two programs write the same element.
+tilewise/kv/quantised.py defines the bits, and tests compare with it.
 """
 
-# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 # ruff: noqa: N803
 
@@ -32,8 +32,8 @@ from tilewise.backends.triton.serving import strides_of
 
 __all__ = ["append_call", "append_quantised"]
 
-# From here on a batch is mostly prompts, whose rows share pages: a program looks at more rows, with more threads, and
-# holds more of them at a time. One program for each of 4096 rows took 58 us on an H200, most of it to begin and end.
+# From this size on, a batch is mostly prompts, whose rows share pages. A program then scans more rows with more threads
+# and holds more of them at a time, because starting and ending a program per row would dominate.
 MANY_ROWS = 2048
 
 
@@ -43,11 +43,11 @@ def e4m3_values(code, HARDWARE: tl.constexpr):
     if HARDWARE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     magnitude = (code & 0x7F).to(tl.int32)
-    # Three bits of fraction become 23, the exponent's bias 127; codes below 8 count steps of 2^-9.
+    # Three fraction bits become 23, the exponent bias becomes 127. Codes below 8 count steps of 2^-9.
     normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
     bits = tl.where(magnitude == 0x7F, float("nan"), value).to(tl.int32, bitcast=True)
-    # By its bit: Triton negates by subtracting from 0, which loses the sign of a zero.
+    # Negate by the sign bit: Triton subtracts from 0, which drops the sign of a zero.
     return (bits | ((code & 0x80).to(tl.int32) << 24)).to(tl.float32, bitcast=True)
 
 
@@ -70,7 +70,7 @@ def append_to_page(
     new, codes, scale_ptr, place, count, new_stride, slot_stride, PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """`count` rows from `new` on into slots `place` .. of one (page, head)."""
+    """Write `count` rows from `new` on into slots `place` .. of one (page, head)."""
     cols, within = tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     largest = 0.0
     for first in tl.range(0, count, ROWS):
@@ -80,7 +80,7 @@ def append_to_page(
         size = tl.abs(x)
         largest = tl.maximum(largest, tl.max(tl.where(size <= LARGEST, size, 0.0)))
     held = tl.load(scale_ptr)
-    # The first row of a page starts its scale anew: what was there belongs to nobody.
+    # The first row of a page resets its scale: the old contents belong to no sequence.
     held = tl.where(place == 0, AMAX_FLOOR, held)
     scale = tl.maximum(held, power_of_two(largest))
     tl.store(scale_ptr, scale)
@@ -142,7 +142,7 @@ Views = tuple[RawView | None, ...]
 def append_quantised(
     k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
 ) -> None:
-    """See tilewise.kv.quantised; the last dimension of every tensor is contiguous, scales are altogether."""
+    """See tilewise.kv.quantised. The last dimension of every tensor is contiguous, scales are fully contiguous."""
     tensors = (k, v, k_pages, v_pages, k_scale, v_scale, slots)
     _run((*k.shape, v.shape[2], k_pages.shape[1]), tensors)
 

@@ -2,10 +2,10 @@
 
 One program per (block of rows, head, sequence). It reads its rows twice, the second time from a cache: small tiles
 leave room for many programs, which hide each other's loads. Scales per head or tensor need the largest magnitude of all
-blocks first: a kernel of its own finds it.
+blocks first, which a separate kernel finds.
 """
 
-# Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
+# Triton types the arguments, and constexprs are CAPS.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
 # ruff: noqa: N803, N806, RET505
 
@@ -16,11 +16,10 @@ __all__ = ["amax_kernel", "quantize_kernel"]
 
 E4M3_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(2.0**-96)
-# Of fp32 numbers: all bits but the sign, and the smallest magnitude that is no finite number. Magnitudes are ordered
-# like their bits.
+# fp32 bits: all but the sign, and the smallest magnitude that is not finite. Magnitudes are ordered like their bits.
 MAGNITUDE, INFINITY = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
 LARGEST = tl.constexpr(3.4028234663852886e38)
-# As in rounding.py: the bits that hold a channel's number, and what rounds errors to multiples of 2^-11.
+# As in rounding.py: the bits that hold a channel's number, and the constant that rounds errors to multiples of 2^-11.
 LAST_INDEX, GRID = tl.constexpr(511), tl.constexpr(1.5 * 2.0**12)
 
 
@@ -53,14 +52,14 @@ def rotated(x, cols, basis, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS:
 
 @triton.jit
 def e4m3_bits(y, HARDWARE: tl.constexpr):
-    """The e4m3 code of y to nearest even, saturated: by one instruction where there is one (from sm_89 on)."""
+    """The e4m3 code of y to nearest even, saturated; by one instruction from sm_89 on."""
     if HARDWARE:
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     bits = y.to(tl.int32, bitcast=True)
     magnitude = bits & MAGNITUDE
-    # Three bits of fraction are left of 23, the exponent's bias becomes 7.
+    # Three of 23 fraction bits remain, the exponent bias becomes 7.
     normal = tl.minimum(((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3), 0x7E)
-    # Below 2^-6 codes count steps of 2^-9, the last place of numbers around 2^14: adding that rounds.
+    # Below 2^-6, codes count steps of 2^-9, the last bit of numbers around 2^14: adding 2^14 rounds.
     small = (tl.abs(y) + 16384.0).to(tl.int32, bitcast=True) & 0xF
     code = tl.where(magnitude < 0x3C800000, small, normal)
     code = tl.where(magnitude > INFINITY, 0x7F, code | ((bits >> 24) & 0x80))
@@ -90,7 +89,7 @@ def largest_channel(x, cols):
 
 @triton.jit
 def keeping_largest(y, largest, cols, basis, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr):
-    """Rotated rows, moved so that e4m3 of them keeps the row's largest channel; NaN where one is not finite."""
+    """Rotated rows, shifted so that rounding to e4m3 keeps the row's largest channel. NaN where one is not finite."""
     _, sizes_ptr, _, directions_ptr = basis
     at = directions_ptr + largest[:, None] * HEAD_DIM + cols[None, :]
     direction = tl.load(at, mask=(cols < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
@@ -100,7 +99,7 @@ def keeping_largest(y, largest, cols, basis, HEAD_DIM: tl.constexpr, COLUMNS: tl
     moved = tl.div_rn(moved, size)
     moved = tl.where(tl.abs(moved) <= E4M3_MAX, moved, float("nan"))
     shifted = y - moved[:, None] * direction
-    # The other way round NaN would be no reason to move.
+    # NaN compares false, so the result is `shifted`, which is NaN as promised.
     is_far = tl.abs(rounded(shifted, HARDWARE) - y) > tl.abs(y) * 0.0625
     return tl.where(is_far, y, shifted)
 
@@ -109,7 +108,7 @@ def keeping_largest(y, largest, cols, basis, HEAD_DIM: tl.constexpr, COLUMNS: tl
 def finite_amax(x):
     """The bits of the largest finite magnitude."""
     largest = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE)
-    # Only tiles with NaN or infinities have to select among their elements.
+    # Only tiles with NaN or infinities must select among their elements.
     if largest >= INFINITY:
         largest = tl.max(tl.where(tl.abs(x) <= LARGEST, tl.abs(x), 0.0)).to(tl.int32, bitcast=True)
     return largest
@@ -117,7 +116,7 @@ def finite_amax(x):
 
 @triton.jit
 def block_of(program, seqlen, num_heads, BLOCK: tl.constexpr):
-    """(block of rows, head, batch entry): all lie along the first side of the grid, as the others end at 65535."""
+    """(block of rows, head, batch entry): all along the grid's first dimension, because the others end at 65535."""
     blocks = tl.cdiv(seqlen, BLOCK)
     item = program // blocks
     return program % blocks, item % num_heads, item // num_heads
@@ -125,7 +124,7 @@ def block_of(program, seqlen, num_heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def place_of(batch_idx, head, cu_seqlens, seqlen, strides):
-    """(elements before a head's first row, its rows); packed rows have cu_seqlens."""
+    """(elements before a head's first row, its rows). Packed rows have cu_seqlens."""
     first = batch_idx.to(tl.int64) * strides[0]
     length = seqlen
     if cu_seqlens is not None:
@@ -147,7 +146,7 @@ def turned_rows(
     x_ptr, rows, end, cols, stride, basis, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """load_rows, rotated if they shall be."""
+    """load_rows, rotated if asked."""
     x = load_rows(x_ptr, rows, end, cols, stride, HEAD_DIM)
     if ROTATE:
         x = rotated(x, cols, basis, HEAD_DIM, ROWS, COLUMNS)
@@ -199,7 +198,7 @@ def amax_kernel(
     x_ptr, amax_ptr, cu_seqlens, basis, seqlen, num_heads, x_strides, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, PER_TENSOR: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the largest magnitude of each head (or of all, PER_TENSOR), by one program for BLOCK rows."""
+    """The bits of the largest magnitude of each head (or of all, PER_TENSOR), with one program per BLOCK rows."""
     block, head, batch_idx = block_of(tl.program_id(0), seqlen, num_heads, BLOCK)
     first, length = place_of(batch_idx, head, cu_seqlens, seqlen, x_strides)
     if block * BLOCK < length:
@@ -215,14 +214,14 @@ def quantize_kernel(
     BLOCK: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, MODE: tl.constexpr,
     PER_TENSOR: tl.constexpr, BLOCK_SCALES: tl.constexpr, ROTATE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Strides are of (batch, head, row). One program for BLOCK rows, in tiles of ROWS; scales are contiguous.
+    """Strides are of (batch, head, row). One program per BLOCK rows, in tiles of ROWS; scales are contiguous.
 
-    MODE "own" gives each block its scale, "shared" takes the largest magnitude of the head (or of all, PER_TENSOR)
-    from amax_ptr and writes its scale, "given" takes scales (of blocks, or of heads) from scale_ptr.
+    MODE "own" computes a scale per block. "shared" takes the largest magnitude of the head (or of all, PER_TENSOR) from
+    amax_ptr and writes its scale. "given" takes scales (of blocks, or of heads) from scale_ptr.
     """
     program = tl.program_id(0)
     if MODE == "shared":
-        # What amax_kernel has read last is still in the cache.
+        # In reverse order: the rows that amax_kernel read last are still cached.
         program = tl.num_programs(0) - 1 - program
     block, head, batch_idx = block_of(program, seqlen, num_heads, BLOCK)
     first, length = place_of(batch_idx, head, cu_seqlens, seqlen, x_strides)

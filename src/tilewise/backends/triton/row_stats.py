@@ -1,8 +1,8 @@
-"""What the backward computes first: lse and delta of every row, and of packed sequences the lists of tiles that its
-kernels take their programs from (gpu/work_list.py). One launch: the lists alone took 9 us each of 1170 on an H200.
+"""The first kernel of the backward: lse and delta of every row and, for packed sequences, the lists of tiles that the
+other kernels walk (gpu/work_list.py). The lists are made here to save their launches.
 """
 
-# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
@@ -20,7 +20,7 @@ from tilewise.backends.triton.primitives import NEG_INF, STAT_TILE, head_base, l
 def list_tiles(
     listed, cu_seqlens_q, seqlens_k, batch, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr
 ):
-    """List the tiles of BLOCK queries (keys), all programs together; nothing if `listed` is None."""
+    """List the tiles of BLOCK queries (keys), with all programs together. Does nothing if `listed` is None."""
     if listed is not None:
         for item in tl.range(tl.program_id(0), batch * listed.parts, tl.num_programs(0)):
             list_blocks(
@@ -31,7 +31,7 @@ def list_tiles(
 
 @triton.jit
 def clear_tail(rows, cu_seqlens, batch):
-    """Zeros in the rows past the last sequence of a packed gradient, all programs together; nothing if it is None."""
+    """Zero the rows past the last sequence of a packed gradient, with all programs together. Does nothing for None."""
     if rows is not None:
         clear_rows(rows.ptr, None, tl.load(cu_seqlens + batch), rows.total, 1, rows.width)
 
@@ -44,10 +44,10 @@ def row_stats_kernel(
     num_heads, batch,
     T: tl.constexpr, BLOCK_M: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, IS_PAGED: tl.constexpr,
 ):  # fmt: skip
-    """lse_unit and delta of BLOCK_M rows; +inf and 0 for those that are stored but do not exist. Grid: row tile
-    (fastest), head, batch; packed sequences lie in the slots of one long one.
+    """lse_unit and delta of BLOCK_M rows; +inf and 0 for rows that are stored but do not exist. Grid: row tile
+    (fastest), head, batch; packed sequences use the slots of one long sequence.
 
-    On the side, all programs together list the tiles of `queries` and `keys` and clear the tails of dq, dk and dv.
+    In addition, all programs together list the tiles of `queries` and `keys` and clear the tails of dq, dk and dv.
     """
     list_tiles(queries, cu_seqlens_q, seqlens_k, batch, TILE_Q, False, IS_PAGED)
     list_tiles(keys, cu_seqlens_q, seqlens_k, batch, TILE_K, True, IS_PAGED)

@@ -1,9 +1,9 @@
-"""Small kernels of serving: new rows of K and V into pages, and a shared prefix's result into each row's own.
+"""Small serving kernels: new rows of K and V into pages, and a shared prefix's result into each row's own.
 
-Both are one launch with no host work to wait for, so a step can be captured in a CUDA graph.
+Both are one launch without synchronisation, so a step can be captured in a CUDA graph.
 """
 
-# Kernel arguments are typed by Triton, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
@@ -28,7 +28,7 @@ __all__ = ["merge_rows", "strides_of", "write_rows"]
 LOG2E = tl.constexpr(LOG2E_FLOAT)
 LN2 = tl.constexpr(LN2_FLOAT)
 NEG_INF = tl.constexpr(float("-inf"))
-# Elements of a row that a program moves at once: 16 bytes a thread of four warps in bf16.
+# Elements of a row that a program moves at once: 16 bytes per thread of four warps in bf16.
 MOST_ELEMENTS = 1024
 
 
@@ -50,7 +50,7 @@ def write_rows_kernel(
     k, v, k_pages, v_pages, slots, page_size, num_heads, k_strides, v_strides, k_page_strides, v_page_strides,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Scatter K and V. Grid: a program for each row; a row without a slot (-1) goes nowhere."""
+    """Scatter K and V. Grid: one program per row. A row without a slot (-1) is skipped."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -66,7 +66,7 @@ def merge_rows_kernel(
     out, lse, part, part_lse, rows, num_heads, lse_stride, part_lse_stride,
     DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Work row `i` of a partial result into row `rows[i]` (or i) of another. Grid: row * num_heads."""
+    """Merge row `i` of a partial result into row `rows[i]` (or i) of another. Grid: row * num_heads."""
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     index = (tl.program_id(0) // num_heads).to(tl.int64)
     row = index
@@ -84,7 +84,7 @@ def merge_rows_kernel(
     there = part + (index * num_heads + head) * DIM + at
     a = tl.load(here, mask=at < DIM, other=0.0).to(tl.float32)
     b = tl.load(there, mask=at < DIM, other=0.0).to(tl.float32)
-    # A side without weight does not count: what is in it must not come through as 0 * NaN.
+    # Select, because 0 * NaN is NaN: a side without weight must not contribute.
     result = tl.where(mine > 0.0, a, 0.0) * (mine * inverse) + tl.where(theirs > 0.0, b, 0.0) * (theirs * inverse)
     tl.store(here, result.to(out.dtype.element_ty), mask=at < DIM)
     merged = tl.where(empty, NEG_INF, anchor + tl.log2(tl.where(empty, 1.0, total)) * LN2)
@@ -98,13 +98,13 @@ Describe = Callable[[tuple[int, ...], Views], KernelCall]
 
 
 def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """See tilewise.kv.writing; the last dimension of every tensor is contiguous."""
+    """See tilewise.kv.writing. The last dimension of every tensor is contiguous."""
     tensors = (k, v, k_pages, v_pages, slots)
     _run(write_call, (*k.shape, v.shape[2], k_pages.shape[1]), tensors)
 
 
 def merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
-    """`out` (total, heads, dim), `lse` (heads, total) with rows of a partial result over other keys worked in."""
+    """Merge rows of a partial result over other keys into `out` (total, heads, dim) and `lse` (heads, total)."""
     _run(merge_call, tuple(part.shape), (out, lse, part, part_lse, rows))
 
 
@@ -162,7 +162,7 @@ def _stride(view: RawView | None) -> int:
 
 
 def strides_of(view: RawView | None, count: int) -> tuple[int | Multiple, ...]:
-    """The first strides; multiples of 16 bytes are named as such, so that a thread loads that many at once."""
+    """The first strides. Multiples of 16 bytes are marked, so that a thread loads that many at once."""
     assert view is not None
     strides, dtype, _ = view
     whole = ALIGNMENT // dtype.itemsize

@@ -1,8 +1,7 @@
-"""What a kernel is compiled for: everything about a problem that changes the code, and nothing that only changes a
-number.
+"""What a kernel is compiled for: everything about a problem that changes the code.
 
 `Traits` is passed to the kernels as one constexpr. Lengths, strides, scale, window sizes and the dropout rate are not
-in it, so no new sequence length ever compiles anything.
+in it, so a new sequence length never compiles anything.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ __all__ = [
     "traits_of",
 ]
 
-# tl.dot takes no inner dimension below this, and a tile's sides are powers of two.
+# tl.dot takes no inner dimension below this. The sides of a tile are powers of two.
 MIN_DOT_SIDE = 16
-# Keys in the largest tile of the tables: pages of a multiple of it are never gathered row by row.
+# Keys in the largest tile of the tables. Pages of a multiple of it are never gathered row by row.
 LARGEST_TILE = 128
 
 
@@ -52,7 +51,7 @@ class Rows(NamedTuple):
 
 
 class Box(NamedTuple):
-    """Where a head's rows lie in the 2-D matrix that a tensor descriptor sees: row and column steps."""
+    """Position of a head's rows in the 2-D matrix of a tensor descriptor: row and column steps."""
 
     rows_per_batch: int
     rows_per_head: int
@@ -80,7 +79,9 @@ class Lengths(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """A list of packed tiles to be made: where, programs a sequence, rows walked together (see gpu/listing.py)."""
+    """A list of packed tiles to be made: address, programs per sequence, rows walked together (see
+    gpu/work_list.py).
+    """
 
     work: Any
     parts: int
@@ -88,7 +89,7 @@ class Listed(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """A packed tensor, its rows and their width, of which those past the last sequence are to be cleared."""
+    """A packed tensor, its rows and their width. Rows past the last sequence are cleared."""
 
     ptr: Any
     total: int
@@ -96,7 +97,7 @@ class Tail(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers the kernels never specialise on."""
+    """Run-time numbers that kernels are not specialised on."""
 
     batch: int
     num_heads: int
@@ -123,9 +124,8 @@ class ScoreScalars(NamedTuple):
     drop_below: int
 
 
-# A scale from which on one multiply-add a score is not enough: what it leaves of the largest one is the rounding of a
-# product, 2^128 and more from scores of 1.5e9 on. With a scale for each row, a power of two where its maximum is so
-# large, scores were right at any scale, but D=128 causal, N=4096 took 563 us instead of 529.
+# From this scale on, one multiply-add per score is not exact enough: scores around 1.5e9 and more leave a rounding
+# error of 2^128 and more in the exponent of the largest one. The slower EXACT path subtracts first.
 LARGE_SCALE = 1024.0
 
 
@@ -133,13 +133,14 @@ LARGE_SCALE = 1024.0
 class Traits:
     """Compile-time facts of a problem.
 
-    BLOCK_D and BLOCK_DV are the head dims padded to what the matrix units take. TRANSFORMED: scores are more than
-    scale * q.k, so they are kept in natural units instead of log2 ones; a scale of 0 or less counts as that, because
-    the fast path masks and takes the maximum before it scales. EXACT: plain scores may be so large that the maximum is
-    subtracted before they are scaled, which no rounding makes more or less than 0.
+    BLOCK_D and BLOCK_DV are the head dims padded to what the matrix units take. TRANSFORMED: scores are more than scale
+    * q.k, so they are kept in natural units instead of log2 units. A scale of 0 or less counts as that, because the
+    fast path masks and takes the maximum before it scales. EXACT: plain scores may be so large that the maximum must be
+    subtracted before scaling, which gives an exact 0 for the largest.
 
-    FP8: K and V are e4m3 (see quantised.py), multiplied in fp16 if HALF, else in fp32; FP8_Q: q is too. *_SHARED_ROWS
-    share a scale, 0 for all of a head's. E4M3_INSTRUCTION: the device converts.
+    FP8: K and V are e4m3 (see quantised.py), multiplied in fp16 if HALF, else in fp32. FP8_Q: q is e4m3 too.
+    *_SHARED_ROWS rows share a scale, 0 means all rows of a head. E4M3_INSTRUCTION: the device has a conversion
+    instruction.
     """
 
     PACKED_Q: bool
@@ -179,11 +180,11 @@ def padded(head_dim: int) -> int:
 
 
 def tile_widths(head_dim: int, head_dim_v: int, *, halved: bool = False) -> tuple[int, int]:
-    """(columns of a Q or K tile, of a V or O tile): padded, and where they differ at least 64. `halved` where even and
-    odd columns are multiplied by themselves.
+    """(columns of a Q or K tile, of a V or O tile): padded, and at least 64 where they differ. `halved`: even and odd
+    columns are separate tiles.
 
-    Triton 3.6 multiplies wrongly on sm_90 where Q is 64 wide and V 32 or 16 (in 16 bits with bias, mask, softcap or
-    dropout: out off by 1 and more, lse right); the pairs from 64 on pass the suite.
+    Triton 3.6 miscompiles sm_90 products where Q is 64 wide and V 32 or 16 (16 bits with bias, mask, softcap or
+    dropout: out is wrong, lse right). Widths from 64 on pass the suite.
     """
     least = 2 * MIN_DOT_SIDE if halved else MIN_DOT_SIDE
     width, width_v = max(least, padded(head_dim)), max(least, padded(head_dim_v))
@@ -231,25 +232,25 @@ def traits_of(
 
 
 def is_transformed(problem: AttentionProblem) -> bool:
-    """Whether scores are more than q.k times a scale above 0."""
+    """Whether scores are more than q.k times a positive scale."""
     terms = (problem.softcap, problem.bias_shape, problem.mask_shape)
     return problem.has_alibi or problem.scale <= 0.0 or any(term is not None for term in terms)
 
 
 def is_exact(problem: AttentionProblem) -> bool:
-    """Whether plain scores of ordinary q and k may pass 2^31, in log2, by their scale."""
+    """Whether the scale may take plain scores of ordinary q and k past 2^31, in log2 units."""
     return problem.scale >= LARGE_SCALE and not is_transformed(problem)
 
 
 def is_plain(problem: AttentionProblem) -> bool:
-    """Whether rows lie in tensors of 16 or 32 bits, heads need no padding, and scores are as they come."""
+    """Whether rows have 16 or 32 bits, heads need no padding, and scores are untransformed."""
     dims = (problem.head_dim, problem.head_dim_v)
     plain = not (is_transformed(problem) or is_exact(problem))
     return problem.kind != "paged" and not problem.fp8 and plain and tile_widths(*dims) == dims
 
 
 def of_rows(traits: Traits) -> Traits:
-    """What is left of them for kernels that see no scores, only rows of out and their statistics: less to compile."""
+    """The traits for kernels that see only rows of out and their statistics: fewer variants to compile."""
     return replace(
         traits,
         PACKED_K=False,
@@ -279,15 +280,15 @@ def of_rows(traits: Traits) -> Traits:
 
 
 def element_size(problem: AttentionProblem) -> int:
-    """Bytes of an element of K and V in a tile; where e4m3 is multiplied in fp32, of what it becomes."""
+    """Bytes of an element of K and V in a tile. e4m3 that is multiplied in fp32 counts as fp32."""
     return 1 if problem.fp8 and problem.dtype != torch.float32 else problem.dtype.itemsize
 
 
 def is_rich(problem: AttentionProblem, direction: str) -> bool:
-    """Whether a tile holds more than K, V and plain scores, and has to be smaller: bias, mask, dropout bits, softcap.
+    """Whether a tile holds more than K, V and plain scores, and must be smaller: bias, mask, dropout bits, softcap.
 
-    In the backward a pointer for each row of small pages counts too. The forward looks them up ahead: 4 sequences of
-    4096, causal, on an H200, TFLOP/s from pages of 16 / 64: 304 / 437, with the smaller tile 218 / 314.
+    In the backward a pointer for each row of small pages counts too. The forward looks pages up one tile ahead and
+    keeps the larger tile, which is faster.
     """
     extras = (problem.bias_shape, problem.mask_shape, problem.softcap)
     small_pages = direction != "forward" and problem.page_size is not None and problem.page_size % LARGEST_TILE != 0

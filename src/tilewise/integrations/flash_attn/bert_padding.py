@@ -1,4 +1,4 @@
-"""`flash_attn.bert_padding`: between padded (batch, seqlen, ...) tensors and packed (total, ...) ones."""
+"""`flash_attn.bert_padding`: converts between padded (batch, seqlen, ...) tensors and packed (total, ...) ones."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def unpad_input(
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """(packed, indices, cu_seqlens, max_seqlen, seqused) of hidden_states (batch, seqlen, ...).
 
-    `attention_mask` (batch, seqlen), bool or 0/1, marks the tokens that count. Tokens of `unused_mask` are packed
-    too, as room that nobody attends to: cu_seqlens and max_seqlen then include them, seqused (batch,) does not.
+    `attention_mask` (batch, seqlen), bool or 0/1, marks the valid tokens. Tokens of `unused_mask` are packed too, as
+    unused room: cu_seqlens and max_seqlen then include them, seqused (batch,) does not.
     """
     masks = {"attention_mask": attention_mask} | ({} if unused_mask is None else {"unused_mask": unused_mask})
     for name, mask in masks.items():
@@ -36,8 +36,8 @@ def unpad_input(
 
 
 def _longest(seqlens: Tensor, masks: dict[str, Tensor]) -> int:
-    """The longest sequence, unless a mask has other numbers than 0 and 1: both are asked of the device at once."""
-    if torch.compiler.is_compiling():  # a graph cannot branch on what is in a mask
+    """The longest sequence. Raises if a mask has other numbers than 0 and 1; both are read from the device at once."""
+    if torch.compiler.is_compiling():  # a graph cannot branch on the contents of a mask
         return int(seqlens.max())
     others = torch.stack([(mask != mask.bool()).any() for mask in masks.values()])
     longest, *strange = torch.cat((seqlens.max().unsqueeze(0), others.to(torch.int32))).tolist()
@@ -49,7 +49,7 @@ def _longest(seqlens: Tensor, masks: dict[str, Tensor]) -> int:
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """(batch, seqlen, ...) with the packed rows at `indices` and zeros elsewhere: the way back from `unpad_input`."""
+    """(batch, seqlen, ...) with the packed rows at `indices` and zeros elsewhere: the inverse of `unpad_input`."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).view(batch, seqlen, *hidden_states.shape[1:])
 
 

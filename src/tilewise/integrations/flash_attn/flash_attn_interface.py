@@ -1,12 +1,12 @@
 """The functions of flash-attn 2. Tensors are (batch, seqlen, heads, dim), or packed (total, heads, dim).
 
-All share: `window_size` sides below 0 and `softcap` 0.0 mean "off"; `causal` and the window are aligned with the
+Common to all: `window_size` sides below 0 and `softcap` 0.0 mean "off"; `causal` and the window are aligned with the
 bottom-right corner; the number of query heads is a multiple of the K/V heads. With `return_attn_probs` the result is
 (out, softmax_lse, S_dmask): lse (batch, heads, seqlen_q) or (heads, total_q); S_dmask as in flash-attn, probabilities
 that are negative where dropped, (batch, heads, seqlen_q, seqlen_k), or an empty tensor without dropout.
 
-The functions that begin with an underscore are private in flash-attn, too, and yet what libraries with a backward of
-their own import (ring attention, context parallelism): they have the signatures of releases 2.7 and 2.8.
+The functions that begin with an underscore are private in flash-attn too, but libraries with a backward of their own
+(ring attention, context parallelism) import them. They have the signatures of releases 2.7 and 2.8.
 """
 
 from __future__ import annotations
@@ -211,9 +211,9 @@ def flash_attn_with_kvcache(
     place.
 
     The cache is (batch_cache, capacity, kv_heads, dim), or pages (num_pages, page_size, kv_heads, dim) with
-    `block_table`. New tokens go to positions cache_seqlens, cache_seqlens + 1, ...; rotary turns them and q by those
+    `block_table`. New tokens go to positions cache_seqlens, cache_seqlens + 1, ...; rotary rotates them and q by those
     positions (all of q by cache_seqlens itself when neither causal nor windowed). No gradient, as in flash-attn.
-    `num_splits` is accepted: the backend splits the keys as it sees fit, and the result does not depend on it.
+    `num_splits` is accepted: the backend chooses its own splits, and the result does not depend on it.
     """
     del num_splits
     require_tensors(q=q)
@@ -384,7 +384,7 @@ def _forward(
     if block_table is None:
         totals = cu_seqlens_q, cu_seqlens_k
         if seqused_k is not None:
-            # More sequences than the caller's: what is counted by sequence would go astray.
+            # There are more sequences than the caller's: what is indexed by sequence would be wrong.
             if flags["dropout"] or (alibi_slopes is not None and alibi_slopes.dim() > 1):
                 raise Unsupported(
                     "seqused_k with dropout_p, or with alibi_slopes for every sequence: pack the used keys"
@@ -421,7 +421,7 @@ def _flags(
     alibi_slopes: Tensor | None,
     deterministic: bool,
 ) -> Flags:
-    # deterministic=False is flash-attn's default, not a wish: torch.use_deterministic_algorithms still counts.
+    # deterministic=False is flash-attn's default, not a request: torch.use_deterministic_algorithms still counts.
     return {
         "causal": flag_of("causal", causal),
         "window": window_of(window_size),

@@ -1,4 +1,4 @@
-"""flash-attn 4 by its own names, `flash_attn.cute`, as far as tilewise has the features."""
+"""flash-attn 4 by its own names, `flash_attn.cute`, for the features that tilewise has."""
 
 from tilewise.integrations.flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
 

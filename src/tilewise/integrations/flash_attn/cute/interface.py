@@ -1,7 +1,7 @@
 """The functions of flash-attn 4 (4.0.0 beta), which users import from `flash_attn.cute` or `flash_attn.cute.interface`.
 
-Tensors as in FA2; every function returns (out, lse), and lse is differentiable. What tilewise has no counterpart for is
-refused by name: `score_mod`, `mask_mod` and what belongs to them, `block_sparse_tensors`, `gather_kv_indices`.
+Tensors as in FA2; every function returns (out, lse), and lse is differentiable. Features without a counterpart in
+tilewise are refused by name: `score_mod`, `mask_mod` and their arguments, `block_sparse_tensors`, `gather_kv_indices`.
 `num_splits`, `pack_gqa`, `min_seqlen_k` and the scheduler's metadata tune FA4's own kernels: they are accepted and
 change nothing.
 """
@@ -35,7 +35,7 @@ __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
 Sides = tuple[int | None, int | None]
 OPEN: Sides = (None, None)
 NAMES = FLASH_NAMES | {"sinks": "learnable_sink", "block_table": "page_table", "seqlens_k": "seqused_k"}
-# What is refused, and what to do instead.
+# Refused arguments, and what to do instead.
 ADVICE = {
     "gather_kv_indices": "gather the keys and values before the call",
     "score_mod": "tilewise.attention takes softcap, alibi_slopes and a bias with its gradient",
@@ -72,7 +72,7 @@ def flash_attn_func(
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q (batch, seqlen_q, heads, dim) to k, v; lse is there with and without `return_lse`.
+    """(out, lse) of q (batch, seqlen_q, heads, dim) to k, v; lse is returned with and without `return_lse`.
 
     lse is (batch, heads, seqlen_q), with `qv` (batch, seqlen_q, heads), as in FA4.
     """
@@ -168,7 +168,7 @@ def flash_attn_combine(
     virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """FA3's `flash_attn_combine`; every row is combined, so that `cu_seqlens` changes nothing."""
+    """FA3's `flash_attn_combine`. Every row is combined, so `cu_seqlens` changes nothing."""
     del cu_seqlens
     for name, given in (("seqused", seqused), ("virtual_batch_idx", virtual_batch_idx)):
         if given is not None:
@@ -203,7 +203,7 @@ def _flags(
 
 
 def _window(window_size: Sides, causal: bool) -> Window | None:
-    """None is an unbounded side. FA4 takes (-1, -1), and with `causal` a left side of -1, for unbounded, too."""
+    """None is an unbounded side. As in FA4, (-1, -1) is unbounded too, and with `causal` a left side of -1."""
     try:
         left, right = map(number_of, window_size)
         right = None if causal else right

@@ -1,4 +1,4 @@
-"""flash-attn's layers that have a place here: the rotary embedding."""
+"""The layers of flash-attn that are provided: the rotary embedding."""
 
 from tilewise.integrations.flash_attn.layers import rotary
 

@@ -23,10 +23,10 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Turn x by the rows of cos and sin (seqlen_rotary, rotary_dim / 2) at each token's position.
+    """Rotate x by the rows of cos and sin (seqlen_rotary, rotary_dim / 2) at each token's position.
 
-    A token's position is its index in the sequence plus `seqlen_offsets`, an int or one per sequence. With
-    `cu_seqlens` x is packed; `max_seqlen` is then accepted and not needed. `inplace` writes into x and returns it.
+    A token's position is its index in the sequence plus `seqlen_offsets`, an int or one per sequence. With `cu_seqlens`
+    x is packed; `max_seqlen` is then accepted and ignored. `inplace` writes into x and returns it.
     """
     del max_seqlen
     check_tables(cos, sin)
@@ -50,7 +50,7 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Turn q and k of qkv (batch, seqlen, 3, heads, dim), or (batch, seqlen, heads + 2 kv_heads, dim), in place."""
+    """Rotate q and k of qkv (batch, seqlen, 3, heads, dim), or (batch, seqlen, heads + 2 kv_heads, dim), in place."""
     if qkv.dim() == 5:
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     elif num_heads_q is None:
@@ -69,19 +69,19 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
-    """Turn k of kv (batch, seqlen, 2, heads, dim) in place."""
+    """Rotate k of kv (batch, seqlen, 2, heads, dim) in place."""
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
 
 
 def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """One position a token: (seqlen,), (batch, seqlen) or (total,)."""
+    """One position per token: (seqlen,), (batch, seqlen) or (total,)."""
     if cu_seqlens is not None:
         sequence, position = places(cu_seqlens, x.shape[0])
         batch = cu_seqlens.numel() - 1
         if isinstance(offsets, Tensor) and batch:
             offsets = offsets[sequence.clamp(max=batch - 1)]
-        # Rows past the last sequence belong to nobody; any position does.
+        # Rows past the last sequence belong to none; any position does.
         return torch.where(sequence < batch, position + offsets, 0)
     position = torch.arange(x.shape[1], device=x.device)
     return offsets[:, None] + position if isinstance(offsets, Tensor) else offsets + position
@@ -96,7 +96,7 @@ def _check_offsets(offsets: object, batch: int) -> None:
 
 
 def _check_positions(positions: Tensor, rows: int) -> None:
-    """Contents are looked at on a CPU only; on a GPU that would make the CPU wait."""
+    """Contents are read on a CPU only; on a GPU that would synchronise."""
     if positions.device.type != "cpu" or torch.compiler.is_compiling() or positions.numel() == 0:
         return
     first, last = (int(end) for end in positions.aminmax())
