@@ -45,7 +45,7 @@ def merge_all(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, T
     """Combine results over disjoint keys: `lse = log(sum e^lse)`, each `out` weighted by its share of the denominator.
 
     An `lse` has the shape of its `out` without the last dimension. Differentiable; an empty result (lse -inf)
-    contributes nothing, whatever its `out` holds.
+    contributes nothing, even if its `out` holds NaN.
     """
     acc = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
     top = functools.reduce(torch.maximum, lses).detach()

@@ -49,7 +49,7 @@ class _Cut(NamedTuple):
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether it is a DTensor. Does not import the module: whoever has a DTensor has loaded it."""
+    """Whether it is a DTensor. Does not import the module: a DTensor can exist only if it is loaded."""
     return type(tensor).__name__ == "DTensor" and hasattr(tensor, "placements")
 
 

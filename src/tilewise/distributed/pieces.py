@@ -94,7 +94,7 @@ class Piece:
 
     @property
     def is_full(self) -> bool:
-        """Whether every query sees every key, whatever their order."""
+        """Whether every query sees every key, in any order."""
         return self.left is None and self.right is None and self.cu_seqlens is None
 
 

@@ -39,7 +39,7 @@ _DIMS: dict[str, tuple[int, int | None, int]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Tensor:
-    """q, k or v in e4m3, made by `quantize`: pass it to `attention` and friends in the place of a tensor.
+    """q, k or v in e4m3, made by `quantize`: pass it to `attention` and friends instead of a tensor.
 
     data   e4m3 in the shape of the tensor it was made from
     scale  fp32 (batch, heads, blocks), of packed rows (sequences, heads, blocks), of pages (pages, heads, 1)

@@ -287,7 +287,7 @@ class PagedKVCache:
     def block_table(self) -> Tensor:
         """int32 (batch, columns) on the device: the pages of the step's requests, of a fixed step (seats, columns).
 
-        Later steps may return the same tensor, unless somebody wrote to it in a way that torch counts: an edit stays in
+        Later steps may return the same tensor, unless a user wrote to it in a way that torch counts: an edit stays in
         its step.
         """
         return self._running().block_table
@@ -309,7 +309,7 @@ class PagedKVCache:
     def shared_prefix(self) -> SharedPrefix | None:
         """The requests of the step that start with the same pages, for `attention_paged`; None if there are none.
 
-        Later steps may return the same tensors, unless somebody wrote to them.
+        Later steps may return the same tensors, unless a user wrote to them.
         """
         self._running()
         assert self._step is not None

@@ -1,8 +1,8 @@
 """One row per instruction set: the register shapes that micro-kernel emitters need.
 
 A panel is `query_vectors * lanes` queries. It goes through scores, softmax and values together, so that its scores stay
-in the first-level cache. The score kernel keeps `score_keys * query_vectors` accumulators, the value kernel `value_rows
-* value_vectors`. Measurements behind the rows are in bench/results/cpu-choices.csv, by name.
+in the first-level cache. The score kernel keeps `score_keys * query_vectors` accumulators, the value kernel
+`value_rows * value_vectors`. Measurements behind the rows are in bench/results/cpu-choices.csv, by name.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ SECONDS_BETWEEN_TRIES = 0.02
 
 
 class UntrustedFolder(OSError):
-    """Somebody else may have written to the folder. Says whether it is this user's, who could change its mode."""
+    """Another user may have written to the folder. Says whether this user owns it and could change its mode."""
 
     def __init__(self, reason: str, *, is_own: bool) -> None:
         super().__init__(reason)

@@ -1,4 +1,4 @@
-"""dbias: the score gradient summed over the dimensions in which the bias is broadcast. Writes nothing larger than a few
+"""dbias: the score gradient summed over the dimensions in which the bias is broadcast. Writes nothing larger than
 partial sums of the bias.
 
 Grid: (share of the repetitions, key tile, query tile, bias head, bias sequence). Each program recomputes S and dP of

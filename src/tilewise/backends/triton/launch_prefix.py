@@ -45,8 +45,8 @@ PROGRAMS, MAX_SPLITS = 1, 32
 MERGED_SPLITS = 8
 # Up to JOINED_SPLITS splits of rows up to JOINED_COLUMNS wide are merged by the program that finishes a tile's last
 # split. That saves a launch on the host but takes the device longer, with fewer programs at work. So it is used only
-# outside CUDA graphs, where the device waits for the host: prefixes with at most so many products, and own keys of at
-# most so many bytes.
+# outside CUDA graphs, where the device waits for the host: prefixes with at most QUICK_PRODUCTS, and own keys of at
+# most QUICK_BYTES.
 JOINED_SPLITS, JOINED_COLUMNS = 4, 128
 QUICK_PRODUCTS, QUICK_BYTES = 1 << 30, 1 << 25
 

@@ -144,7 +144,7 @@ def merge_pairs(
             log = tl.load(lse_parts + part, mask=here_ok, other=NEG_INF, cache_modifier=".cg")
             weight = tl.exp2((log - anchor) * LOG2E)[:, None]
             places = out_parts + part[:, None] * T.HEAD_DIM_V + d_idx
-            # Loaded whatever the weights are: a load that depended on them would wait twice.
+            # Loaded unconditionally: a load that depended on the weights would wait twice.
             values = tl.load(places, mask=here_ok[:, None] & ok, other=0.0, cache_modifier=".cg")
             acc += tl.where(weight != 0.0, values, 0.0) * weight
     empty = total == 0.0

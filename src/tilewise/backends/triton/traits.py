@@ -124,8 +124,8 @@ class ScoreScalars(NamedTuple):
     drop_below: int
 
 
-# From this scale on, one multiply-add per score is not exact enough: scores around 1.5e9 and more leave a rounding
-# error of 2^128 and more in the exponent of the largest one. The slower EXACT path subtracts first.
+# From this scale on, one multiply-add per score is not exact enough: from scores of 1.5e9 on, the rounding error of the
+# product passes 128, and 2 to that power overflows. The slower EXACT path subtracts the maximum first.
 LARGE_SCALE = 1024.0
 
 
