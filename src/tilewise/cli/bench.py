@@ -38,7 +38,7 @@ def command(
     list_cases: Annotated[bool, typer.Option("--list", help="Name the cases and end.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Time tilewise beside torch's attention on this machine. Every result is checked against fp64 first."""
+    """Time tilewise against torch's attention on this machine. Every result is checked against fp64 first."""
     chosen = select(cases(device_of(device)), only or ())
     if list_cases:
         names = [case.name for case in chosen]

@@ -75,7 +75,7 @@ def command(
     link: Annotated[str | None, typer.Option(help="With --context-parallel: the link between them.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show which backend would run a problem and why, its tiles, FLOPs, traffic, memory and least possible time.
+    """Show which backend would run a problem and why, its tiles, FLOPs, traffic, memory and roofline time.
 
     The exit status is 1 where no backend takes the problem.
     """

@@ -1,7 +1,7 @@
 """The parameter block: one flat array of int64 that a compiled kernel reads everything from.
 
-Pointers are addresses, strides are bytes, floats are the bits of an fp32. A pointer of 0 means "not there". Offsets
-named `WS_*` are places within one thread's workspace. The constants below are positions in the block, counted in
+Pointers are addresses, strides are bytes, floats are the bits of an fp32. A pointer of 0 means "not there". Constants
+named `WS_*` are offsets within one thread's workspace. The constants below are positions in the block, counted in
 the order of their declaration; `new_block` builds it.
 """
 
@@ -22,7 +22,7 @@ def _take(count: int) -> tuple[int, ...]:
     return tuple(itertools.islice(_positions, count))
 
 
-# What every kernel needs: who works on what, and where.
+# What every kernel needs: the work items, how threads share them, and the workspaces.
 NUM_ITEMS, SCHEDULE, UNITS, HEADS_PER_UNIT, WORKSPACE, WORKSPACE_BYTES = _take(6)
 # Operands of the forward pass and their strides.
 Q, Q_BATCH, Q_HEAD, Q_ROW = _take(4)
@@ -67,14 +67,14 @@ Q_DTYPE = next(_positions)
 Q_SCALES, K_SCALES, V_SCALES = _take(15)[::5]
 # Items of decoding that a thread takes at a time.
 ITEMS_AT_ONCE = next(_positions)
-# Whether rows are worked into results that are there (0: no), and which rows of them they are (0: their own numbers).
+# Whether rows are merged into existing results (0: no), and which of their rows they are (0: the same numbers).
 IS_MERGED, MERGED_ROWS = _take(2)
 # Answering signals (see stopping.py): a callback (0: none) and when it is due, the thread that calls it, functions that
 # say which thread this is and what time it is, where the time is put, and one that sleeps; whether the call is to end
 # early, and how many threads are through.
 POLL, NEXT_POLL, CALLER, THREAD_ID, CLOCK, CLOCK_ID, CLOCK_SECONDS, CLOCK_NANOSECONDS, SLEEP = _take(9)
 STOP, THROUGH = _take(2)
-# Totals of a block over long runs of keys, and what their sums lost to rounding (0: no run is that long).
+# Totals of a block over long runs of keys, and the rounding error of their sums (0: no run is that long).
 WS_TOTAL, WS_CARRY = _take(2)
 # A whole number of cache lines.
 BLOCK_FIELDS = -(-next(_positions) // 8) * 8
@@ -91,18 +91,18 @@ NEEDS_ROW_TABLE = HAS_ALIBI | HAS_BIAS | HAS_MASK | HAS_DROPOUT
 
 UNBOUNDED = 1 << 40
 
-# Behind the block, a cache line each: the counters of a run (workspaces taken, items taken).
+# After the block, a cache line each: the counters of a run (workspaces taken, items taken).
 COUNTER_FIELDS = 16
 _FLOAT, _INT = struct.Struct("f"), struct.Struct("I")
 
 
 def float_bits(number: float) -> int:
-    """How a float travels in the block."""
+    """A float as the block holds it."""
     return int(_INT.unpack(_FLOAT.pack(number))[0])
 
 
 def new_block(fields: Mapping[int, int]) -> array[int]:
-    """The block in memory, with its counters at 0 behind it; fields that are not given are 0."""
+    """The block in memory, followed by its counters, which are 0; fields that are not given are 0."""
     block = array("q", bytes(8 * (BLOCK_FIELDS + COUNTER_FIELDS)))
     for position, value in fields.items():
         block[position] = value
