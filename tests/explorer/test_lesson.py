@@ -238,7 +238,7 @@ def test_the_bars_of_a_race_end_at_the_totals(open_page: Any, exported: Path) ->
     page: Page = open_page("fa2", base=exported.as_uri())
     page.keyboard.press("End")
     for algorithm in ("naive", "fa1", "fa2"):
-        elements = list(counts_after_each(schedule(algorithm, FULL)))[-1].traffic.elements  # type: ignore[arg-type]
+        elements = list(counts_after_each(schedule(algorithm, FULL)))[-1].traffic.elements
         expect(page.locator(f'[data-race="{algorithm}"]')).to_have_text(f"{elements} of {elements}")
 
 
