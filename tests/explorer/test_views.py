@@ -72,7 +72,7 @@ def test_the_exported_page_has_every_view_without_a_network(open_page: Any, expo
         expect(here(page)).to_have_attribute("id", f"to-{view}")
         expect(page.locator("main h2")).to_be_visible()
     expect(page.locator("[data-fact=backend]")).to_have_text("hopper")
-    page.get_by_label("Device").select_option("a100")
+    page.get_by_label("Device", exact=True).select_option("a100")
     expect(page.locator("[data-fact=backend]")).to_have_text("triton")
     page.locator("#to-tiles").click()
     unfold(page)
@@ -237,7 +237,7 @@ def test_memory_traffic_facts(open_page: Any) -> None:
     unfold(page)
     page.get_by_label("Axes", exact=True).select_option("log")
     page.get_by_label("Show", exact=True).select_option("time")
-    page.get_by_label("Device").select_option("h200")
+    page.get_by_label("Device", exact=True).select_option("h200")
     # 17,301,504 elements of 2 bytes at 4.8 TB/s.
     assert {row[0]: row[1] for row in cells(page, "Traffic by N")}["2,048"] == "7.21 µs"
 
@@ -325,7 +325,7 @@ def test_my_problem_shows_what_explain_says(open_page: Any) -> None:
     page: Page = open_page("problem")
     page.get_by_label("Model").select_option("70B, GQA 8:1 (Llama 3 70B)")
     page.get_by_label("Context").fill("32768")
-    page.get_by_label("Device").select_option("h200")
+    page.get_by_label("Device", exact=True).select_option("h200")
     expect(page.locator("[data-fact=kv-model]")).to_contain_text("10.0 GiB")
     question = Question(1, 32768, 64, 8, 128, "bfloat16", "h200", "prefill", True, None)
     plan = plan_of(question)

@@ -120,7 +120,6 @@ class MatmulView {
     const [many, few] = this.panels.map((panel) => panel.replay?.stops.length ?? 0);
     setText(
       this.verdict,
-      this.check,
       `In the end: naive ${plural(many, "step")} and ${plural(naive.reads, "element load")}, tiled ${plural(few, "step")} and ${grouped(tiled.reads)}: ${(naive.reads / tiled.reads).toFixed(1)}× fewer. Attention does the same with Q, K and V.`,
     );
     const [one, other] = this.panels.map((panel) => slow(finished(panel.schedule(work), inputs), "c"));
