@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--name", choices=NAMES, help="one name of tilewise; both unless given")
     parser.add_argument("--classes", choices=("main", "all"), default="main")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds a type may take")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds a type may take")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--eager", action="store_true", help="only what can be built and runs with eager attention")
     parser.add_argument("--verbose", action="store_true", help="print tracebacks of unclear errors")
