@@ -337,10 +337,10 @@ class _Direct(NamedTuple):
 
 def _direct(shared: SharedPrefix, operands: Operands, flags: Flags) -> _Direct | None:
     """None if no backend attends prefixes directly, or another backend was requested."""
+    if not ops.is_plain_eager((*operands, *shared[1:])):
+        return None
     backend = dispatch.serving(operands.q.device.type)
     if backend is None or flags.backend not in ("auto", backend.name):
-        return None
-    if not ops.is_plain_eager((*operands, *shared[1:])):
         return None
     prefix, everything = _prefix(shared, operands, flags)
     problem, prefix = ops.judged("paged", prefix, everything)
@@ -365,7 +365,7 @@ def _merged(
 
 def _merger(out: Tensor, *others: Tensor) -> Callable[..., None] | None:
     """The kernel that merges such results. None if torch must merge: observed calls, or dtypes without a kernel."""
-    backend = dispatch.serving(out.device.type)
-    if backend is None or out.dtype not in MERGE_DTYPES or not ops.is_plain_eager((out, *others)):
+    if out.dtype not in MERGE_DTYPES or not ops.is_plain_eager((out, *others)):
         return None
-    return backend.merge_rows
+    backend = dispatch.serving(out.device.type)
+    return None if backend is None else backend.merge_rows
