@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hopper_choices import FAMILIES, cover
+from tilewise.backends.gpu import releases
 from tilewise.problem import AttentionProblem
 
 pytestmark = pytest.mark.slow
@@ -27,8 +28,10 @@ launch_decode = pytest.importorskip("tilewise.backends.hopper.launch_decode")
 quantising = pytest.importorskip("tilewise.backends.triton.launch_quantising")
 
 SMEM_LIMIT = 227 * 1024
-# Local loads and stores in hot loops that a rarely taken configuration may have.
-MOST_SPILLS = 192
+# The Triton of constraints.txt, whose hot loops touch no local memory; and the local loads and stores (of addresses) that
+# those of other releases may have, and rarely taken configurations of any.
+PINNED = "3.7.1"
+FEW_SPILLS, MOST_SPILLS = 8, 192
 PARTS = 8
 
 
@@ -76,7 +79,8 @@ def hold(found: Any, spills: int, what: object) -> None:
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
 def test_hot_loops_multiply_without_spills(kernel: Kernel) -> None:
     problem = FAMILIES[kernel.family].problem(**kernel.features)
-    hold(aot.resources(aot.compiled(problem, kernel.name)), 0, kernel.name)
+    spills = 0 if releases.installed() == PINNED else FEW_SPILLS
+    hold(aot.resources(aot.compiled(problem, kernel.name)), spills, kernel.name)
 
 
 @pytest.mark.exhaustive
