@@ -28,8 +28,8 @@ launch_decode = pytest.importorskip("tilewise.backends.hopper.launch_decode")
 quantising = pytest.importorskip("tilewise.backends.triton.launch_quantising")
 
 SMEM_LIMIT = 227 * 1024
-# The Triton of constraints.txt, whose hot loops touch no local memory; and the local loads and stores (of addresses) that
-# those of other releases may have, and rarely taken configurations of any.
+# The Triton of constraints.txt, whose hot loops touch no local memory. Those of other releases may load and store a few
+# addresses there, and rarely taken configurations more.
 PINNED = "3.7.1"
 FEW_SPILLS, MOST_SPILLS = 8, 192
 PARTS = 8
