@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from suite.peers import implementations
 from suite.results import CaseResult, Results
 from suite.runner import Limits, run
 from tilewise.bench import machine
+from tilewise.bench.quick import threads_of
 from tilewise.errors import InvalidProblem
 
 __all__ = ["Options", "chosen_cases", "execute"]
@@ -65,7 +66,7 @@ def execute(options: Options, announce: Callable[[str], None]) -> Results:
     kind = (device, options.quick)
     found: list[CaseResult] = []
     compiled = compile_ahead(chosen_cases(options), options.compile_first, COMPILING_SECONDS)
-    with _threads(options.threads) as threads:
+    with threads_of(options.threads) as threads:
         limits = Limits(
             options.seconds_per_case or SECONDS_PER_CASE[kind], options.max_seconds or MAX_SECONDS[kind], threads
         )
@@ -88,15 +89,3 @@ def execute(options: Options, announce: Callable[[str], None]) -> Results:
         },
         cases=tuple(found),
     )
-
-
-@contextlib.contextmanager
-def _threads(wanted: int | None) -> Iterator[int]:
-    """Threads of torch set for the run, and as they were afterwards."""
-    before = torch.get_num_threads()
-    if wanted is not None:
-        torch.set_num_threads(wanted)
-    try:
-        yield torch.get_num_threads()
-    finally:
-        torch.set_num_threads(before)

@@ -12,9 +12,9 @@ from torch.nn import attention as torch_attention
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
+from operators import Operators
 from tilewise import fp8
 from tilewise.integrations import flash_attn, flash_attn_interface, sdpa
 from tilewise.nn import CausalSelfAttention, MultiheadAttention
@@ -293,18 +293,6 @@ def test_causal_alignment_with_torchs_flash_kernels_replaced(lengths: tuple[int,
         for found in (active, run(sdpa.scaled_dot_product_attention, **flags)):
             for a, b in zip(found, expected, strict=True):
                 torch.testing.assert_close(a, b, atol=2e-2, rtol=1e-2)
-
-
-class Operators(TorchDispatchMode):
-    """Keeps the names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_routed_reaches_torchs_modules() -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
+from operators import Operators
 from tilewise.integrations import sdpa
 
 pytestmark = [
@@ -28,18 +28,6 @@ pytestmark = [
 BATCH, SEQLEN_Q, SEQLEN_K, EMBED, HEADS = 3, 5, 7, 16, 4
 # Operators that compute attention by kernels of torch's.
 FUSED = ("_scaled_dot_product", "_transformer_encoder_layer_fwd", "_native_multi_head_attention")
-
-
-class Operators(TorchDispatchMode):
-    """Keeps the names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def attention_operators(names: list[str]) -> list[str]:

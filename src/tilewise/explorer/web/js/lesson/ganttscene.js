@@ -1,8 +1,7 @@
 /** The timeline of a pipeline: who does what when, and how busy the tensor cores are. */
 
 import { UNITS, busyShare, pipeline, timeline } from "tilewise/engine/pipeline.js";
-import { Picture, box, words } from "tilewise/lesson/picture.js";
-import { h } from "tilewise/ui/dom.js";
+import { PictureScene, box, words } from "tilewise/lesson/picture.js";
 import { grouped } from "tilewise/ui/format.js";
 import { legend } from "tilewise/ui/parts.js";
 
@@ -18,18 +17,9 @@ const LOOK = {
   values: ["O", "stored"],
 };
 
-export class GanttScene {
+export class GanttScene extends PictureScene {
   constructor() {
-    this.at = 0;
-    this.length = 1;
-    this.picture = new Picture(
-      (narrow) => this.#draw(narrow),
-      () => this.description(),
-    );
-    this.element = h(
-      "div",
-      { class: "scene" },
-      this.picture.element,
+    super(
       legend([
         ["loaded", "load a tile of K or V"],
         ["computing", "S = Q Kᵀ"],
@@ -46,12 +36,6 @@ export class GanttScene {
     this.spans = timeline(this.pipe);
     this.other = timeline({ ...this.pipe, ping_pong: !pingpong });
     this.length = this.spans.length;
-  }
-
-  /** @param {number} at */
-  show(at) {
-    this.at = at;
-    this.picture.redraw();
   }
 
   /** What has been told so far, and how busy the tensor cores are in the end. */
@@ -81,7 +65,7 @@ export class GanttScene {
   }
 
   /** @param {boolean} narrow */
-  #draw(narrow) {
+  draw(narrow) {
     const { shown, last, cycles, otherCycles } = this.state;
     const width = narrow ? 400 : 700;
     const left = narrow ? 8 : 104;
@@ -127,10 +111,6 @@ export class GanttScene {
         words("note end", right, bottom + 10, "cycles"),
       ],
     };
-  }
-
-  destroy() {
-    this.picture.destroy();
   }
 }
 

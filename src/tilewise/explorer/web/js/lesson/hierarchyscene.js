@@ -2,26 +2,21 @@
 
 import { Band } from "tilewise/engine/band.js";
 import { elements, forwardFlops, naiveForward, tiledForward } from "tilewise/engine/cost.js";
-import { Picture, box, words } from "tilewise/lesson/picture.js";
-import { h, svg } from "tilewise/ui/dom.js";
+import { PictureScene, box, words } from "tilewise/lesson/picture.js";
+import { svg } from "tilewise/ui/dom.js";
 import { formatBytes, formatCount, formatSeconds } from "tilewise/ui/format.js";
 
 /** @typedef {import("tilewise/ui/form.js").Values} Values */
 
 const [TOKENS, DIM, BLOCK, ITEM] = [4096, 64, 128, 2];
 
-export class HierarchyScene {
+export class HierarchyScene extends PictureScene {
   /** @param {any} data */
   constructor(data) {
+    super();
     this.chips = data.lesson_devices;
     this.length = 4;
-    this.at = 0;
     this.chip = this.chips[0];
-    this.picture = new Picture(
-      (narrow) => this.#draw(narrow),
-      () => this.description(),
-    );
-    this.element = h("div", { class: "scene" }, this.picture.element);
   }
 
   /** @param {Values} values */
@@ -43,19 +38,13 @@ export class HierarchyScene {
     };
   }
 
-  /** @param {number} at */
-  show(at) {
-    this.at = at;
-    this.picture.redraw();
-  }
-
   description() {
     const { chip } = this;
     return `${chip.name}: ${formatCount(chip.slow_bytes, "B")} of ${chip.slow_name} at ${formatCount(chip.bandwidth, "B/s")}; ${formatBytes(chip.cores * chip.fast_bytes)} of ${chip.fast_name} at ${formatCount(chip.fast_bandwidth, "B/s")}; ${formatCount(chip.flops, "FLOP/s")}.`;
   }
 
   /** @param {boolean} narrow */
-  #draw(narrow) {
+  draw(narrow) {
     const { chip } = this;
     const width = narrow ? 400 : 700;
     const scale = Math.sqrt((chip.cores * chip.fast_bytes) / chip.slow_bytes);
@@ -156,9 +145,5 @@ export class HierarchyScene {
         words("value start", left + (room * seconds) / most + 8, y + 18, `${formatSeconds(seconds)} (${amount})`),
       ];
     });
-  }
-
-  destroy() {
-    this.picture.destroy();
   }
 }

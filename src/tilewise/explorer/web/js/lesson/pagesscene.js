@@ -5,8 +5,7 @@ import { differenceFromNaive } from "tilewise/engine/check.js";
 import { someNumbers } from "tilewise/engine/numbers.js";
 import { workload } from "tilewise/engine/recorder.js";
 import { parseScript, play } from "tilewise/engine/script.js";
-import { Picture, box, words } from "tilewise/lesson/picture.js";
-import { h } from "tilewise/ui/dom.js";
+import { PictureScene, box, words } from "tilewise/lesson/picture.js";
 import { plural } from "tilewise/ui/format.js";
 
 /** @typedef {import("tilewise/ui/form.js").Values} Values */
@@ -14,17 +13,11 @@ import { plural } from "tilewise/ui/format.js";
 const SIZES = { pages: 16, page: 4, max: 16, slots: 4 };
 const DIM = 2;
 
-export class PagesScene {
+export class PagesScene extends PictureScene {
   /** @param {Record<string, string>} stories */
   constructor(stories) {
+    super();
     this.stories = stories;
-    this.at = 0;
-    this.length = 1;
-    this.picture = new Picture(
-      (narrow) => this.#draw(narrow),
-      () => this.description(),
-    );
-    this.element = h("div", { class: "scene" }, this.picture.element);
   }
 
   /** @param {Values} values */
@@ -36,9 +29,8 @@ export class PagesScene {
 
   /** @param {number} at */
   show(at) {
-    this.at = at;
     this.played = play((this.script ?? []).slice(0, at), SIZES);
-    this.picture.redraw();
+    super.show(at);
   }
 
   get state() {
@@ -93,7 +85,7 @@ export class PagesScene {
   }
 
   /** @param {boolean} narrow */
-  #draw(narrow) {
+  draw(narrow) {
     const { paged, contiguous, fresh } = this.state;
     const width = narrow ? 400 : 700;
     const side = narrow ? 384 : 336;
@@ -191,9 +183,5 @@ export class PagesScene {
         ),
       ];
     });
-  }
-
-  destroy() {
-    this.picture.destroy();
   }
 }

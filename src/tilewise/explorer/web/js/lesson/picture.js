@@ -4,28 +4,46 @@ import { fill, h, svg } from "tilewise/ui/dom.js";
 
 const NARROW = 560;
 
-export class Picture {
-  /** @param {(narrow: boolean) => {width: number, height: number, parts: any[]}} draw @param {() => string} describe */
-  constructor(draw, describe) {
-    this.draw = draw;
-    this.describe = describe;
+/** A scene of one such picture. A subclass has `set`, `draw` and `description`, and says its `length` in steps. */
+export class PictureScene {
+  /** @param {...HTMLElement} below what stands under the picture */
+  constructor(...below) {
+    this.at = 0;
+    this.length = 1;
     this.narrow = innerWidth < NARROW;
-    this.element = h("div", { class: "picture" });
+    this.picture = h("div", { class: "picture" });
+    this.element = h("div", { class: "scene" }, this.picture, ...below);
     this.observer = new ResizeObserver(([entry]) => {
       const narrow = entry.contentRect.width < NARROW;
       if (narrow === this.narrow || entry.contentRect.width === 0) return;
       this.narrow = narrow;
       this.redraw();
     });
-    this.observer.observe(this.element);
+    this.observer.observe(this.picture);
+  }
+
+  /** @param {number} at */
+  show(at) {
+    this.at = at;
+    this.redraw();
   }
 
   redraw() {
     const { width, height, parts } = this.draw(this.narrow);
     fill(
-      this.element,
-      svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": this.describe() }, parts),
+      this.picture,
+      svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": this.description() }, parts),
     );
+  }
+
+  /** @param {boolean} narrow @returns {{width: number, height: number, parts: any[]}} */
+  draw(narrow) {
+    throw new Error(`${this.constructor.name} draws nothing, narrow: ${narrow}`);
+  }
+
+  /** @returns {string} */
+  description() {
+    throw new Error(`${this.constructor.name} has no description`);
   }
 
   destroy() {

@@ -1,8 +1,8 @@
 /** A row of scores, its weights as known now and as they are in truth, and with values the running output. */
 
 import { moments, term, trueSoftmax } from "tilewise/engine/softmax.js";
-import { Picture, box, words } from "tilewise/lesson/picture.js";
-import { h, svg } from "tilewise/ui/dom.js";
+import { PictureScene, box, words } from "tilewise/lesson/picture.js";
+import { svg } from "tilewise/ui/dom.js";
 import { text } from "tilewise/views/softmax.js";
 
 /** @typedef {import("tilewise/engine/softmax.js").Moment} Moment */
@@ -13,18 +13,12 @@ export const BLOCK = 3;
 /** Why the row cannot be taken block by block: three passes, and then an attempt that goes wrong. */
 export const RESISTANCE = /** @type {const} */ (["row", "maximum", "sum", "weights", "first", "second"]);
 
-export class SoftmaxScene {
+export class SoftmaxScene extends PictureScene {
   /** @param {"resists" | "online"} mode @param {number[][]} [values] */
   constructor(mode, values = []) {
+    super();
     this.mode = mode;
     this.values = values;
-    this.at = 0;
-    this.length = 1;
-    this.picture = new Picture(
-      (narrow) => this.#draw(narrow),
-      () => this.description(),
-    );
-    this.element = h("div", { class: "scene" }, this.picture.element);
   }
 
   /** @param {Values} values */
@@ -33,12 +27,6 @@ export class SoftmaxScene {
     this.truth = trueSoftmax(this.row);
     this.moments = moments(this.row, BLOCK, this.values);
     this.length = this.mode === "online" ? this.moments.length - 1 : RESISTANCE.length - 1;
-  }
-
-  /** @param {number} at */
-  show(at) {
-    this.at = at;
-    this.picture.redraw();
   }
 
   /** The state that everything shown and said is read from. */
@@ -71,7 +59,7 @@ export class SoftmaxScene {
   }
 
   /** @param {boolean} narrow */
-  #draw(narrow) {
+  draw(narrow) {
     const { row, truth, known, now, kind } = this.state;
     const width = narrow ? 400 : 700;
     const cell = narrow ? 54 : 68;
@@ -139,9 +127,5 @@ export class SoftmaxScene {
       words("name start", x + 10, y + at * 48 + 26, String(name)),
       words("value large end", x + width - 10, y + at * 48 + 27, String(value)),
     ]);
-  }
-
-  destroy() {
-    this.picture.destroy();
   }
 }

@@ -5,8 +5,8 @@ import { finished, largestDifference, slow } from "tilewise/engine/check.js";
 import { naive } from "tilewise/engine/attention.js";
 import { someNumbers } from "tilewise/engine/numbers.js";
 import { workload } from "tilewise/engine/recorder.js";
-import { Picture, box, words } from "tilewise/lesson/picture.js";
-import { h, svg } from "tilewise/ui/dom.js";
+import { PictureScene, box, words } from "tilewise/lesson/picture.js";
+import { svg } from "tilewise/ui/dom.js";
 import { shortNumber } from "tilewise/ui/format.js";
 
 /** @typedef {import("tilewise/ui/form.js").Values} Values */
@@ -14,17 +14,7 @@ import { shortNumber } from "tilewise/ui/format.js";
 const [KEYS, PAGE, DIM] = [48, 4, 2];
 const PAGES = KEYS / PAGE;
 
-export class SplitScene {
-  constructor() {
-    this.at = 0;
-    this.length = 1;
-    this.picture = new Picture(
-      (narrow) => this.#draw(narrow),
-      () => this.description(),
-    );
-    this.element = h("div", { class: "scene" }, this.picture.element);
-  }
-
+export class SplitScene extends PictureScene {
   /** @param {Values} values */
   set({ workers }) {
     const splits = Number(workers);
@@ -60,12 +50,6 @@ export class SplitScene {
     this.length = this.rounds + (splits > 1 ? 2 : 1);
   }
 
-  /** @param {number} at */
-  show(at) {
-    this.at = at;
-    this.picture.redraw();
-  }
-
   get state() {
     const rounds = /** @type {number} */ (this.rounds);
     const workers = /** @type {NonNullable<SplitScene["workers"]>} */ (this.workers);
@@ -88,7 +72,7 @@ export class SplitScene {
   }
 
   /** @param {boolean} narrow */
-  #draw(narrow) {
+  draw(narrow) {
     const { workers, read, done, weighed, merged } = this.state;
     const width = narrow ? 400 : 700;
     const left = 10;
@@ -162,9 +146,5 @@ export class SplitScene {
         ),
       ],
     };
-  }
-
-  destroy() {
-    this.picture.destroy();
   }
 }
