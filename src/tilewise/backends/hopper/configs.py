@@ -36,7 +36,7 @@ class ForwardTile:
     NUM_STAGES      slots in the K and V rings; Q_STAGES: slots in Q's ring
     MERGE_KV        K_i and V_{i-1} share a slot, which saves one barrier per tile
     PIN_EXP         the exponentials stay ahead of the wait for P V (primitives.pin)
-    IS_LAZY         the softmax reference of a row, and with it O, moves only when scores exceed it by 2^8 (scores.py)
+    IS_LAZY         the softmax reference of a row, and with it O, moves only if scores exceed it by 8 (scores.py)
     VOTES           lazy, and a thread finds such scores among its own; only a warp that has one exchanges maxima
     AT_ONCE         skip the row maximum: the reference follows the row sums; overflowed rows are recomputed by again.py
     MENDS_P         with AT_ONCE: P is rescaled before it is rounded, so that it fits into fp16
@@ -82,7 +82,7 @@ D64_AT_ONCE = replace(D64_FULL, AT_ONCE=True, PIN_EXP=True, SPLIT_SUM=True)
 D64_MENDED = replace(D64_AT_ONCE, MENDS_P=True)
 # Pinned exponentials would spill in the loops of a banded problem.
 D64_BANDED_AT_ONCE = replace(D64_AT_ONCE, PIN_EXP=False)
-# Each warpgroup sees nothing of a third of the masked tiles.
+# On average, a warpgroup sees nothing of a third of the masked tiles.
 D64_CAUSAL = replace(D64_BANDED_AT_ONCE, PASSES_OVER=True)
 # Pinned exponentials would be faster here, but spill.
 D64_BANDED_MENDED = replace(D64_BANDED_AT_ONCE, MENDS_P=True)

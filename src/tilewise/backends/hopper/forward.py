@@ -5,7 +5,8 @@ Grid: one CTA per SM, persistent. Roles, one function each:
   consumers  two or three warpgroups of 64 query rows. Per key tile S_i = Q K_i^T and O += P_{i-1} V_{i-1} are issued
              together, and the softmax of S_i runs while the second product does
 
-Key tiles are walked from right to left: the masked ones come first, and the loop over whole tiles has no mask. P stays
+Key tiles are walked from right to left: the right edge comes first, a left window edge last, and the loop over whole
+tiles between them has no mask. Producer and consumers each compute the number of key tiles; they must agree. P stays
 in fp32 between iterations, because a loop-carried 16-bit tensor costs 64 byte permutations an iteration.
 
 Head dims that are no power of two come in two column parts, (128, 64) for 192: descriptors, buffers and accumulators

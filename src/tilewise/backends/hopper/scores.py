@@ -27,7 +27,8 @@ count as overflowed. VOTES: masked tiles round their products first, and later t
 so the largest score has P = 1. Otherwise they are right with EXACT, which large scales select; with a smaller scale,
 large q and k may give NaN.
 
-row_ref and row_sum are [64, 4]: four threads share a row, each holding a quarter of its keys.
+row_ref and row_sum are [64, 4]: four threads share a row. row_ref is the same in all of them; with SPLIT_SUM, row_sum
+is the part of each thread, which holds a quarter of the keys.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -87,7 +88,7 @@ def row_scale(row_ref, scale_log2, C: gl.constexpr):
     if C.EXACT:
         return gl.where(gl.abs(row_ref) < HUGE, scale_log2, power_over(scale_log2))
     else:
-        return gl.where(row_ref < HUGE, scale_log2, scale_log2)
+        return gl.where(row_ref < HUGE, scale_log2, scale_log2)  # only broadcasts
 
 
 @gluon.jit
