@@ -116,6 +116,18 @@ def attention(
     lse (batch, num_heads, seqlen_q) if `return_lse`. q, k, v may be `tilewise.fp8.Fp8Tensor`, without gradients. Raises
     InvalidProblem for invalid arguments, and Unsupported if no permitted backend can compute the call.
 
+    causal         query i sees key j if j <= i + seqlen_k - seqlen_q: the last query sees all keys
+    window         (left, right): only keys from i - left to i + right, counted like `causal`; None: no bound
+    bias           added to the scores; broadcasts to (batch, num_heads, seqlen_q, seqlen_k); differentiable
+    mask           boolean, True where a query may see a key; broadcasts like bias
+    alibi_slopes   (num_heads,) or (batch, num_heads): scores lose slope * distance
+    softcap        scores become softcap * tanh(score / softcap)
+    sinks          (num_heads,): a logit per head that joins the denominator and has no value; differentiable
+    dropout, seed  probability of dropping a key, and the number that decides which; without a seed, torch's generator
+    scale          of q k^T; 1 / sqrt(head_dim) by default
+    deterministic  repeatable bits of gradients; None: as torch.are_deterministic_algorithms_enabled() says
+    backend        "auto", or one of tilewise.backends(), which then computes the call or refuses it
+
         >>> q = k = v = torch.ones(1, 2, 4, 8)
         >>> attention(q, k, v, causal=True).shape
         torch.Size([1, 2, 4, 8])
@@ -177,7 +189,7 @@ def attention_varlen(
     Shapes: q (total_q, num_heads, head_dim), k and v (total_k, num_kv_heads, dim), cu_seqlens int32 (batch + 1,). Rows
     past the last sequence give 0 and lse -inf. Returns out (total_q, num_heads, head_dim_v), and also lse (num_heads,
     total_q) if `return_lse`. bias and mask broadcast to (batch, num_heads, max_seqlen_q, max_seqlen_k) and are indexed
-    within each sequence.
+    within each sequence. max_seqlen_* are the lengths of the longest sequences. Other arguments are `attention`'s.
 
         >>> q = k = v = torch.ones(5, 2, 8)
         >>> cu = torch.tensor([0, 2, 5], dtype=torch.int32)
