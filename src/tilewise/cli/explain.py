@@ -153,8 +153,7 @@ def _show_forecast(
 ) -> None:
     """The cost of a sequence over several devices; the sizes are the first of a `Scenario`."""
     # torch.distributed is slow to import.
-    from tilewise.distributed.forecast import forecast
-    from tilewise.distributed.scaling import Scenario
+    from tilewise.distributed.scaling import Scenario, forecast
 
     scenario = Scenario(*sizes, dtype.itemsize, causal, _window(window) or (None, None))
     prediction = forecast(scenario, device=device or "h200", link=link, dtype=dtype)

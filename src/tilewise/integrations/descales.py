@@ -1,13 +1,12 @@
 """FA3's descales: fp32 factors (batch, kv_heads) of e4m3 q, k and v, for q one per group of heads. A tensor with one
 element is the factor of all, None is 1.
-
-e4m3 tensors may require a gradient as long as it is never asked for: `without_gradients` refuses it then.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -17,9 +16,10 @@ from tilewise.fp8.container import E4M3, Fp8Tensor
 from tilewise.integrations.translation import places
 from tilewise.subclasses import check_class
 
-__all__ = ["Descale", "Descales", "rescaled", "without_gradients"]
+__all__ = ["Descale", "Descales", "gradients_refused", "rescaled"]
 
 Descale = Tensor | None
+Others = ParamSpec("Others")
 Three = tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]
 
 
@@ -75,22 +75,24 @@ class Descales(NamedTuple):
                 _check(name, descale, batch, q)
 
 
-def without_gradients(
-    compute: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None,
-    descales: Descales,
-    *others: Any,
-) -> tuple[Tensor, Tensor]:
-    """The result of `compute` for e4m3 q, k and v. If one of them requires a gradient, asking for it raises."""
-    with torch.no_grad():
-        out, lse = compute(q, k, v, qv, descales, *others)
-    inputs = [t for t in (q, k, v, *descales) if isinstance(t, Tensor)]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        out, lse = _Refusing.apply(out, lse, *inputs)  # type: ignore[no-untyped-call]
-    return out, lse
+def gradients_refused(
+    attend: Callable[Concatenate[Tensor, Tensor, Tensor, Others], tuple[Tensor, Tensor]],
+) -> Callable[Concatenate[Tensor, Tensor, Tensor, Others], tuple[Tensor, Tensor]]:
+    """Lets e4m3 q, k and v require a gradient as long as it is never asked for. Asking for it raises."""
+
+    @functools.wraps(attend)
+    def call(q: Tensor, k: Tensor, v: Tensor, *others: Others.args, **flags: Others.kwargs) -> tuple[Tensor, Tensor]:
+        if getattr(q, "dtype", None) is not E4M3:
+            return attend(q, k, v, *others, **flags)
+        with torch.no_grad():
+            out, lse = attend(q, k, v, *others, **flags)
+        factors = [factor for other in others if isinstance(other, Descales) for factor in other]
+        inputs = [t for t in (q, k, v, *factors) if isinstance(t, Tensor)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+            out, lse = _Refusing.apply(out, lse, *inputs)  # type: ignore[no-untyped-call]
+        return out, lse
+
+    return call
 
 
 class _Refusing(torch.autograd.Function):

@@ -26,9 +26,8 @@ from tilewise.api import attention_paged
 from tilewise.cascade import SharedPrefix
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
-from tilewise.kv.book import CacheStats, PageBook, Step
+from tilewise.kv.book import CacheStats, PageBook, Step, sizes_of, within
 from tilewise.kv.groups import PrefixGroups
-from tilewise.kv.numbers import sizes_of, within
 from tilewise.kv.quantised import SOURCES, append_quantised, as_container, copy_quantised, new_scales
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
 from tilewise.kv.writing import copy_pages, write_rows

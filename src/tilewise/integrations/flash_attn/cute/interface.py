@@ -17,16 +17,16 @@ from torch import Tensor
 from tilewise.api import attention_paged
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
+from tilewise.integrations import flash
 from tilewise.integrations import flash_attn_interface as fa3
-from tilewise.integrations.descales import Descales, without_gradients
+from tilewise.integrations.descales import Descales
 from tilewise.integrations.translation import (
     FLASH_NAMES,
+    UNBOUNDED,
     Window,
-    flag_of,
     length,
     number_of,
     require_tensors,
-    softcap_of,
     worded,
 )
 
@@ -84,8 +84,7 @@ def flash_attn_func(
     )  # fmt: skip
     flags = _flags(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink)
     _check_operands(q, k, v, qv, learnable_sink)
-    given = (q, k, v, qv, Descales(), 0, flags)
-    out, lse = without_gradients(fa3.attend_dense, *given) if q.dtype is E4M3 else fa3.attend_dense(*given)
+    out, lse = fa3.attend(q, k, v, qv, Descales(), None, 0, flags)
     return out, lse if qv is None else lse.transpose(-1, -2)
 
 
@@ -149,9 +148,7 @@ def flash_attn_varlen_func(
         flags["max_seqlen_k"] = longest_k
         extra = None if qv is None else _packed("qv", qv, cu_seqlens_q, max_seqlen_q)[0]
         packed = fa3.Packed(totals_q, totals_k, seqused_q, seqused_k)
-        given = (queries, keys, values, extra, Descales(), packed, 0, flags)
-        attend = fa3.attend_packed
-        out, lse = without_gradients(attend, *given) if q.dtype is E4M3 else attend(*given)
+        out, lse = fa3.attend(queries, keys, values, extra, Descales(), packed, 0, flags)
     if dense_q:
         out, lse = out.unflatten(0, shape[:2]), lse.unflatten(1, shape[:2]).transpose(0, 1)
     return out, lse if qv is None else lse.transpose(-1, -2)
@@ -191,15 +188,9 @@ def _flags(
     deterministic: bool,
     learnable_sink: Tensor | None,
 ) -> dict[str, Any]:
-    is_causal = flag_of("causal", causal)
-    return {
-        "causal": is_causal,
-        "window": _window(window_size, is_causal),
-        "softcap": softcap_of(0.0 if softcap is None else softcap),
-        "scale": number_of(softmax_scale, "softmax_scale"),
-        "deterministic": True if flag_of("deterministic", deterministic) else None,
-        "sinks": learnable_sink,
-    }
+    cap = 0.0 if softcap is None else softcap
+    flags = flash.flags_of(softmax_scale, causal, UNBOUNDED, cap, deterministic, sinks=learnable_sink)
+    return flags | {"window": _window(window_size, flags["causal"])}
 
 
 def _window(window_size: Sides, causal: bool) -> Window | None:

@@ -1,0 +1,231 @@
+"""What the functions of flash-attn 2, 3 and 4 share: flags, separate passes, sequences cut into pieces, `S_dmask`.
+
+Forward and backward are separate calls for libraries that save what autograd would save (ring attention, context
+parallelism). The dropout seed is passed in `rng_state`, int64 (2,): the seed and 0. `out` and `lse` given to a backward
+may cover more keys than it sees, merged from several forwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import ops
+from tilewise.api import attention, attention_backward, attention_varlen
+from tilewise.errors import InvalidProblem
+from tilewise.integrations.translation import (
+    check_integers,
+    flag_of,
+    length,
+    number_of,
+    places,
+    require_tensors,
+    softcap_of,
+    window_of,
+)
+
+__all__ = ["Flags", "Totals", "Written", "cut", "flags_of", "forward", "gradients_into", "lengths_of"]
+
+Flags = dict[str, Any]
+# cu_seqlens_q and cu_seqlens_k of packed sequences; None for dense ones.
+Totals = tuple[Tensor, Tensor] | None
+# Where the gradients of q, k and v are written; None if not wanted.
+Written = tuple[Tensor | None, Tensor | None, Tensor | None]
+# The width of the one-hot values of `S_dmask`: at most the largest head_dim that every backend takes.
+KEYS_PER_PASS = 256
+
+
+def flags_of(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+    **others: Any,
+) -> Flags:
+    """The flags that all functions have, in tilewise's words. `deterministic=False` is flash-attn's default, not a
+    request: torch.use_deterministic_algorithms still counts.
+    """
+    return {
+        "causal": flag_of("causal", causal),
+        "window": window_of(window_size),
+        "softcap": softcap_of(softcap),
+        "scale": number_of(softmax_scale, "softmax_scale"),
+        "deterministic": True if flag_of("deterministic", deterministic) else None,
+        **others,
+    }
+
+
+def lengths_of(max_seqlen_q: int | Tensor | None, max_seqlen_k: int | Tensor | None) -> Flags:
+    """The longest lengths of packed sequences."""
+    return {"max_seqlen_q": length("max_seqlen_q", max_seqlen_q), "max_seqlen_k": length("max_seqlen_k", max_seqlen_k)}
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, flags: Flags, totals: Totals, *, return_softmax: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, S_dmask, rng_state) of tensors (batch, seqlen, heads, dim), or packed ones with their `totals`."""
+    require_tensors(q=q, k=k, v=v)
+    rng_state = torch.zeros(2, dtype=torch.int64, device="cpu")
+    if flags["dropout"]:
+        # Drawn like the library's own seeds: from torch's default CPU generator.
+        rng_state[0] = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu")
+    rng_state = rng_state.to(q.device)
+    flags = {**flags, "seed": rng_state[0] if flags["dropout"] else None}
+    wants_dmask = return_softmax and flags["dropout"]
+    if totals is None:
+        out, lse = attention(q, k, v, layout="bshd", return_lse=True, **flags)
+        dmask = _dense_dmask(q, k, {"layout": "bshd", **flags}) if wants_dmask else q.new_empty(0)
+    else:
+        out, lse = attention_varlen(q, k, v, *totals, return_lse=True, **flags)
+        dmask = _varlen_dmask(q, k, *totals, flags) if wants_dmask else q.new_empty(0)
+    return out, lse, dmask, rng_state
+
+
+@torch.no_grad()
+def gradients_into(
+    written: Written,
+    attended: tuple[Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor],
+    flags: Flags,
+    totals: Totals,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """Write dq, dk and dv of (q, k, v) by (dout, out, lse); returns the row sums of dout * out, in lse's shape."""
+    dout, out, lse = saved
+    require_tensors(q=attended[0], k=attended[1], v=attended[2], dout=dout, out=out, softmax_lse=lse)
+    saved = dout, out, _heads_first(lse, attended[0])
+    for name, target, tensor in zip(("dq", "dk", "dv"), written, attended, strict=True):
+        if target is not None and target.shape != tensor.shape:
+            fix = f"It takes the gradient of {name[1]}."
+            raise InvalidProblem(name, f"shape {tuple(tensor.shape)}", tuple(target.shape), fix)
+    if flags["dropout"]:
+        if not isinstance(rng_state, Tensor) or rng_state.dtype != torch.int64 or rng_state.numel() != 2:
+            fix = "Pass the rng_state that the forward returned: it says what was dropped."
+            got = f"{rng_state.dtype} {tuple(rng_state.shape)}" if isinstance(rng_state, Tensor) else rng_state
+            raise InvalidProblem("rng_state", "an int64 tensor (2,), because dropout_p is not 0", got, fix)
+        flags = {**flags, "seed": rng_state[0]}
+    wanted = tuple(target is not None for target in written)
+    packed: Flags = {"layout": "bshd"}
+    if totals is not None:
+        packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), totals, strict=True))
+    kind: Any = "dense" if totals is None else "varlen"
+    found = attention_backward(kind, attended, saved, wanted, **packed, **flags)  # type: ignore[arg-type]
+    for target, gradient in zip(written, found, strict=True):
+        if target is not None:
+            target.copy_(gradient)
+    sums = (dout.float() * out.float()).sum(-1)
+    return sums.transpose(-1, -2).contiguous()
+
+
+def _heads_first(lse: Tensor, q: Tensor) -> Tensor:
+    """Lse as (..., heads, rows). flash-attn reads its memory regardless of its shape, so some callers pass a view (...,
+    rows, heads) of it.
+    """
+    heads, rows = q.shape[-2], q.shape[-3] if q.dim() > 2 else 0
+    if lse.dim() < 2 or lse.is_contiguous() or tuple(lse.shape[-2:]) not in ((heads, rows), (rows, heads)):
+        return lse
+    if heads == rows and heads > 1:
+        fix = "With as many rows as heads a view may mean either: pass (..., heads, rows) with .contiguous()."
+        raise InvalidProblem("softmax_lse", "a contiguous tensor", f"strides {lse.stride()}", fix)
+    return lse if tuple(lse.shape[-2:]) == (heads, rows) else lse.transpose(-1, -2)
+
+
+def cut(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    *,
+    chunk: int = 0,
+    max_seqlen_k: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(cu_seqlens_q, cu_seqlens_k) of pieces that each attend only to themselves: together the requested attention.
+
+    How FA3's `seqused_*` and `attention_chunk` become plain sequences. A chunk of keys, and the queries whose own
+    position is in it, are a sequence of their own: tokens of one chunk are neighbours, and the last query of every
+    chunk but the first ones is at its last key, which is where causality, windows and ALiBi are measured from.
+    Allocated but unused rows become sequences without a partner. Nothing is copied or read back from the device.
+    """
+    stored_q, stored_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+    for name, used, stored in (("seqused_q", seqused_q, stored_q), ("seqused_k", seqused_k, stored_k)):
+        if used is not None:
+            _check_used(name, used, stored)
+    used_q = stored_q if seqused_q is None else seqused_q.int()
+    used_k = stored_k if seqused_k is None else seqused_k.int()
+    none = torch.zeros_like(stored_q)[:, None]
+    if chunk:
+        # Query i is at key i + used_k - used_q. Queries before key 0 come first, alone; then chunk by chunk.
+        starts = torch.arange(0, max_seqlen_k + chunk, chunk, dtype=torch.int32, device=cu_seqlens_q.device)
+        row = (starts - (used_k - used_q)[:, None]).clamp(min=none, max=used_q[:, None])
+        key = torch.minimum(starts[None, :], used_k[:, None])
+    else:
+        row, key = torch.cat((none, used_q[:, None]), 1), torch.cat((none, used_k[:, None]), 1)
+    # Unused queries see no key, unused keys are seen by no query.
+    row = torch.cat((row, stored_q[:, None], stored_q[:, None]), 1)
+    key = torch.cat((key, used_k[:, None], stored_k[:, None]), 1)
+    return _totals(cu_seqlens_q, row), _totals(cu_seqlens_k, key)
+
+
+def _check_used(name: str, used: Any, stored: Tensor) -> None:
+    """Integers, one per sequence; on a CPU also none above what is stored."""
+    fix = "The rows in use of every sequence, as int32 (batch,)."
+    check_integers(name, used, tuple(stored.shape), fix)
+    if used.device.type != "cpu" or not ops.is_plain_eager((used, stored)):
+        return
+    for sequence, (rows, most) in enumerate(zip(used.tolist(), stored.tolist(), strict=True)):
+        if not 0 <= rows <= most:
+            raise InvalidProblem(name, f"from 0 to {most} rows, those of sequence {sequence}", rows, fix)
+
+
+def _totals(cu_seqlens: Tensor, ends: Tensor) -> Tensor:
+    """Running totals from the ends of the pieces, counted within each sequence."""
+    return torch.cat((cu_seqlens[:1], (cu_seqlens[:-1, None] + ends).flatten()))
+
+
+@torch.no_grad()
+def _dense_dmask(q: Tensor, k: Tensor, flags: dict[str, Any]) -> Tensor:
+    """`S_dmask`: probabilities, negative where dropped, (batch, num_heads, seqlen_q, seqlen_k) in q's dtype.
+
+    Attention to one-hot values is the matrix of probabilities, so the library itself computes them, 256 keys at a time,
+    with the masks, the scale and the dropout bits of the call. Quadratic in memory and without gradient: for tests and
+    debugging.
+    """
+    batch, seqlen_k, num_kv_heads, _ = k.shape
+    if q.numel() == 0 or seqlen_k == 0:
+        return q.new_zeros(batch, q.shape[2], q.shape[1], seqlen_k)
+    position = torch.arange(seqlen_k, device=k.device)
+    passes = []
+    for keys in position.split(KEYS_PER_PASS):
+        one_hot = (position[:, None] == keys).to(k.dtype)[None, :, None].expand(batch, -1, num_kv_heads, -1)
+        kept = attention(q, k, one_hot, **flags)
+        passes.append(_signed(attention(q, k, one_hot, **_without_dropout(flags)), kept))
+    return torch.cat(passes, -1).transpose(1, 2)
+
+
+@torch.no_grad()
+def _varlen_dmask(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, flags: dict[str, Any]) -> Tensor:
+    """The same of packed sequences, (batch, num_heads, max_seqlen_q, max_seqlen_k); 0 outside each sequence."""
+    batch, num_heads = cu_seqlens_q.numel() - 1, q.shape[1]
+    max_seqlen_q, max_seqlen_k = flags["max_seqlen_q"], flags["max_seqlen_k"]
+    padded = q.new_zeros(batch, max_seqlen_q, num_heads, max_seqlen_k)
+    sequence, row = places(cu_seqlens_q, q.shape[0])
+    _, position = places(cu_seqlens_k, k.shape[0])
+    inside = sequence < batch
+    for start in range(0, max_seqlen_k, KEYS_PER_PASS):
+        keys = torch.arange(start, min(start + KEYS_PER_PASS, max_seqlen_k), device=k.device)
+        one_hot = (position[:, None] == keys).to(k.dtype)[:, None].expand(-1, k.shape[1], -1)
+        kept = attention_varlen(q, k, one_hot, cu_seqlens_q, cu_seqlens_k, **flags)
+        plain = attention_varlen(q, k, one_hot, cu_seqlens_q, cu_seqlens_k, **_without_dropout(flags))
+        padded[sequence[inside], row[inside], :, start : start + len(keys)] = _signed(plain, kept)[inside]
+    return padded.transpose(1, 2)
+
+
+def _without_dropout(flags: dict[str, Any]) -> dict[str, Any]:
+    return {**flags, "dropout": 0.0, "seed": None}
+
+
+def _signed(plain: Tensor, kept: Tensor) -> Tensor:
+    return torch.where(kept == 0, -plain, plain)
