@@ -80,9 +80,13 @@ def quantize(
         fix = 'Find where it came from, or let it become NaN with nonfinite="nan".'
         raise InvalidProblem("x", "finite numbers", "NaN or infinity", fix)
     given = None if scale is None else _judged_scale(x, scale)
-    data, found = _compute(
-        x, granularity, rows, kind, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen
-    )
+    options = {"rotation": rotation, "given": given, "max_seqlen": max_seqlen}
+    if x.is_cuda and type(x) in PLAIN and not torch.compiler.is_compiling():
+        data, found = _kernel()(x, granularity, rows, kind, cu_seqlens, **options)
+    else:
+        # Where torch records operations, it records these.
+        with torch.no_grad():
+            data, found = _quantized(x, granularity, rows, kind, cu_seqlens, **options)
     dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
     return Fp8Tensor(data, found, cast("Granularity", granularity), kind, rows, rotation, dtype)
 
@@ -114,7 +118,7 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     return backend.quantize
 
 
-def _compute(
+def _quantized(
     x: Tensor,
     granularity: str,
     block: int | None,
@@ -125,18 +129,30 @@ def _compute(
     given: Tensor | None,
     max_seqlen: int | None,
 ) -> tuple[Tensor, Tensor]:
-    # Where torch records operations, it records those below.
-    if x.is_cuda and type(x) in PLAIN and not torch.compiler.is_compiling():
-        return _kernel()(
-            x, granularity, block, layout, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen
-        )
-    with torch.no_grad():
-        if layout == "packed":
-            assert cu_seqlens is not None
-            return _packed(x, granularity, block, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen)
+    """(data, scale) with torch operations; packed rows sequence by sequence, as dense ones with one batch entry."""
+    if cu_seqlens is None:
         heads_first = x.transpose(1, 2) if layout == "bshd" else x
         data, scale = _dense(_prepared(heads_first, rotation), granularity, block, given)
         return (data.transpose(1, 2) if layout == "bshd" else data).contiguous(), scale
+    bounds = cu_seqlens.tolist()
+    rows = [_prepared(x[a:b].transpose(0, 1)[None], rotation) for a, b in itertools.pairwise(bounds)]
+    longest = max([0, *(each.values.shape[2] for each in rows)]) if max_seqlen is None else max_seqlen
+    shape = (len(rows), x.shape[1], -(-longest // block) if block else 1)
+    scale = x.new_full(shape, AMAX_FLOOR / E4M3_MAX, dtype=torch.float32)
+    amax: Tensor | None = None
+    if given is not None:
+        given = scale = broadcast_scale(given, shape)
+    elif granularity == "tensor":
+        amax = torch.stack([x.new_zeros(1, 1, 1).float(), *(_amax(r.values, "tensor", None, 1) for r in rows)]).amax(0)
+        scale = scale_of(amax).expand(shape)
+    data = torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(E4M3)
+    for i, each in enumerate(rows):
+        used = -(-each.values.shape[2] // block) if block else 1
+        piece, found = _dense(each, granularity, block, None if given is None else given[i : i + 1, :, :used], amax)
+        data[bounds[i] : bounds[i + 1]] = piece[0].transpose(0, 1)
+        if given is None and amax is None:
+            scale[i, :, :used] = found[0]
+    return data, scale
 
 
 class _Rows(NamedTuple):
@@ -156,8 +172,10 @@ def _prepared(heads_first: Tensor, rotation: bool) -> _Rows:
     return _Rows(rotate(heads_first), heads_first) if rotation else _Rows(heads_first.float())
 
 
-def _dense(rows: _Rows, granularity: str, block: int | None, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """e4m3 and (batch, heads, blocks) scales."""
+def _dense(
+    rows: _Rows, granularity: str, block: int | None, given: Tensor | None, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """e4m3 and (batch, heads, blocks) scales: the given ones, those of `amax`, or those of the rows themselves."""
     values = rows.values
     batch, heads, length, _ = values.shape
     blocks = -(-length // block) if block else 1
@@ -165,7 +183,7 @@ def _dense(rows: _Rows, granularity: str, block: int | None, given: Tensor | Non
         scale = broadcast_scale(given, (batch, heads, blocks))
         inverse = torch.ones_like(scale) / scale
     else:
-        amax = _amax(values, granularity, block, blocks)
+        amax = _amax(values, granularity, block, blocks) if amax is None else amax
         scale, inverse = (f(amax).expand(batch, heads, blocks) for f in (scale_of, inverse_of))
     index = torch.arange(length, device=values.device) // (block or max(length, 1))
     return rows.encoded(inverse[:, :, index, None]), scale
@@ -184,51 +202,15 @@ def _amax(values: Tensor, granularity: str, block: int | None, blocks: int) -> T
     return grouped.amax(-1)
 
 
-def _packed(
-    x: Tensor,
-    granularity: str,
-    block: int | None,
-    cu_seqlens: Tensor,
-    *,
-    rotation: bool,
-    given: Tensor | None,
-    max_seqlen: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Sequence by sequence, as dense tensors with one batch entry."""
-    bounds = cu_seqlens.tolist()
-    data = torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(E4M3)
-    pieces = [x[a:b].transpose(0, 1)[None] for a, b in itertools.pairwise(bounds)]
-    rows = [_prepared(piece, rotation) for piece in pieces]
-    values = [each.values for each in rows]
-    longest = max([0, *(v.shape[2] for v in values)]) if max_seqlen is None else max_seqlen
-    blocks = -(-longest // block) if block else 1
-    scale = x.new_full((len(values), x.shape[1], blocks), AMAX_FLOOR / E4M3_MAX, dtype=torch.float32)
-    if given is None and granularity == "tensor":
-        everywhere = torch.stack([_amax(v, "tensor", None, 1) for v in values] or [x.new_zeros(1, 1, 1).float()]).amax(
-            0
-        )
-        scale, inverse = (f(everywhere).expand(scale.shape) for f in (scale_of, inverse_of))
-        for (a, b), each in zip(itertools.pairwise(bounds), rows, strict=True):
-            data[a:b] = each.encoded(inverse[:1, :1, :1, None])[0].transpose(0, 1)
-        return data, scale
-    given = None if given is None else broadcast_scale(given, (len(values), x.shape[1], blocks))
-    for i, v in enumerate(values):
-        used = -(-v.shape[2] // block) if block else 1
-        piece, found = _dense(rows[i], granularity, block, None if given is None else given[i : i + 1, :, :used])
-        data[bounds[i] : bounds[i + 1]] = piece[0].transpose(0, 1)
-        scale[i, :, :used] = found[0]
-    return data, scale if given is None else given
-
-
 def _inside(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return x if cu_seqlens is None else x[: int(cu_seqlens[-1])]
 
 
 def _judge(x: Any, granularity: str, layout: str, cu_seqlens: Tensor | None, block: int | None, nonfinite: str) -> None:
     _judge_source("x", x)
-    choices = {"granularity": (granularity, ("tensor", "head", "block")), "layout": (layout, ("bhsd", "bshd")),
-               "nonfinite": (nonfinite, ("nan", "raise"))}  # fmt: skip
-    for name, (value, allowed) in choices.items():
+    kinds, layouts = ("tensor", "head", "block"), ("bhsd", "bshd")
+    choices = (("granularity", granularity, kinds), ("layout", layout, layouts))
+    for name, value, allowed in (*choices, ("nonfinite", nonfinite, ("nan", "raise"))):
         if value not in allowed:
             raise InvalidProblem(name, "one of " + ", ".join(map(repr, allowed)), repr(value), "See its docstring.")
     rank = 4 if cu_seqlens is None else 3
