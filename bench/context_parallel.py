@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 import tilewise as tw
-from tilewise.bench.machine import commit, machine, versions
-from tilewise.bench.memory import extra_memory
+from suite.measuring import commit, extra_memory
+from tilewise.bench.machine import machine, versions
 from tilewise.distributed import LINKS, blocks, context_parallel_attention, predict
 from tilewise.distributed.pieces import Layout, pairs_of, pieces
 from tilewise.distributed.scaling import Link, Rates, Scenario

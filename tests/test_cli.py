@@ -417,7 +417,6 @@ def test_memory_is_measured_by_torch_where_the_system_does_not_tell(
     monkeypatch.setattr(memory, "CLEAR", tmp_path)
     assert memory.memory_method() == "peak of torch's allocations"
     assert 8 * MIB <= memory.peak_extra_memory(lambda: torch.ones(8 * MIB // 4)) <= 9 * MIB
-    assert memory.extra_memory(lambda: torch.ones(8 * MIB // 4), "cpu") <= MIB
 
 
 def test_best_seconds_calls_at_least_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,7 +493,6 @@ def test_errors_are_measured_against_fp64(causal: bool) -> None:
     assert demo._error(exact, q, k, v, causal) < 1e-14
     assert demo._error(exact + 1e-3, q, k, v, causal) == pytest.approx(1e-3)
     torch.testing.assert_close(demo._textbook(q.double(), k.double(), v.double(), causal), exact)
-    torch.testing.assert_close(demo._library(q.double(), k.double(), v.double(), causal), exact)
 
 
 def test_the_summary_tells_slow_and_wrong_results_as_they_are() -> None:

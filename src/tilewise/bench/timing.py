@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Clock", "CpuClock", "CudaClock", "Entrant", "HostClock", "Summary", "race", "summarise", "turns"]
+__all__ = ["Clock", "CpuClock", "CudaClock", "Entrant", "Summary", "race", "summarise", "turns"]
 
 Batch = Callable[[], object]
 
@@ -76,21 +76,6 @@ class CudaClock(Clock):
         stop.record()
         stop.synchronize()
         return float(start.elapsed_time(stop)) * 1e-3
-
-
-class HostClock(Clock):
-    """The host time of a call, without waiting for the device. A sample fits the device's launch queue."""
-
-    sample_seconds = SAMPLE_SECONDS["cuda"]
-
-    def __call__(self, batch: Batch, lead_in: Batch) -> float:  # noqa: ARG002 - the host starts from rest
-        """Run the batch once."""
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        batch()
-        seconds = time.perf_counter() - start
-        torch.cuda.synchronize()
-        return seconds
 
 
 @dataclass(slots=True)

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from tilewise import attention, figures, fp8, outputs
-from tilewise.cli.console import JsonOption, Step, check_plot, print_json, progress
+from tilewise import attention, figures, fp8
+from tilewise.cli.console import JsonOption, Step, check_plot, print_json, progress, write_plot
 from tilewise.errors import InvalidProblem
 
 __all__ = ["EXAMPLE", "command"]
@@ -103,8 +103,7 @@ def command(
             measured, notes[name] = measure(name, seqlen, heads, head_dim, rows, seed, announce)
             found += measured
     if plot is not None:
-        outputs.write(plot, _draw(found, seqlen), "plot")
-        typer.echo(f"written: {plot}", err=True)
+        write_plot(plot, _draw(found, seqlen))
     print_json(_as_dict(found, notes, seqlen)) if json else _show(found, notes, seqlen)
 
 

@@ -95,7 +95,8 @@ def command(
     Lengths grow until naive attention would not be sensible. Every figure is measured: the best time of a call, the
     most memory it holds beyond its inputs, and its largest error against fp64.
     """
-    memory = _sensible_memory() if naive_memory is None else int(naive_memory * (1 << 30))
+    # A demonstration must not make a machine swap.
+    memory = min(4 << 30, device.this_cpu().memory_bytes // 6) if naive_memory is None else int(naive_memory * 2**30)
     limits = Limits(max_seqlen, seconds, naive_seconds, memory)
     shape = (batch, heads, head_dim)
     player = implementation(shape)
@@ -103,11 +104,6 @@ def command(
     with progress(1 + 4 * len(_seqlens(limits))) as announce:
         rounds = list(_play(shape, player, limits, announce))
     print_json(_as_dict(shape, player, rounds)) if json else _show(shape, player, rounds)
-
-
-def _sensible_memory() -> int:
-    """A sixth of this machine's memory, and at most 4 GiB: a demonstration must not make a machine swap."""
-    return min(4 << 30, device.this_cpu().memory_bytes // 6)
 
 
 def _as_dict(shape: Shape, player: str, rounds: Sequence[Round]) -> dict[str, Any]:
@@ -129,11 +125,12 @@ def _as_dict(shape: Shape, player: str, rounds: Sequence[Round]) -> dict[str, An
 
 def _show(shape: Shape, player: str, rounds: Sequence[Round]) -> None:
     batch, heads, head_dim = shape
+    name = "the textbook algorithm in torch" if player == TEXTBOOK else f"backend {player}"
     console = Console(highlight=False)
     console.print(
         f"[bold]Exact attention, fp32, batch {batch}, {heads} heads, head_dim {head_dim}[/], on {device.cpu_name()} "
         f"with {torch.get_num_threads()} threads.\n"
-        f"naive stores the score matrix; tilewise (here: [bold]{_name(player)}[/]) works in tiles and never does."
+        f"naive stores the score matrix; tilewise (here: [bold]{name}[/]) works in tiles and never does."
     )
     for causal in (False, True):
         console.print(_table(causal, [played for played in rounds if played.causal == causal]))
@@ -142,10 +139,6 @@ def _show(shape: Shape, player: str, rounds: Sequence[Round]) -> None:
         f"error: largest against fp64[/]\n"
     )
     console.print(_summary(player, rounds))
-
-
-def _name(player: str) -> str:
-    return "the textbook algorithm in torch" if player == TEXTBOOK else f"backend {player}"
 
 
 def _table(causal: bool, rounds: Sequence[Round]) -> Table:
@@ -240,7 +233,7 @@ def implementation(shape: Shape) -> str:
 def _play(shape: Shape, player: str, limits: Limits, announce: Step) -> Iterator[Round]:
     """Rounds of growing length, full and causal, until naive attention has exceeded the limits for one length."""
     deadline = time.monotonic() + limits.seconds
-    tiled = _textbook if player == TEXTBOOK else _library
+    tiled: Attention = _textbook if player == TEXTBOOK else lambda q, k, v, causal: attention(q, k, v, causal=causal)
     announce("first call (compiles where needed)")
     for causal in (False, True):
         tiled(*_inputs(shape, SMALLEST), causal)
@@ -288,10 +281,6 @@ def _inputs(shape: Shape, seqlen: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seqlen)
     q, k, v = (torch.randn(batch, heads, seqlen, head_dim, dtype=DTYPE, generator=generator) for _ in range(3))
     return q, k, v
-
-
-def _library(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return attention(q, k, v, causal=causal)
 
 
 def _textbook(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tilewise import figures, outputs, settings
 from tilewise.api import attention
-from tilewise.cli.console import JsonOption, Step, check_plot, print_json, progress
+from tilewise.cli.console import JsonOption, Step, check_plot, print_json, progress, write_plot
 from tilewise.cli.explain import DType
 from tilewise.errors import InvalidProblem
 from tilewise.plan import Plan, explain
@@ -72,9 +72,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One implementation: seconds of a call by category, and their sum."""
+    """One implementation: seconds of a call by category."""
 
-    name: str
     seconds: dict[str, float]
 
     @property
@@ -125,13 +124,16 @@ def command(
     where = _device(device)
     like = (dtype or (DType.float32 if where.type == "cpu" else DType.bfloat16)).torch_dtype
     sizes = Sizes(batch, seqlen, heads, kv_heads or heads, head_dim, like, where, causal, backward, calls)
-    _check_outputs(trace, plot)
+    if trace.suffix != ".json" and trace.suffixes[-2:] != [".json", ".gz"]:
+        raise InvalidProblem("trace", "a name that ends in .json or .json.gz", str(trace), "Name it so.")
+    outputs.ensure_writable(trace, "trace")
+    if plot is not None:
+        check_plot(plot)
     with progress(3 + 2 * calls) as announce:
         found = _run(sizes, trace, announce)
     typer.echo(f"written: {trace}", err=True)
     if plot is not None:
-        outputs.write(plot, _draw(found, sizes), "plot")
-        typer.echo(f"written: {plot}", err=True)
+        write_plot(plot, _draw(found, sizes))
     print_json(_as_dict(found, sizes, trace)) if json else _show(found, sizes)
 
 
@@ -142,15 +144,6 @@ def _device(name: str) -> torch.device:
     if kind == "cuda" and not torch.cuda.is_available():
         raise InvalidProblem("device", "a device that is here", repr(name), "There is no CUDA device: use cpu.")
     return torch.device(name if kind != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _check_outputs(trace: Path, plot: Path | None) -> None:
-    """Checked before the measurement."""
-    if trace.suffix != ".json" and trace.suffixes[-2:] != [".json", ".gz"]:
-        raise InvalidProblem("trace", "a name that ends in .json or .json.gz", str(trace), "Name it so.")
-    outputs.ensure_writable(trace, "trace")
-    if plot is not None:
-        check_plot(plot)
 
 
 def _as_dict(found: Profile, sizes: Sizes, trace: Path) -> dict[str, Any]:
@@ -269,8 +262,12 @@ def _run(sizes: Sizes, trace: Path, announce: Step) -> Profile:
     """Profile both sides, write the trace, and add up their time by category."""
     plan = _plan_for(sizes)
     tensors = _tensors(sizes, sizes.device)
-    label = f"tilewise.attention [{plan.backend or 'none'}]"
-    calls = {"naive": _naive, "tilewise": lambda q, k, v, causal: _tilewise(q, k, v, causal, label)}
+
+    def tiled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        with record_function(f"tilewise.attention [{plan.backend or 'none'}]"):
+            return attention(q, k, v, causal=causal)
+
+    calls = {"naive": _naive, "tilewise": tiled}
     announce("first calls (compile where needed)")
     results = {name: _call(name, compute, tensors, sizes) for name, compute in calls.items()}
     difference = float((results["naive"].double() - results["tilewise"].double()).abs().max())
@@ -286,8 +283,8 @@ def _run(sizes: Sizes, trace: Path, announce: Step) -> Profile:
     announce("writing the trace")
     session.export_chrome_trace(str(trace))
     events = session.events() or ()
-    naive = Side("naive", _by_category(events, "naive", sizes, fused=False))
-    tilewise = Side("tilewise", _by_category(events, "tilewise", sizes, fused=not plan.materialises))
+    naive = Side(_by_category(events, "naive", sizes, fused=False))
+    tilewise = Side(_by_category(events, "tilewise", sizes, fused=not plan.materialises))
     return Profile(plan, naive, tilewise, difference)
 
 
@@ -332,11 +329,6 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         p = torch.softmax(s, -1)
     with record_function("naive.values"):
         return p @ v
-
-
-def _tilewise(q: Tensor, k: Tensor, v: Tensor, causal: bool, label: str) -> Tensor:
-    with record_function(label):
-        return attention(q, k, v, causal=causal)
 
 
 def _by_category(events: Sequence[Any], name: str, sizes: Sizes, *, fused: bool) -> dict[str, float]:
