@@ -205,15 +205,11 @@ def describe(tensors: Tensors, settings: Settings, world: int) -> tuple[Layout, 
     sizes = (world, settings.sharding, rows_q, rows_k, seqlen, seqlen_k, left, right, documents)
     layout = Layout(*sizes, tilted=slopes is not None, random=settings.dropout > 0.0)
     shared = (settings.softcap, settings.dropout, settings.deterministic, any(settings.grads), settings.backend)
-    seed = _seed_there(tensors.seed, q.device)
+    seed = tensors.seed
+    if seed is not None and seed.device != q.device and seed.device.type == "cpu":
+        # A fill, which unlike a copy does not block the host.
+        seed = torch.full((), int(seed), dtype=torch.int64, device=q.device)
     return layout, Call(problem.scale, *shared, layout.offset, packed, slopes, seed)
-
-
-def _seed_there(seed: Tensor | None, where: torch.device) -> Tensor | None:
-    """A seed from the host on the device of the pieces: a fill, which unlike a copy does not block the host."""
-    if seed is None or seed.device == where or seed.device.type != "cpu":
-        return seed
-    return torch.full((), int(seed), dtype=torch.int64, device=where)
 
 
 def whole_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> tuple[int, int]:

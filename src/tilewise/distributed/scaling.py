@@ -150,7 +150,12 @@ class Scenario:
         """One rank's results."""
         return self.batch * self.rows * self.num_heads * self.head_dim_v
 
-    def flops(self, products: int) -> float:
+    @property
+    def head_groups(self) -> int:
+        """Groups of K/V heads that are gathered one after another."""
+        return math.ceil(self.num_kv_heads / max(1, self.num_kv_heads // self.world))
+
+    def flops(self, products: float = 1) -> float:
         """FLOPs of the whole problem; `products` is 1 for the two products of the forward, 2.5 of the backward."""
         left, right = self.window
         right = 0 if self.causal else right
@@ -248,9 +253,7 @@ def best_method(
 
 def _compute(scenario: Scenario, rates: Rates, backward: bool) -> tuple[float, float]:
     """Seconds of computing on the busiest rank, and on each if it were even."""
-    ideal = scenario.flops(1) / rates.forward
-    if backward:
-        ideal = 2.5 * scenario.flops(1) / rates.backward
+    ideal = scenario.flops(2.5) / rates.backward if backward else scenario.flops() / rates.forward
     return ideal / scenario.world * scenario.busiest(), ideal / scenario.world
 
 
@@ -274,7 +277,7 @@ def _ring(scenario: Scenario, rates: Rates, link: Link, backward: bool) -> Pass:
 def _gather(scenario: Scenario, rates: Rates, link: Link, backward: bool) -> Pass:
     """Groups of heads: the first gather is waited for, the others overlap. Gradients are sent home after each group."""
     compute, ideal = _compute(scenario, rates, backward)
-    groups = math.ceil(scenario.num_kv_heads / max(1, scenario.num_kv_heads // scenario.world))
+    groups = scenario.head_groups
     others = scenario.world - 1
     transfer = link.seconds(others * scenario.kv_bytes / groups)
     home = link.seconds(others * scenario.kv_elements * 4 / groups) if backward else 0.0
@@ -313,7 +316,7 @@ def memory_bytes(scenario: Scenario, method: str) -> int:
             2 * scenario.kv_bytes + 3 * 4 * scenario.kv_elements if scenario.world > 1 else 4 * scenario.kv_elements
         )
         return shards + gradients + buffers + 4 * scenario.q_elements
-    groups = math.ceil(scenario.num_kv_heads / max(1, scenario.num_kv_heads // scenario.world))
+    groups = scenario.head_groups
     gathered = scenario.world * scenario.kv_elements / groups
     return int(shards + gradients + gathered * (3 * size + 3 * 4) + 4 * (scenario.q_elements + scenario.kv_elements))
 

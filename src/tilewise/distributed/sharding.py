@@ -89,7 +89,9 @@ def shard(tensor: Tensor, mesh_or_group: MeshOrGroup = None, *, dim: int = 2, sh
     parts = []
     for chunk in _chunks_of(rank, world, sharding):
         start, stop = (min(at * size, seqlen) for at in (chunk, chunk + 1))
-        parts.append(_padded(tensor.narrow(dim, start, stop - start), dim, size))
+        part = tensor.narrow(dim, start, stop - start)
+        missing = part.new_zeros([*part.shape[:dim], size - part.shape[dim], *part.shape[dim + 1 :]])
+        parts += [part, missing] if missing.shape[dim] else [part]
     return torch.cat(parts, dim)
 
 
@@ -153,14 +155,6 @@ def as_shards(tensor: Tensor, dim: int, world: int, sharding: str) -> Tensor:
         return tensor
     pieces = tensor.chunk(2 * world, dim)
     return torch.cat([pieces[chunk] for chunk in chunk_order(world, sharding)], dim)
-
-
-def _padded(part: Tensor, dim: int, size: int) -> Tensor:
-    missing = size - part.shape[dim]
-    if missing == 0:
-        return part
-    shape = [*part.shape[:dim], missing, *part.shape[dim + 1 :]]
-    return torch.cat([part, part.new_zeros(shape)], dim)
 
 
 def _checked_dim(tensor: Tensor, dim: int, sharding: str) -> int:

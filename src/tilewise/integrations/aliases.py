@@ -16,9 +16,8 @@ _displaced: dict[str, ModuleType] = {}
 
 def put_in_place(modules: Mapping[str, ModuleType], *, force: bool) -> None:
     """Enter the modules into `sys.modules`. Refuses to displace a foreign module unless `force`."""
-    top = next(iter(modules)).split(".")[0]
-    foreign = _family(top)
-    foreign = {name: module for name, module in foreign.items() if module not in modules.values()}
+    top, ours = next(iter(modules)).split(".")[0], list(modules.values())
+    foreign = {name: m for name, m in sys.modules.items() if _is_below(name, top) and m not in ours}
     if foreign and not force:
         where = getattr(foreign.get(top), "__file__", None) or "an unknown place"
         raise TilewiseError(
@@ -33,13 +32,12 @@ def put_in_place(modules: Mapping[str, ModuleType], *, force: bool) -> None:
 
 def take_out(modules: Mapping[str, ModuleType]) -> None:
     """Remove the modules from `sys.modules` and restore what they displaced."""
-    top = next(iter(modules)).split(".")[0]
     for name, module in modules.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]
-    for name in [n for n in _displaced if n == top or n.startswith(top + ".")]:
+    for name in [name for name in _displaced if _is_below(name, next(iter(modules)).split(".")[0])]:
         sys.modules[name] = _displaced.pop(name)
 
 
-def _family(top: str) -> dict[str, ModuleType]:
-    return {name: m for name, m in sys.modules.items() if name == top or name.startswith(top + ".")}
+def _is_below(name: str, top: str) -> bool:
+    return name == top or name.startswith(top + ".")

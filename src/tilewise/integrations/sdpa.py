@@ -83,8 +83,11 @@ def scaled_dot_product_attention(
         _check_mask(attn_mask, query)
     _, num_heads, _, head_dim = query.shape
     num_kv_heads, head_dim_v = key.shape[1], value.shape[3]
-    if not enable_gqa and num_heads != num_kv_heads:
-        key, value = _one_head_for_all(query, key, value)
+    # Without `enable_gqa` torch only broadcasts a single head, or none, whose values are 0.
+    if not enable_gqa and num_heads != num_kv_heads and not num_kv_heads == value.shape[1] <= 1:
+        fix = "Pass enable_gqa=True to let several query heads share a key head."
+        fix = "Expand the query to the heads of the key." if num_heads == 1 else fix
+        raise InvalidProblem("key", f"{num_heads} heads as query has, or 1", num_kv_heads, fix)
     is_empty = not (num_heads and num_kv_heads and head_dim and head_dim_v)
     if is_empty:
         query, key, value, attn_mask = _filled(query, key, value, attn_mask)
@@ -202,17 +205,6 @@ def _check_mask(mask: Tensor, query: Tensor) -> None:
     if mask.dim() < 2:
         fix = "A mask of keys is attn_mask[None, :]."
         raise InvalidProblem("attn_mask", "at least 2 dimensions (seqlen_q, seqlen_k)", tuple(mask.shape), fix)
-
-
-def _one_head_for_all(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Without `enable_gqa` torch only broadcasts a single head, or none, whose values are 0."""
-    if key.shape[1] == value.shape[1] <= 1:
-        return key, value
-    if query.shape[1] == 1:
-        fix = "Expand the query to the heads of the key."
-    else:
-        fix = "Pass enable_gqa=True to let several query heads share a key head."
-    raise InvalidProblem("key", f"{query.shape[1]} heads as query has, or 1", key.shape[1], fix)
 
 
 # The torch functions that are replaced, and their replacements.
