@@ -194,9 +194,7 @@ def _rounded(sample: Sample, recipe: Recipe, chosen: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, causal: bool, p_dtype: torch.dtype | None) -> Tensor:
-    """Attention of the chosen rows in the dtype of its operands; P is rounded to `p_dtype` before the product
-    with V.
-    """
+    """Attention of the chosen rows in the dtype of its operands, with P rounded to `p_dtype` before it meets V."""
     pieces = []
     keys = torch.arange(k.shape[2])
     for rows in chosen.split(ROWS_AT_ONCE):

@@ -69,9 +69,7 @@ def _device(spec: DeviceSpec, where: torch.device) -> dict[str, Any]:
 
 
 def _backend(status: dispatch.Status) -> dict[str, Any]:
-    """Name, availability, and, if the backend reports them, its compiler, its kernel cache and how it launches
-    kernels.
-    """
+    """Name, availability, and what the backend reports of its compiler, its kernel cache and its launches."""
     backend, runs = dispatch.load(status.name), status.reason is None
     compiling = backend if runs and isinstance(backend, Compiling) else None
     caching = backend if runs and isinstance(backend, Caching) else None

@@ -33,9 +33,7 @@ FAILED = "arguments"
 
 @functools.cache
 def _agreed() -> WeakKeyDictionary[Group, OrderedDict[int, None]]:
-    """The digests each group has agreed on. Weak references, because a group that outlives the interpreter's end aborts
-    the process.
-    """
+    """The digests each group has agreed on. Weak: a group that outlives the interpreter aborts the process."""
     return WeakKeyDictionary()
 
 

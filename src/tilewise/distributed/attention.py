@@ -165,8 +165,9 @@ def _checked(
     tensors = Tensors(q, k, v, slopes, sinks, seed_tensor(seed, flags.dropout), cu_seqlens)
     if method == "auto":
         method = _best(tensors, layout, flags.causal, dist.get_world_size(group))
-    spread = (layout, *lengths, method, sharding, flags.deterministic, options.backend, grads, group.group_name)
-    return tensors, Settings(*flags[:6], *spread)
+    spread = (layout, *lengths, method, sharding)
+    how = (flags.deterministic, options.backend, grads, group.group_name)
+    return tensors, Settings(*flags[:6], *spread, *how)
 
 
 def _best(tensors: Tensors, layout: str, causal: bool, world: int) -> str:

@@ -40,9 +40,7 @@ class Assignment(NamedTuple):
 
 
 def assign(rank: int, world: int, num_heads: int, num_kv_heads: int) -> Assignment:
-    """Consecutive query heads, as evenly as possible. Each K/V head appears once if all serve equally many of them,
-    else one per query head.
-    """
+    """Consecutive query heads, evenly. Each K/V head once if all serve equally many, else one per query head."""
     first, last = num_heads * rank // world, num_heads * (rank + 1) // world
     served = [head * num_kv_heads // num_heads for head in range(first, last)]
     distinct = sorted(set(served))
@@ -110,9 +108,7 @@ def _to_sequences(
 
 
 def _selected(tensor: Tensor, heads: list[int]) -> Tensor:
-    """Heads in this order: the tensor itself if the order is its own, else by slices, because an index tensor would be
-    copied to the device and block the host.
-    """
+    """Heads in this order, by slices: an index tensor would be copied to the device and block the host."""
     if heads == list(range(tensor.shape[0])):
         return tensor
     cuts = [0, *(i for i in range(1, len(heads)) if heads[i] != heads[i - 1] + 1), len(heads)]

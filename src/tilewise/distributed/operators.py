@@ -253,9 +253,7 @@ def _checked_documents(tensors: Tensors, world: int, rows_q: int, rows_k: int) -
 
 
 def _description(tensors: Tensors, settings: Settings, layout: Layout) -> Description:
-    """The call in words, by argument. What may differ between ranks (the seed's value, the group's name) is
-    left out.
-    """
+    """The call in words, by argument, without what may differ between ranks (the seed's value, the group's name)."""
     shapes = [
         (name, "None" if t is None else f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}")
         for name, t in zip(Tensors._fields, tensors, strict=True)

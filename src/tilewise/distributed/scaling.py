@@ -31,9 +31,7 @@ NEIGHBOURS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Link(NamedTuple):
-    """The link of one device to its neighbour: nominal bytes per second in one direction, the share of it that large
-    messages reach, and the latency in seconds.
-    """
+    """A link to a neighbour: nominal bytes per second, the share that large messages reach, seconds of latency."""
 
     name: str
     bandwidth: float

@@ -69,18 +69,18 @@ def quantize(
         >>> k.dequantize().shape
         torch.Size([1, 2, 300, 64])
     """
-    _judge(x, granularity, layout, cu_seqlens, block, nonfinite)
+    _check_call(x, granularity, layout, cu_seqlens, block, nonfinite)
     if not isinstance(rotation, bool):
         raise InvalidProblem("rotation", "True or False", repr(rotation), "Pass a Python bool.")
     rows = int(block or BLOCK) if granularity == "block" else None
     kind: Fp8Layout = layout if cu_seqlens is None else "packed"
     if cu_seqlens is not None:
-        cu_seqlens, max_seqlen = _judged_totals(x, cu_seqlens, max_seqlen)
+        cu_seqlens, max_seqlen = _checked_totals(x, cu_seqlens, max_seqlen)
     if nonfinite == "raise" and not bool(torch.isfinite(_inside(x, cu_seqlens)).all()):
         fix = 'Find where it came from, or let it become NaN with nonfinite="nan".'
         raise InvalidProblem("x", "finite numbers", "NaN or infinity", fix)
-    given = None if scale is None else _judged_scale(x, scale)
-    options = {"rotation": rotation, "given": given, "max_seqlen": max_seqlen}
+    given = None if scale is None else _checked_scale(x, scale)
+    options: dict[str, Any] = {"rotation": rotation, "given": given, "max_seqlen": max_seqlen}
     if x.is_cuda and type(x) in PLAIN and not torch.compiler.is_compiling():
         data, found = _kernel()(x, granularity, rows, kind, cu_seqlens, **options)
     else:
@@ -97,7 +97,7 @@ def quantize_pages(pages: Tensor) -> Fp8Tensor:
     >>> quantize_pages(torch.randn(8, 16, 2, 64)).scale.shape
     torch.Size([8, 2, 1])
     """
-    _judge_source("pages", pages)
+    _check_source("pages", pages)
     if pages.dim() != 4:
         fix = "Pages are (num_pages, page_size, heads, dim)."
         raise InvalidProblem("pages", "4 dimensions", f"shape {tuple(pages.shape)}", fix)
@@ -206,8 +206,10 @@ def _inside(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return x if cu_seqlens is None else x[: int(cu_seqlens[-1])]
 
 
-def _judge(x: Any, granularity: str, layout: str, cu_seqlens: Tensor | None, block: int | None, nonfinite: str) -> None:
-    _judge_source("x", x)
+def _check_call(
+    x: Any, granularity: str, layout: str, cu_seqlens: Tensor | None, block: int | None, nonfinite: str
+) -> None:
+    _check_source("x", x)
     kinds, layouts = ("tensor", "head", "block"), ("bhsd", "bshd")
     choices = (("granularity", granularity, kinds), ("layout", layout, layouts))
     for name, value, allowed in (*choices, ("nonfinite", nonfinite, ("nan", "raise"))):
@@ -222,7 +224,7 @@ def _judge(x: Any, granularity: str, layout: str, cu_seqlens: Tensor | None, blo
         raise InvalidProblem("block", "a positive number of rows", block, fix)
 
 
-def _judge_source(name: str, x: Any) -> None:
+def _check_source(name: str, x: Any) -> None:
     if not isinstance(x, Tensor) or x.dtype not in SOURCES:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise InvalidProblem(name, "a tensor of float32, bfloat16 or float16", got, "Convert it first.")
@@ -243,10 +245,8 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _judged_totals(x: Tensor, cu_seqlens: Any, max_seqlen: Any) -> tuple[Tensor, int | None]:
-    """(cu_seqlens, max_seqlen) by the rules of `attention_varlen`: contents are read on a CPU, elsewhere if settings
-    ask for it.
-    """
+def _checked_totals(x: Tensor, cu_seqlens: Any, max_seqlen: Any) -> tuple[Tensor, int | None]:
+    """(cu_seqlens, max_seqlen) by the rules of `attention_varlen`, which say when contents are read."""
     fix = "int32 or int64 running totals from 0, as attention_varlen takes them."
     if not isinstance(cu_seqlens, Tensor):
         raise InvalidProblem("cu_seqlens", "a tensor", type(cu_seqlens).__name__, fix)
@@ -269,7 +269,7 @@ def _judged_totals(x: Tensor, cu_seqlens: Any, max_seqlen: Any) -> tuple[Tensor,
     return cu_seqlens.to(torch.int32), max_seqlen
 
 
-def _judged_scale(x: Tensor, scale: Any) -> Tensor:
+def _checked_scale(x: Tensor, scale: Any) -> Tensor:
     """A calibrated scale as a tensor on x's device."""
     least, most = SCALE_RANGE
     expected = f"each from {least} to {most}"

@@ -69,7 +69,7 @@ def flash_forward(
     if dropout_p:
         rng_state.random_(-(2**63), 2**63 - 1)
     rng_state = rng_state.to(query.device)
-    flags = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "seed": rng_state[0]}
+    flags: dict[str, Any] = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "seed": rng_state[0]}
     out, lse = attention(query, key, value, return_lse=True, **flags)
     out = _laid_out_like(out, torch.empty_like(query))
     unused = rng_state.new_zeros(()).view(torch.uint64)
@@ -96,7 +96,7 @@ def flash_backward(
 ) -> DenseGradients:
     """aten::_scaled_dot_product_flash_attention_backward."""
     seed = philox_seed.view(torch.int64)[0] if dropout_p else None
-    flags = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "seed": seed}
+    flags: dict[str, Any] = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "seed": seed}
     given, saved = (query, key, value), (grad_out, out, logsumexp)
     gradients = attention_backward("dense", given, saved, (True, True, True), **flags)
     dq, dk, dv = (_laid_out_like(g, torch.empty_like(t)) for g, t in zip(gradients, given, strict=True))

@@ -345,7 +345,8 @@ def _attend_paged(
     fp8 = descales if k.dtype == E4M3 else None
     attended: Any = (packed, k, v) if fp8 is None else fp8.paged(packed, k, v, batch)
     if write is None:
-        out, lse = attention_paged(*attended, table, seqlens_k, return_lse=True, **flags)
+        query, keys, values = attended
+        out, lse = attention_paged(query, keys, values, table, seqlens_k, return_lse=True, **flags)
     else:
         through = write if store.leftpad is None else functools.partial(_write_through, write, store, k, v)
         out, lse = attention_after(through, "paged", attended, block_table=table, seqlens_k=seqlens_k, **flags)
@@ -463,9 +464,7 @@ def _overlap(distance: int, k_size: int, v_size: int, k: Layout, v: Layout) -> b
 
 
 def _meets(distance: int, dims: list[Dim]) -> bool:
-    """Whether indices within the bounds reach `distance` exactly. Larger strides come first and leave few
-    choices each.
-    """
+    """Whether indices within the bounds reach `distance` exactly. Larger strides come first: they leave few choices."""
     if not dims:
         return distance == 0
     (stride, low, high), *rest = dims

@@ -1,6 +1,4 @@
-"""FA3's descales: fp32 factors (batch, kv_heads) of e4m3 q, k and v, for q one per group of heads. A tensor with one
-element is the factor of all, None is 1.
-"""
+"""FA3's descales: fp32 (batch, kv_heads) of e4m3 q, k, v; with one element the factor of all, None is 1."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ class Descales(NamedTuple):
         return made("q_descale", q, self.q), made("k_descale", k, self.k), made("v_descale", v, self.v)
 
     def paged(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: int) -> Three:
-        """Packed q and pages, which sequences with different descales may share: k's factor is applied to q, and v's is
-        left to `rescaled`.
-        """
+        """Packed q and pages, which several sequences may share: k's factor is applied to q, v's left to `rescaled`."""
         for name, tensor in (("q", q), ("v_cache", v_pages)):
             if tensor.dtype != E4M3:
                 fix = "FP8 caches are attended by FP8 queries."
@@ -81,7 +77,7 @@ def gradients_refused(
     """Lets e4m3 q, k and v require a gradient as long as it is never asked for. Asking for it raises."""
 
     @functools.wraps(attend)
-    def call(q: Tensor, k: Tensor, v: Tensor, *others: Others.args, **flags: Others.kwargs) -> tuple[Tensor, Tensor]:
+    def call(q: Tensor, k: Tensor, v: Tensor, /, *others: Others.args, **flags: Others.kwargs) -> tuple[Tensor, Tensor]:
         if getattr(q, "dtype", None) is not E4M3:
             return attend(q, k, v, *others, **flags)
         with torch.no_grad():

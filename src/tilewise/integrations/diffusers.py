@@ -60,9 +60,7 @@ def register() -> None:
 
 
 def _add_member(names: Any) -> None:
-    """Backends are members of an enumeration, which cannot be extended officially: does what its class
-    statement would.
-    """
+    """Does what the class statement of an enumeration would: enumerations cannot be extended officially."""
     member: Any = str.__new__(names, NAME)
     member._name_, member._value_, member.__objclass__ = MEMBER, NAME, names
     member._sort_order_ = len(names)

@@ -45,9 +45,7 @@ def flags_of(
     deterministic: bool,
     **others: Any,
 ) -> Flags:
-    """The flags that all functions have, in tilewise's words. `deterministic=False` is flash-attn's default, not a
-    request: torch.use_deterministic_algorithms still counts.
-    """
+    """The flags that all functions have. `deterministic=False` is a default: torch's own setting still counts."""
     return {
         "causal": flag_of("causal", causal),
         "window": window_of(window_size),
@@ -121,9 +119,7 @@ def gradients_into(
 
 
 def _heads_first(lse: Tensor, q: Tensor) -> Tensor:
-    """Lse as (..., heads, rows). flash-attn reads its memory regardless of its shape, so some callers pass a view (...,
-    rows, heads) of it.
-    """
+    """Lse as (..., heads, rows). Some callers pass a view (..., rows, heads): flash-attn reads only its memory."""
     heads, rows = q.shape[-2], q.shape[-3] if q.dim() > 2 else 0
     if lse.dim() < 2 or lse.is_contiguous() or tuple(lse.shape[-2:]) not in ((heads, rows), (rows, heads)):
         return lse

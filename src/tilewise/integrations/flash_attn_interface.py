@@ -151,9 +151,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim), or of stacked heads (batch, seqlen, heads + 2
-    kv_heads, dim).
-    """
+    """`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim), or (batch, seqlen, heads + 2 kv_heads, dim)."""
     if qkv.dim() != 4:
         q, k, v = stacked("qkv", qkv, 3, 2)
     else:

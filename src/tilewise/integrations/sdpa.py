@@ -99,7 +99,7 @@ def scaled_dot_product_attention(
     masked = attn_mask is not None and attn_mask.dtype == torch.bool
     mask, bias = (attn_mask, None) if masked else (None, attn_mask)
     flags = {"dropout": number_of(dropout_p), "scale": number_of(scale)}
-    out = attention(query, key, value, causal=causal, window=window, mask=mask, bias=bias, **flags)
+    out: Tensor = attention(query, key, value, causal=causal, window=window, mask=mask, bias=bias, **flags)
     if is_empty:
         out = out[:, :num_heads, :, :head_dim_v]
     return out if lead is None else out.reshape(*lead, *out.shape[-2:])

@@ -55,7 +55,7 @@ def worded(
                 name = names.get(error.argument, error.argument)
                 raise kind(name, error.expected, error.got, error.fix) from None
 
-        # Ring attention asks `inspect.getfullargspec`, which does not look behind decorators.
+        # Ring attention asks `inspect.getfullargspec`, which ignores `__wrapped__`.
         call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
         return call
 

@@ -300,9 +300,7 @@ class PagedKVCache:
         return self._running().cu_seqlens_q
 
     def slots(self) -> Tensor:
-        """int64 (rows,) on the device: the slot of each row of the step, counted through all slots of all pages; -1 for
-        the rows of seats without a request in the step.
-        """
+        """int64 (rows,) on the device: the slot of each row of the step, through all pages; -1 for unused seats."""
         return self._running().slots
 
     def shared_prefix(self) -> SharedPrefix | None:

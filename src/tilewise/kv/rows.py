@@ -106,9 +106,7 @@ class Rows:
         self._changed.append(Changes(rows, columns))
 
     def note(self, rows: Ints, at: Ints, ids: Ints) -> Ints:
-        """Store ids of tokens after the prompt: token `at[i]` of `rows[i]`, with all ids before it known. Returns which
-        rows must be moved in this step.
-        """
+        """Store ids after the prompt: token `at[i]` of `rows[i]`. Returns which rows must be moved in this step."""
         self._noted[rows, at % NOTED] = ids
         return np.nonzero((at + rows) % SPREAD == 0)[0]
 
@@ -120,9 +118,7 @@ class Rows:
         return ids
 
     def noted_ids(self, rows: Ints, first: Ints, count: int) -> tuple[bytes, NDArray[np.bool_]]:
-        """The ids of `count` tokens from `first[i]` on of every `rows[i]`, and for which rows all of them are
-        stored.
-        """
+        """The ids of `count` tokens from `first[i]` on of each `rows[i]`, and which rows have all of them here."""
         lengths, known = self.lengths[rows], self.known[rows]
         there = (first >= self._noted_from[rows]) & (first >= lengths - NOTED) & (first + count <= known)
         places = (first[:, None] + np.arange(count)) % NOTED

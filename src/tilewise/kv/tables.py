@@ -214,9 +214,7 @@ class SentPrefixes(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The last step's slots on the host. Slots and lengths on the device, which are private, as of `steps` steps ago:
-    see `_one_more`.
-    """
+    """The last step's slots on the host; slots and lengths on the device as of `steps` steps ago, see `_one_more`."""
 
     slots: Ints
     buffer: Tensor
@@ -355,9 +353,7 @@ class StagedTables(_Tables):
         return self.device.type == "cuda"
 
     def _changes(self) -> tuple[Ints, Ints]:
-        """Flat indices of the mirror that changed, and their new values. The mirror grows with the table, on the
-        device.
-        """
+        """Flat indices of the mirror that changed, and their new values. The mirror grows with the table."""
         table, old = self.book.table, self._mirror.tensor
         if tuple(old.shape) != table.shape:
             with torch.inference_mode(False):
@@ -393,9 +389,7 @@ class StagedTables(_Tables):
 
 
 class Stage:
-    """Several int64 and int32 arrays in one buffer of `size` int64, each at a multiple of 16 bytes, because launches
-    are specialised by alignment.
-    """
+    """int64 and int32 arrays in one buffer of `size` int64, each 16-byte aligned: launches specialise by alignment."""
 
     def __init__(self, longs: tuple[int, ...], ints: tuple[int, ...]) -> None:
         # The size of each array and of the gap after it, and the slices.

@@ -72,7 +72,7 @@ def attention_forward(
 
     The mask says everything where there is one; without one everything is seen unless `is_causal`, the last query at
     the last key. `s_aux` are sinks, `position_bias` a bias; `cu_seq_lens_*` mark packed sequences, and `cache` is the
-    paged cache of continuous batching. `sliding_window` counts beside a mask of padding, packed sequences and that
+    paged cache of continuous batching. `sliding_window` counts with a mask of padding, packed sequences and that
     cache, which cannot say it; elsewhere the mask does. Positions are in q and k already (rotary embeddings). Under a
     name that contains "flash" (`as_flash`) models leave masks out and mean the positions: then a sequence begins at
     every position 0. An argument that is not honoured raises Unsupported.
@@ -121,7 +121,7 @@ def attention_forward(
     bias = _bias(flags.bias, position_bias, key.shape[2], flags.keys)
     if flags.keys is not None and flags.keys < key.shape[2]:
         key, value = key[:, :, : flags.keys], value[:, :, : flags.keys]
-    masks = {"causal": flags.causal, "window": flags.window, "mask": flags.mask, "bias": bias}
+    masks: dict[str, Any] = {"causal": flags.causal, "window": flags.window, "mask": flags.mask, "bias": bias}
     out = attention(query, key, value, dropout=dropout, **masks, **shared)
     return out.transpose(1, 2).contiguous(), None
 
@@ -165,8 +165,8 @@ def _require_length(rows: int, columns: int, queries: int, keys: int) -> None:
 def _packed_by_position(flags: _Mask, position_ids: Tensor | None, query: Tensor, key: Tensor) -> _Mask:
     """The sequences in one row of tokens that their positions (1, tokens), or coordinates (tokens, axes), tell apart.
 
-    Looking at positions makes the CPU wait for a GPU in every layer, as transformers' own path for flash-attn does.
-    While a model is traced nobody can look, and the sequences become a mask.
+    Reading positions makes the CPU wait for a GPU in every layer, as transformers' own path for flash-attn does.
+    While a model is traced they cannot be read, and the sequences become a mask.
     """
     tokens = query.shape[2]
     if position_ids is None or query.shape[0] != 1 or tokens != key.shape[2] or position_ids.numel() % tokens:

@@ -126,7 +126,7 @@ class StructuredMask(Tensor):
 
     @property
     def content(self) -> Structure | Tensor:
-        """The structure, or the matrix once somebody may have written into it."""
+        """The structure, or the matrix once it may have been written to."""
         # Versions count writes, also those into views, but are not kept in inference mode.
         if self._matrix is None or not (self.is_inference() or self._version):
             return self._structure
@@ -217,7 +217,7 @@ def _written(keep: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def tracing(tensor: Tensor | None) -> bool:
-    """Whether values cannot be looked at: under torch.compile, export, fake tensors or a CUDA graph's capture."""
+    """Whether values cannot be read: under torch.compile, export, fake tensors or a CUDA graph's capture."""
     if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
         return True
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -239,7 +239,7 @@ def _existing_keys(
 
 
 def _padding(attention_mask: Tensor | None, kv_offset: int, keys: int, is_traced: bool) -> Tensor | None:
-    """(batch, 1, 1, keys), or None where nothing is padded, which one look per forward tells."""
+    """(batch, 1, 1, keys), or None where nothing is padded, read once per forward."""
     if attention_mask is None:
         return None
     keep = attention_mask[:, kv_offset : kv_offset + keys].to(torch.bool)
@@ -257,7 +257,7 @@ def _pieces(mask_function: MaskFunction, is_traced: bool) -> dict[str, Any] | No
     from transformers import masking_utils
 
     if is_traced:
-        # torch.compile does not look into closures.
+        # torch.compile does not read closures.
         if mask_function is masking_utils.causal_mask_function:
             return {"causal": True}
         return {} if mask_function is masking_utils.bidirectional_mask_function else None

@@ -87,7 +87,7 @@ def attend_to_cache(
 def _in_place(
     q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor], layer: _Layer, step: Step, flags: dict[str, Any]
 ) -> Tensor:
-    """Write the new tokens, once the call is judged, then read all of them through a table of pages."""
+    """Write the new tokens, once the call is validated, then read all of them through a table of pages."""
     k_pages, v_pages = pages
     page_size = k_pages.shape[1]
     cu_seqlens_k = _of(step.cu_seq_lens_k, layer)
@@ -109,7 +109,7 @@ def _in_place(
         k_pages.flatten(0, 1).index_copy_(0, slots, k)
         v_pages.flatten(0, 1).index_copy_(0, slots, v)
 
-    sizes = {"causal": True, "max_seqlen_q": step.max_length_q}
+    sizes: dict[str, Any] = {"causal": True, "max_seqlen_q": step.max_length_q}
     where = {"block_table": block_table, "seqlens_k": seqlens_k, "cu_seqlens_q": step.cu_seq_lens_q.to(torch.int32)}
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, flags.get("sinks"))):
         refuse_rows(q, k, v, where["cu_seqlens_q"], **flags)
