@@ -253,43 +253,35 @@ class _Shared:
             made = self._one_by_one(tensors)
         return (made[0], made[1]) if self._with_lse else made[0]
 
-    def _check(self, tensors: Sequence[Tensor | None]) -> None:
-        hint: Any = tensors[self._count :]
-        given = self._prefix_of(tensors)
-        _check_contents(SharedPrefix(self._groups, *hint), len(given.q))
-        validation.check_contents(self._problem, given, self._flags)
+    def _check(self, tensors: Sequence[Any]) -> None:
+        shared, operands = self._sorted(tensors)
+        _check_contents(shared, len(operands.q))
+        validation.check_contents(self._problem, _prefix(shared, operands, self._flags)[0], self._flags)
 
-    def _prefix_of(self, tensors: Sequence[Tensor | None]) -> Operands:
-        given: Any = Operands(*tensors[: self._count])  # type: ignore[arg-type]
-        table, keys, starts = tensors[self._count : self._count + 3]
-        return Operands(
-            given.q, given.k, given.v, starts, block_table=table, seqlens_k=keys, k_scale=given.k_scale,
-            v_scale=given.v_scale,
-        )  # fmt: skip
+    def _sorted(self, tensors: Sequence[Any]) -> tuple[SharedPrefix, Operands]:
+        return SharedPrefix(self._groups, *tensors[self._count :]), Operands(*tensors[: self._count])
 
-    def _one_by_one(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        operands: Any = Operands(*tensors[: self._count])  # type: ignore[arg-type]
-        _, _, _, rows, own_table, own_keys = tensors[self._count :]
-        made: Any = self._own(operands._replace(block_table=own_table, seqlens_k=own_keys))
-        prefix = self._prefix_of(tensors)
+    def _one_by_one(self, tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        shared, operands = self._sorted(tensors)
+        made: Any = self._own(_own(shared, operands))
+        prefix, _ = _prefix(shared, operands, self._flags)
         with tracing.span(tracing.FORWARD, prefix, self._backend.name, self._problem):
-            if self._attend((*prefix, rows, *made)) is None:
-                num_rows = sum(group.rows for group in self._groups)
-                self._backend.attend_prefixes(self._problem, prefix, num_rows, rows, *made)
+            if self._attend((*prefix, shared.rows, *made)) is None:
+                self._backend.attend_prefixes(self._problem, prefix, shared.num_rows, shared.rows, *made)
         out, lse = made
         return out, lse
 
 
 def _unshared(
-    plain: ops.Call, read: tuple[Group, ...] | None, count: int, present: int, tensors: Sequence[Tensor | None],
+    plain: ops.Call, read: tuple[Group, ...] | None, count: int, present: int, tensors: Sequence[Any],
     places: tuple[int, ...] | None = None,
 ) -> Any:  # fmt: skip
-    """A cached call whose hint is not followed. The hint's contents are checked if the groups are passed as `read`. The
-    first `count` tensors, `present` of them not None, are those of the call without the hint.
+    """A cached call whose hint is not followed; its contents are checked if the groups are passed as `read`.
+
+    The first `count` tensors, `present` of them not None, are those of the call without the hint.
     """
     if read is not None:
-        queries: Any = tensors[0]
-        _check_contents(SharedPrefix(read, *tensors[count:]), len(queries))  # type: ignore[arg-type]
+        _check_contents(SharedPrefix(read, *tensors[count:]), len(tensors[0]))
     return plain(tensors[:count], None if places is None else places[:present])
 
 
@@ -318,10 +310,9 @@ def _own(shared: SharedPrefix, operands: Operands) -> Operands:
 
 def _prefix(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Operands, Flags]:
     """Operands whose sequences are the groups, with all of q. A sink counts once, with each sequence's own keys."""
-    prefix = Operands(
-        operands.q, operands.k, operands.v, cu_seqlens_q=shared.cu_seqlens_q, block_table=shared.block_table,
-        seqlens_k=shared.seqlens_k, k_scale=operands.k_scale, v_scale=operands.v_scale,
-    )  # fmt: skip
+    scales = {"k_scale": operands.k_scale, "v_scale": operands.v_scale}
+    tables = {"block_table": shared.block_table, "seqlens_k": shared.seqlens_k}
+    prefix = Operands(*operands[:3], shared.cu_seqlens_q, **tables, **scales)
     longest = max(group.rows for group in shared.groups)
     return prefix, flags._replace(causal=False, window_left=None, window_right=None, max_seqlen_q=longest)
 

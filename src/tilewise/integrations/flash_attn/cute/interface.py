@@ -141,7 +141,17 @@ def flash_attn_varlen_func(
     queries, totals_q, longest_q = _packed("q", q, cu_seqlens_q, max_seqlen_q)
     flags["max_seqlen_q"] = longest_q
     if page_table is not None:
-        out, lse = _paged(queries, k, v, qv, totals_q, page_table, cu_seqlens_k, seqused_q, seqused_k, flags)
+        for name, given in (("qv", qv), ("cu_seqlens_k", cu_seqlens_k), ("seqused_q", seqused_q)):
+            if given is not None:
+                raise Unsupported(f"{name} with page_table: pages are attended by q alone, all of its rows")
+        if q.dtype is E4M3:
+            instead = "flash_attn_with_kvcache of tilewise.integrations.flash_attn_interface"
+            raise Unsupported(f"FP8 with page_table: call {instead}")
+        if seqused_k is None:
+            fix = "Pass int32 (batch,)."
+            raise InvalidProblem("seqused_k", "the tokens in the pages, beside page_table", None, fix)
+        flags["cu_seqlens_q"] = totals_q
+        out, lse = attention_paged(queries, k, v, page_table, seqused_k, return_lse=True, **flags)
     else:
         keys, totals_k, longest_k = _packed("k", k, cu_seqlens_k, max_seqlen_k)
         values, _, _ = _packed("v", v, cu_seqlens_k, max_seqlen_k)
@@ -234,27 +244,3 @@ def _packed(
     batch, seqlen = tensor.shape[:2]
     totals = torch.arange(batch + 1, dtype=torch.int32, device=tensor.device) * seqlen
     return tensor.flatten(0, 1), totals, seqlen
-
-
-def _paged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    page_table: Tensor,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    flags: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    for name, given in (("qv", qv), ("cu_seqlens_k", cu_seqlens_k), ("seqused_q", seqused_q)):
-        if given is not None:
-            raise Unsupported(f"{name} with page_table: pages are attended by q alone, all of its rows")
-    if q.dtype is E4M3:
-        raise Unsupported(
-            "FP8 with page_table: call flash_attn_with_kvcache of tilewise.integrations.flash_attn_interface"
-        )
-    if seqused_k is None:
-        raise InvalidProblem("seqused_k", "the tokens in the pages, beside page_table", None, "Pass int32 (batch,).")
-    return attention_paged(q, k, v, page_table, seqused_k, cu_seqlens_q=cu_seqlens_q, return_lse=True, **flags)
