@@ -82,12 +82,8 @@ def command(
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
     head_dim: Annotated[int, typer.Option(min=1, max=256, help="Width of a head.")] = 64,
     seconds: Annotated[float, typer.Option(min=0.0, help="Start no length that would end after this.")] = 45.0,
-    naive_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Most seconds a call of naive attention may take.")
-    ] = 6.0,
-    naive_memory: Annotated[
-        float | None, typer.Option(min=0.0, help="Most GiB it may take; by default a sixth of memory, at most 4.")
-    ] = None,
+    naive_seconds: Annotated[float, typer.Option(min=0.0, help="Most seconds of a naive call.")] = 6.0,
+    naive_memory: Annotated[float | None, typer.Option(min=0.0, help="Most GiB; default: 1/6 of RAM, up to 4.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Race exact tiled attention against naive attention (which stores the score matrix) on this machine.
@@ -144,14 +140,8 @@ def _show(shape: Shape, player: str, rounds: Sequence[Round]) -> None:
 def _table(causal: bool, rounds: Sequence[Round]) -> Table:
     title = "causal: each token sees itself and what came before" if causal else "full: every token sees every token"
     # Padding on one side only: eight columns must fit 80 characters.
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold cyan",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    style: dict[str, Any] = {"title_justify": "left", "title_style": "bold cyan", "box": box.SIMPLE_HEAD}
+    table = Table(title=title, pad_edge=False, padding=(0, 1, 0, 0), **style)
     headers = ("N", "naive\ntime", "tilewise\ntime", "speed-\nup", "naive\nmemory", "tilewise\nmemory")
     for header in (*headers, "naive\nerror", "tilewise\nerror"):
         table.add_column(header, justify="right", no_wrap=True)

@@ -347,48 +347,36 @@ class Forecast:
         return plain
 
     def __str__(self) -> str:
-        return "\n".join((*self._heading(), "", *self._methods(), "", self._verdict(), "", *self._ring_lines()))
-
-    def _heading(self) -> list[str]:
-        s = self.scenario
-        mask = "causal" if s.causal else "full"
-        measured = "measured" if self.rates.measured else "assumed from its peak"
-        most = self.link.bandwidth
-        reach = f"{format_count(most * self.link.share, 'B/s')} of {format_count(most, 'B/s')}"
-        return [
-            f"problem   {s.seqlen} tokens x {s.batch} over {s.world} ranks, {s.rows} tokens each, {mask}, {s.sharding}",
+        s, rates, link = self.scenario, self.rates, self.link
+        measured = "measured" if rates.measured else "assumed from its peak"
+        reach = f"{format_count(link.bandwidth * link.share, 'B/s')} of {format_count(link.bandwidth, 'B/s')}"
+        compute, gradients = (format_count(rate, "FLOP/s") for rate in (rates.forward, rates.backward))
+        lines = [
+            f"problem   {s.seqlen} tokens x {s.batch} over {s.world} ranks, {s.rows} tokens each, "
+            f"{'causal' if s.causal else 'full'}, {s.sharding}",
             f"          {s.num_heads} heads, {s.num_kv_heads} K/V heads, head_dim {s.head_dim}, {s.itemsize} bytes",
-            f"compute   {self.rates.name}: forward {format_count(self.rates.forward, 'FLOP/s')}, backward "
-            f"{format_count(self.rates.backward, 'FLOP/s')} ({measured})",
-            f"link      {self.link.name}: {reach}, {format_seconds(self.link.latency)} latency; the slowest on the way",
+            f"compute   {rates.name}: forward {compute}, backward {gradients} ({measured})",
+            f"link      {link.name}: {reach}, {format_seconds(link.latency)} latency; the slowest on the way",
+            "",
+            "method       pass       time      exposed   hidden    of ideal  memory a rank",
         ]
-
-    def _methods(self) -> list[str]:
-        lines = ["method       pass       time      exposed   hidden    of ideal  memory a rank"]
         for p in self.predictions:
             for name, one in (("forward", p.forward), ("backward", p.backward)):
                 memory = format_bytes(p.memory_bytes) if name == "forward" else ""
                 times = "".join(f"{format_seconds(t):<10}" for t in (one.seconds, one.exposed, one.hidden))
                 lines.append(f"{p.method:<13}{name:<11}{times}{one.efficiency:<10.1%}{memory}".rstrip())
-        if self.scenario.num_heads < self.scenario.world:
-            lines.append(f"heads        not possible: {self.scenario.num_heads} heads, {self.scenario.world} ranks")
-        return lines
-
-    def _verdict(self) -> str:
-        fastest = self.best
-        by_memory = min(self.predictions, key=lambda p: p.memory_bytes)
-        thrift = "" if by_memory is fastest else f"; {by_memory.method} takes least memory"
-        return f"better    {fastest.method}, {format_seconds(fastest.seconds)} forward and backward{thrift}"
-
-    def _ring_lines(self) -> list[str]:
-        lines = ["ring over     time      of ideal  memory a rank   link"]
+        if s.num_heads < s.world:
+            lines.append(f"heads        not possible: {s.num_heads} heads, {s.world} ranks")
+        thrifty = min(self.predictions, key=lambda p: p.memory_bytes)
+        least = "" if thrifty is self.best else f"; {thrifty.method} takes least memory"
+        seconds = format_seconds(self.best.seconds)
+        lines += ["", f"better    {self.best.method}, {seconds} forward and backward{least}", ""]
+        lines.append("ring over     time      of ideal  memory a rank   link")
         for p in self.ring:
             ideal = (p.forward.ideal + p.backward.ideal) / p.seconds
-            lines.append(
-                f"{p.scenario.world:<14}{format_seconds(p.seconds):<10}{ideal:<10.1%}"
-                f"{format_bytes(p.memory_bytes):<16}{p.link.name}"
-            )
-        return lines
+            times = f"{p.scenario.world:<14}{format_seconds(p.seconds):<10}{ideal:<10.1%}"
+            lines.append(f"{times}{format_bytes(p.memory_bytes):<16}{p.link.name}")
+        return "\n".join(lines)
 
 
 def forecast(scenario: Scenario, *, device: str = "h200", link: str | None = None, dtype: torch.dtype) -> Forecast:

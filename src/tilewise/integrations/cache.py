@@ -22,7 +22,7 @@ from tilewise import settings
 from tilewise.api import attention, attention_after, attention_paged
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
-from tilewise.integrations.descales import Descales
+from tilewise.integrations.flash import Descales
 from tilewise.integrations.translation import check_integers, number_of, places, require_tensors
 from tilewise.kv.writing import write_rows
 from tilewise.nn.rotary import check_tables, rotate

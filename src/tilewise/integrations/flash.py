@@ -1,4 +1,5 @@
-"""What the functions of flash-attn 2, 3 and 4 share: flags, separate passes, sequences cut into pieces, `S_dmask`.
+"""What the drop-ins of flash-attn 2, 3 and 4 share: flags, separate passes, pieces of sequences, `S_dmask`, descales,
+and their entries in `sys.modules`.
 
 Forward and backward are separate calls for libraries that save what autograd would save (ring attention, context
 parallelism). The dropout seed is passed in `rng_state`, int64 (2,): the seed and 0. `out` and `lse` given to a backward
@@ -7,14 +8,19 @@ may cover more keys than it sees, merged from several forwards.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
 
 from tilewise import ops
 from tilewise.api import attention, attention_backward, attention_varlen
-from tilewise.errors import InvalidProblem
+from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
+from tilewise.fp8.container import E4M3, Fp8Tensor
 from tilewise.integrations.translation import (
     check_integers,
     flag_of,
@@ -25,8 +31,24 @@ from tilewise.integrations.translation import (
     softcap_of,
     window_of,
 )
+from tilewise.subclasses import check_class
 
-__all__ = ["Flags", "Totals", "Written", "cut", "flags_of", "forward", "gradients_into", "lengths_of"]
+__all__ = [
+    "Descale",
+    "Descales",
+    "Flags",
+    "Totals",
+    "Written",
+    "cut",
+    "flags_of",
+    "forward",
+    "gradients_into",
+    "gradients_refused",
+    "lengths_of",
+    "put_in_place",
+    "rescaled",
+    "take_out",
+]
 
 Flags = dict[str, Any]
 # cu_seqlens_q and cu_seqlens_k of packed sequences; None for dense ones.
@@ -35,6 +57,11 @@ Totals = tuple[Tensor, Tensor] | None
 Written = tuple[Tensor | None, Tensor | None, Tensor | None]
 # The width of the one-hot values of `S_dmask`: at most the largest head_dim that every backend takes.
 KEYS_PER_PASS = 256
+Descale = Tensor | None
+Others = ParamSpec("Others")
+Three = tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]
+# Modules that an installation displaced, by name. Like `sys.modules`, this is state of the process.
+_displaced: dict[str, ModuleType] = {}
 
 
 def flags_of(
@@ -225,3 +252,162 @@ def _without_dropout(flags: dict[str, Any]) -> dict[str, Any]:
 
 def _signed(plain: Tensor, kept: Tensor) -> Tensor:
     return torch.where(kept == 0, -plain, plain)
+
+
+class Descales(NamedTuple):
+    """FA3's descales: fp32 (batch, kv_heads) of e4m3 q, k, v; with one element the factor of all, None is 1."""
+
+    q: Descale = None
+    k: Descale = None
+    v: Descale = None
+
+    def containers(self, q: Tensor, k: Tensor, v: Tensor, batch: int, layout: Literal["bshd", "packed"]) -> Three:
+        """Dense or packed operands with their descales."""
+
+        def made(name: str, data: Tensor, descale: Descale) -> Fp8Tensor:
+            return Fp8Tensor(data, _per_head(name, descale, batch, data), "head", layout)
+
+        return made("q_descale", q, self.q), made("k_descale", k, self.k), made("v_descale", v, self.v)
+
+    def paged(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: int) -> Three:
+        """Packed q and pages, which several sequences may share: k's factor is applied to q, v's left to `rescaled`."""
+        for name, tensor in (("q", q), ("v_cache", v_pages)):
+            if tensor.dtype != E4M3:
+                fix = "FP8 caches are attended by FP8 queries."
+                raise InvalidProblem(name, "float8_e4m3fn as k_cache has", tensor.dtype, fix)
+        self.check(batch, q)
+        one = torch.ones(1, 1, 1, dtype=torch.float32, device=q.device)
+        k, v = (Fp8Tensor(t, one.expand(t.shape[0], t.shape[2], 1), "page", "paged") for t in (k_pages, v_pages))
+        both = _per_head("q_descale", self.q, batch, q) * _per_head("k_descale", self.k, batch, q)
+        return Fp8Tensor(q, both, "head", "packed"), k, v
+
+    def widened(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """FP8 q, k, v as bf16, and the factor of `out`. e4m3 fits bf16 exactly; only q * descale is rounded."""
+        self.check(len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1, q)
+        wide = q.float()
+        for name, descale in (("q_descale", self.q), ("k_descale", self.k)):
+            if descale is not None:
+                wide = wide * _per_row(name, descale, q, cu_seqlens_q)
+        out_scale = None if self.v is None else _per_row("v_descale", self.v, q, cu_seqlens_q)
+        return wide.bfloat16(), k.bfloat16(), v.bfloat16(), out_scale
+
+    def rescaled(self, out: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+        """`out` of `paged` operands times v's factor."""
+        return out if self.v is None else rescaled(out, _per_row("v_descale", self.v, out, cu_seqlens_q))
+
+    def check(self, batch: int, q: Tensor) -> None:
+        """Refuse what does not fit `batch` sequences of q's heads, before anything is computed."""
+        for name, descale in zip(("q_descale", "k_descale", "v_descale"), self, strict=True):
+            if descale is not None:
+                _check_descale(name, descale, batch, q)
+
+
+def gradients_refused(
+    attend: Callable[Concatenate[Tensor, Tensor, Tensor, Others], tuple[Tensor, Tensor]],
+) -> Callable[Concatenate[Tensor, Tensor, Tensor, Others], tuple[Tensor, Tensor]]:
+    """Lets e4m3 q, k and v require a gradient as long as it is never asked for. Asking for it raises."""
+
+    @functools.wraps(attend)
+    def call(q: Tensor, k: Tensor, v: Tensor, /, *others: Others.args, **flags: Others.kwargs) -> tuple[Tensor, Tensor]:
+        if getattr(q, "dtype", None) is not E4M3:
+            return attend(q, k, v, *others, **flags)
+        with torch.no_grad():
+            out, lse = attend(q, k, v, *others, **flags)
+        factors = [factor for other in others if isinstance(other, Descales) for factor in other]
+        inputs = [t for t in (q, k, v, *factors) if isinstance(t, Tensor)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+            out, lse = _Refusing.apply(out, lse, *inputs)  # type: ignore[no-untyped-call]
+        return out, lse
+
+    return call
+
+
+class _Refusing(torch.autograd.Function):
+    """Results that depend on FP8 inputs, but have no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        del ctx, inputs
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> None:
+        del ctx, gradients
+        raise Unsupported(
+            "gradients through FP8 inputs are not computed: rounding to e4m3 has none. Detach q, k, v and their "
+            "descales, or pass bf16 or fp16 tensors"
+        )
+
+
+def rescaled(out: Tensor, scale: Tensor | None) -> Tensor:
+    """`out` times the factor that `widened` returned."""
+    return out if scale is None else (out.float() * scale).to(out.dtype)
+
+
+def _check_descale(name: str, descale: object, batch: int, data: Tensor) -> None:
+    """Check (batch, kv_heads), (1, kv_heads) for all sequences, or one factor; the heads of data are a multiple."""
+    heads = data.shape[-2]
+    fix = "One factor for every K/V head of every sequence, or one row for all of them."
+    expected = f"({batch}, kv_heads) on {data.device}, {heads} heads a multiple"
+    if not isinstance(descale, Tensor):
+        raise InvalidProblem(name, f"a tensor {expected}", type(descale).__name__, fix)
+    check_class(name, descale)
+    fits = descale.shape.numel() == 1 or (
+        descale.dim() == 2 and descale.shape[0] in (1, batch) and descale.shape[1] and not heads % descale.shape[1]
+    )
+    if not fits or not descale.is_floating_point() or descale.device != data.device:
+        raise InvalidProblem(name, expected, f"{descale.dtype} {tuple(descale.shape)} on {descale.device}", fix)
+
+
+def _per_head(name: str, descale: Descale, batch: int, data: Tensor) -> Tensor:
+    """(batch, heads, 1) of a descale, repeated for the heads it serves."""
+    heads = data.shape[-2]
+    if descale is None:
+        return torch.ones(1, 1, 1, dtype=torch.float32, device=data.device).expand(batch, heads, 1)
+    _check_descale(name, descale, batch, data)
+    factors = descale.float()
+    if factors.numel() == 1:
+        return factors.reshape(1, 1, 1).expand(batch, heads, 1)
+    return factors.repeat_interleave(heads // factors.shape[1], 1)[..., None].expand(batch, heads, 1)
+
+
+def _per_row(name: str, descale: Tensor, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """A descale for every row and head of dense or packed rows, (..., heads, 1)."""
+    batch = len(rows) if cu_seqlens is None else len(cu_seqlens) - 1
+    factors = _per_head(name, descale, batch, rows)
+    if cu_seqlens is None:
+        return factors[:, None] if rows.dim() == 4 else factors
+    sequence, _ = places(cu_seqlens, rows.shape[0])
+    # Rows past the last sequence belong to none and are not scaled.
+    return torch.cat((factors, factors.new_ones(1, *factors.shape[1:])))[sequence]
+
+
+def put_in_place(modules: Mapping[str, ModuleType], *, force: bool) -> None:
+    """Enter the modules into `sys.modules`. Refuses to displace a foreign module unless `force`."""
+    top, ours = next(iter(modules)).split(".")[0], list(modules.values())
+    foreign = {name: m for name, m in sys.modules.items() if _is_below(name, top) and m not in ours}
+    if foreign and not force:
+        where = getattr(foreign.get(top), "__file__", None) or "an unknown place"
+        raise TilewiseError(
+            f"{top} is already imported from {where}, and code that has taken names from it keeps them. Call install() "
+            "before anything imports it, or pass force=True to displace it for later imports."
+        )
+    for name in foreign:
+        del sys.modules[name]
+    _displaced.update(foreign)
+    sys.modules.update(modules)
+
+
+def take_out(modules: Mapping[str, ModuleType]) -> None:
+    """Remove the modules from `sys.modules` and restore what they displaced."""
+    for name, module in modules.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+    for name in [name for name in _displaced if _is_below(name, next(iter(modules)).split(".")[0])]:
+        sys.modules[name] = _displaced.pop(name)
+
+
+def _is_below(name: str, top: str) -> bool:
+    return name == top or name.startswith(top + ".")

@@ -19,8 +19,8 @@ from torch import Tensor
 from tilewise.api import attention, attention_varlen
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
-from tilewise.integrations import aliases, cache, flash
-from tilewise.integrations.descales import Descale, Descales, gradients_refused, rescaled
+from tilewise.integrations import cache, flash
+from tilewise.integrations.flash import Descale, Descales, gradients_refused, rescaled
 from tilewise.integrations.translation import (
     CACHE_NAMES,
     FLASH_NAMES,
@@ -50,12 +50,12 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 def install(*, force: bool = False) -> None:
     """Make `import flash_attn_interface` resolve to this module in this process, until `uninstall`."""
-    aliases.put_in_place({"flash_attn_interface": sys.modules[__name__]}, force=force)
+    flash.put_in_place({"flash_attn_interface": sys.modules[__name__]}, force=force)
 
 
 def uninstall() -> None:
     """Undo `install`; a displaced flash_attn_interface comes back."""
-    aliases.take_out({"flash_attn_interface": sys.modules[__name__]})
+    flash.take_out({"flash_attn_interface": sys.modules[__name__]})
 
 
 @worded()
@@ -109,7 +109,7 @@ def attend(
     """(out, lse) with FA3's additions; `flags` are those of `attention`, or of `attention_varlen` if `packed`."""
     fp8, dense = q.dtype is E4M3, packed is None
     shape, totals = q.shape[:2], None if packed is None else packed[:2]
-    is_cut = chunk > 0 or (packed is not None and packed[2:] != (None, None))
+    is_cut = chunk > 0 or (packed is not None and any(used is not None for used in packed[2:]))
     out_scale = None
     if fp8 and qv is None and not is_cut:
         batch = len(q) if totals is None else len(totals[0]) - 1

@@ -19,7 +19,7 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
 from tilewise.integrations import flash
 from tilewise.integrations import flash_attn_interface as fa3
-from tilewise.integrations.descales import Descales
+from tilewise.integrations.flash import Descales
 from tilewise.integrations.translation import (
     FLASH_NAMES,
     UNBOUNDED,
