@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -191,9 +192,8 @@ def _check_contents(shared: SharedPrefix, num_queries: int) -> None:
 
 
 def bound(
-    shared: SharedPrefix, operands: Operands, flags: Flags, result: tuple[Tensor, Tensor], count: int, *,
-    return_lse: bool,
-) -> Callable[..., Any] | None:  # fmt: skip
+    shared: SharedPrefix, operands: Operands, flags: Flags, result: Sequence[Tensor], count: int, *, return_lse: bool
+) -> Callable[..., Any] | None:
     """The prepared call for later calls with this signature, given the `result` of the first (see calls). None if each
     call must be validated.
 
@@ -215,28 +215,33 @@ def bound(
     if attend is None:
         return None
     own = ops.Call("paged", _own(shared, operands), flags, return_lse=True, lasting=True)
-    return _Shared(shared.groups, prefix, own, attend, count, reads=reads, return_lse=return_lse)
+    backend, problem, _, everything = prefix
+    return _Shared(shared.groups, backend, problem, everything, own, attend, count, reads, return_lse)
 
 
+@dataclass(slots=True)
 class _Shared:
     """A call whose prefixes are attended separately. It outlives the tensors it was made with and holds none."""
 
-    __slots__ = (
-        "_attend", "_backend", "_both", "_count", "_flags", "_groups", "_nvtx", "_own", "_problem", "_reads",
-        "_with_lse",
-    )  # fmt: skip
+    _groups: tuple[Group, ...]
+    _backend: Serving
+    _problem: AttentionProblem
+    _flags: Flags
+    _own: ops.Call
+    _attend: Any
+    _count: int
+    _reads: bool
+    _with_lse: bool
+    _nvtx: bool = field(init=False)
+    _both: Any = field(init=False)
 
-    def __init__(
-        self, groups: tuple[Group, ...], prefix: _Direct, own: ops.Call, attend: Any, count: int, *, reads: bool,
-        return_lse: bool,
-    ) -> None:  # fmt: skip
-        self._backend, self._problem, _, self._flags = prefix
-        self._groups, self._own, self._attend, self._count = groups, own, attend, count
-        self._reads, self._with_lse, self._nvtx = reads, return_lse, settings.current().nvtx
+    def __post_init__(self) -> None:
+        self._nvtx, own = settings.current().nvtx, self._own
         # Launch all kernels as one pass, which saves host time. This needs a bound pass for the own keys, and no
         # contents to check or convert before it.
-        unread, first = () if return_lse else ("lse",), None if reads or own.wide else own.bound
-        self._both = None if first is None else self._backend.bind_after(first, attend, count, unread, own.problem)
+        unread, first = () if self._with_lse else ("lse",), None if self._reads or own.wide else own.bound
+        bind = self._backend.bind_after
+        self._both = None if first is None else bind(first, self._attend, self._count, unread, own.problem)
 
     def __call__(self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None) -> Any:
         if self._reads:
@@ -273,9 +278,13 @@ class _Shared:
 
 
 def _unshared(
-    plain: ops.Call, read: tuple[Group, ...] | None, count: int, present: int, tensors: Sequence[Any],
+    plain: ops.Call,
+    read: tuple[Group, ...] | None,
+    count: int,
+    present: int,
+    tensors: Sequence[Any],
     places: tuple[int, ...] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """A cached call whose hint is not followed; its contents are checked if the groups are passed as `read`.
 
     The first `count` tensors, `present` of them not None, are those of the call without the hint.

@@ -320,13 +320,11 @@ class PageBook:
     def stats(self) -> CacheStats:
         """Counted over the pages of all requests."""
         self._written.enter()
-        held, wasted = self.pages.held, sum(self.page_size - filled for filled in self._partly_filled().values())
-        return CacheStats(
-            num_pages=self.pages.num_pages, pages_free=self.pages.available - self.pages.idle,
-            pages_idle=self.pages.idle, pages_held=held, pages_shared=self.pages.shared, requests=len(self._requests),
-            tokens_stored=held * self.page_size - wasted, slots_wasted=wasted, prompt_tokens=self._prompt_tokens,
-            hit_tokens=self._hit_tokens, evictions=self.pages.evictions, copies=self._copies,
-        )  # fmt: skip
+        pages, held = self.pages, self.pages.held
+        wasted = sum(self.page_size - filled for filled in self._partly_filled().values())
+        pool = (pages.num_pages, pages.available - pages.idle, pages.idle, held, pages.shared)
+        tokens = (held * self.page_size - wasted, wasted, self._prompt_tokens, self._hit_tokens)
+        return CacheStats(*pool, len(self._requests), *tokens, pages.evictions, self._copies)
 
     # Inside
 

@@ -77,11 +77,8 @@ def flash_attn_func(
     lse is (batch, heads, seqlen_q), with `qv` (batch, seqlen_q, heads), as in FA4.
     """
     del num_splits, pack_gqa, return_lse
-    _refuse(
-        gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
-        aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
-        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
-    )  # fmt: skip
+    modifiers = (gather_kv_indices, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars)
+    _refuse(*modifiers, block_sparse_tensors, block_sparse_tensors_bwd)
     flags = _flags(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink)
     _check_operands(q, k, v, qv, learnable_sink)
     out, lse = fa3.attend(q, k, v, qv, Descales(), None, 0, flags)
@@ -130,10 +127,8 @@ def flash_attn_varlen_func(
     """
     del num_splits, pack_gqa, return_lse, min_seqlen_k, scheduler_metadata, seqlen_k_per_split
     del disable_scheduler_metadata
-    _refuse(
-        gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
-        block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
-    )  # fmt: skip
+    modifiers = (gather_kv_indices, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars)
+    _refuse(*modifiers, block_sparse_tensors, None)
     flags = _flags(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink)
     _check_operands(q, k, v, qv, learnable_sink)
     shape = q.shape[:-1]
@@ -184,10 +179,11 @@ def flash_attn_combine(
     return combined, lse if return_lse else None
 
 
-def _refuse(**given: object) -> None:
-    for name, value in given.items():
+def _refuse(*given: object) -> None:
+    """Refuse what is given of the arguments in ADVICE, in their order."""
+    for (name, advice), value in zip(ADVICE.items(), given, strict=True):
         if value is not None:
-            raise Unsupported(f"{name} of flash-attn 4: {ADVICE[name]}")
+            raise Unsupported(f"{name} of flash-attn 4: {advice}")
 
 
 def _flags(
