@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import device, dispatch, tracing
+from tilewise import device, dispatch, tracing, validation
 from tilewise.canonical import canonical, contiguous_last
 from tilewise.distributed.pieces import Piece
-from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
 __all__ = ["Call", "Running", "Saved", "Visit", "accumulator", "backward", "forward", "sink_gradient"]
@@ -313,35 +313,17 @@ def _seed(call: Call, piece: Piece, hidden: int) -> Tensor | None:
 
 
 def _problem(call: Call, piece: Piece, operands: Operands) -> AttentionProblem:
-    q, k, v = operands[:3]
-    packed = operands.cu_seqlens_q is not None
-    batch = len(piece.cu_seqlens) - 1 if piece.cu_seqlens is not None else q.shape[0]
-    longest = max(b - a for a, b in itertools.pairwise(piece.cu_seqlens)) if piece.cu_seqlens is not None else 0
-    rows, keys = (q.shape[0], k.shape[0]) if packed else (q.shape[2], k.shape[2])
-    bias, mask = operands.bias, operands.mask
-    return AttentionProblem(
-        kind="varlen" if packed else "dense",
-        dtype=q.dtype,
-        batch=batch,
-        seqlen_q=longest if packed else rows,
-        seqlen_k=longest if packed else keys,
-        total_q=rows if packed else batch * rows,
-        total_k=keys if packed else batch * keys,
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-        head_dim=q.shape[-1],
-        head_dim_v=v.shape[-1],
-        scale=call.scale,
+    flags = Flags(
         causal=piece.right == 0,
         window_left=piece.left,
         window_right=None if piece.right == 0 else piece.right,
+        scale=call.scale,
         softcap=call.softcap,
         dropout=call.dropout,
-        bias_shape=None if bias is None else (bias.shape[0], bias.shape[1], 1, keys),
-        bias_dtype=None if bias is None else bias.dtype,
-        mask_shape=None if mask is None else (1, 1, 1, keys),
-        has_alibi=operands.alibi_slopes is not None,
         deterministic=call.deterministic,
         needs_grad=call.needs_grad,
-        dropout_origin=operands.seed is not None,
     )
+    if piece.cu_seqlens is None:
+        return validation.problem_of("dense", operands, flags)
+    longest = max(b - a for a, b in itertools.pairwise(piece.cu_seqlens))
+    return validation.problem_of("varlen", operands, flags._replace(max_seqlen_q=longest, max_seqlen_k=longest))

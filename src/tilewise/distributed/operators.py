@@ -6,7 +6,6 @@ node and every rank runs the same sequence of exchanges. Groups are passed by na
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +23,7 @@ from tilewise.distributed.transport import all_to_all, group_named
 from tilewise.distributed.visits import Heads, Shards, Sums, gathered, ring
 from tilewise.errors import InvalidProblem, TilewiseError
 from tilewise.operands import Flags, Operands, Wanted
+from tilewise.totals import check_totals
 
 __all__ = ["Settings", "Tensors", "context_parallel", "describe", "exchange_heads", "heads_of", "whole_lengths"]
 
@@ -234,16 +234,12 @@ def _check_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> 
 def _checked_documents(tensors: Tensors, world: int, rows_q: int, rows_k: int) -> tuple[int, ...]:
     """The document boundaries in the whole sequence."""
     documents = () if tensors.cu_seqlens is None else tuple(tensors.cu_seqlens.tolist())
-    fix = "Pass the running totals of the lengths of all documents of the whole sequence, the same on every rank."
-    if len(documents) == 0 or documents[0] != 0:
+    if not documents:
+        fix = "Pass the running totals of the lengths of all documents of the whole sequence, the same on every rank."
         raise InvalidProblem("cu_seqlens", "running totals that start with 0", documents, fix)
-    if any(b < a for a, b in itertools.pairwise(documents)):
-        raise InvalidProblem("cu_seqlens", "entries that never decrease", documents, fix)
     if rows_q != rows_k:
         raise InvalidProblem("k", f"{rows_q} rows as q has", rows_k, "Packed documents attend to themselves.")
-    if documents[-1] > world * rows_q:
-        expected = f"a last entry of at most {world} ranks x {rows_q} rows"
-        raise InvalidProblem("cu_seqlens", expected, documents[-1], fix)
+    check_totals("cu_seqlens", documents, world * rows_q)
     slopes = tensors.alibi_slopes
     shapes = ((tensors.q.shape[1],), (len(documents) - 1, tensors.q.shape[1]))
     if slopes is not None and tuple(slopes.shape) not in shapes:
