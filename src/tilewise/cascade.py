@@ -319,9 +319,8 @@ def _own(shared: SharedPrefix, operands: Operands) -> Operands:
 
 def _prefix(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Operands, Flags]:
     """Operands whose sequences are the groups, with all of q. A sink counts once, with each sequence's own keys."""
-    scales = {"k_scale": operands.k_scale, "v_scale": operands.v_scale}
-    tables = {"block_table": shared.block_table, "seqlens_k": shared.seqlens_k}
-    prefix = Operands(*operands[:3], shared.cu_seqlens_q, **tables, **scales)
+    tables = (shared.cu_seqlens_q, None, shared.block_table, shared.seqlens_k)
+    prefix = Operands(*operands[:3], *tables, k_scale=operands.k_scale, v_scale=operands.v_scale)
     longest = max(group.rows for group in shared.groups)
     return prefix, flags._replace(causal=False, window_left=None, window_right=None, max_seqlen_q=longest)
 

@@ -62,6 +62,16 @@ def _gpu(key: str, slow_name: str) -> Chip:
 
 
 # Eight cores of 3.5 GHz with two 32-byte multiply-adds a cycle, two channels of LPDDR5-6400.
-CYCLES, DRAM, L2 = 8 * 3.5e9, ("DRAM", 16 * 10**9, 102.4e9), ("L2 cache", 1280 << 10)
-LAPTOP = Chip("laptop", "Laptop CPU, 8 cores, fp32", 8, *DRAM, *L2, CYCLES * 64, CYCLES * 32)
+LAPTOP = Chip(
+    key="laptop",
+    name="Laptop CPU, 8 cores, fp32",
+    cores=8,
+    slow_name="DRAM",
+    slow_bytes=16 * 10**9,
+    bandwidth=102.4e9,
+    fast_name="L2 cache",
+    fast_bytes=1280 << 10,
+    fast_bandwidth=8 * 3.5e9 * 64,
+    flops=8 * 3.5e9 * 32,
+)
 CHIPS = (_gpu("a100", "HBM"), _gpu("h100", "HBM"), _gpu("h200", "HBM"), LAPTOP)

@@ -52,8 +52,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             )
             return out, weights
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        weights = self.in_proj_weight if self._qkv_same_embed_dim else separate
-        projected = _projected(query, key, value, weights, self.in_proj_bias)
+        matrices = self.in_proj_weight if self._qkv_same_embed_dim else separate
+        projected = _projected(query, key, value, matrices, self.in_proj_bias)
         batched = query.dim() == 3
         q, k, v = (_heads(t, self.num_heads, batch_first=self.batch_first) for t in projected)
         if key_padding_mask is not None and not batched:
@@ -115,14 +115,14 @@ def multi_head_attention_forward(
     if (bias_k is None) != (bias_v is None):
         given = "bias_v" if bias_k is None else "bias_k"
         raise InvalidProblem("bias_k, bias_v", "both or neither", f"{given} alone", "Pass the other one, too.")
-    given = {"in_proj_weight": in_proj_weight}
+    named = {"in_proj_weight": in_proj_weight}
     if use_separate_proj_weight:
-        given = {"q_proj_weight": q_proj_weight, "k_proj_weight": k_proj_weight, "v_proj_weight": v_proj_weight}
-    for name, weight in given.items():
+        named = {"q_proj_weight": q_proj_weight, "k_proj_weight": k_proj_weight, "v_proj_weight": v_proj_weight}
+    for name, weight in named.items():
         if weight is None:
             raise InvalidProblem(name, "a tensor", None, "use_separate_proj_weight says which weights are read.")
-    weights: Any = tuple(given.values()) if use_separate_proj_weight else in_proj_weight
-    projected = _projected(query, key, value, weights, in_proj_bias)
+    matrices: Any = tuple(named.values()) if use_separate_proj_weight else in_proj_weight
+    projected = _projected(query, key, value, matrices, in_proj_bias)
     q, k, v = (_heads(t, num_heads, batch_first=False) for t in projected)
     k, v = _static("static_k", static_k, bias_k, q, k), _static("static_v", static_v, bias_v, q, v)
     batched = query.dim() == 3
