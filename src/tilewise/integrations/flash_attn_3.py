@@ -64,7 +64,8 @@ def register_ops() -> None:
             "tilewise.integrations.flash_attn_interface, or uninstall flash-attn 3."
         )
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    for schema, function in zip(SCHEMAS, (_fwd, _bwd, fa3.flash_attn_combine, _get_scheduler_metadata), strict=True):
+    functions: tuple[Any, ...] = (_fwd, _bwd, fa3.flash_attn_combine, _get_scheduler_metadata)
+    for schema, function in zip(SCHEMAS, functions, strict=True):
         library.define(schema)
         library.impl(schema.split("(")[0], torch.no_grad()(function), "CompositeExplicitAutograd")
     _registered.append(library)
