@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise.bench.memory import peak_extra_memory
-from tilewise.bench.timing import SAMPLE_SECONDS, Batch, Clock
+from tilewise.bench.timing import Batch, Clock, CudaClock
 
 __all__ = ["HostClock", "commit", "extra_memory"]
 
@@ -21,7 +21,7 @@ __all__ = ["HostClock", "commit", "extra_memory"]
 class HostClock(Clock):
     """The host time of a call, without waiting for the device. A sample fits the device's launch queue."""
 
-    sample_seconds = SAMPLE_SECONDS["cuda"]
+    sample_seconds = CudaClock.sample_seconds
 
     def __call__(self, batch: Batch, lead_in: Batch) -> float:  # noqa: ARG002 - the host starts from rest
         """Run the batch once."""

@@ -22,11 +22,7 @@ __all__ = ["Clock", "CpuClock", "CudaClock", "Entrant", "Summary", "race", "summ
 
 Batch = Callable[[], object]
 
-# Minimum duration of a sample, by repeating the call: a clock tick or an event's latency is then under 0.5 %.
-SAMPLE_SECONDS = {"cpu": 10e-3, "cuda": 3e-3}
 MOST_CALLS = 1000
-# Minimum number of rounds: on a GPU twice five implementations, so that each has followed every other one twice.
-LEAST_ROUNDS = {"cpu": 5, "cuda": 10}
 MOST_ROUNDS, LEAST_SAMPLES = 60, 2
 # Written before each GPU sample; larger than any second-level cache (50 MB on Hopper, 126 MB on Blackwell).
 FLUSH_BYTES = 256 << 20
@@ -35,8 +31,9 @@ FLUSH_BYTES = 256 << 20
 class Clock:
     """Measures how long a batch of calls takes, in seconds; `lead_in` is an untimed call before."""
 
-    sample_seconds = SAMPLE_SECONDS["cpu"]
-    least_rounds = LEAST_ROUNDS["cpu"]
+    # A call is repeated until a sample takes so long: a clock tick or an event's latency is then under 0.5 %.
+    sample_seconds = 10e-3
+    least_rounds = 5
 
     def __call__(self, batch: Batch, lead_in: Batch) -> float:
         """Run the batch once."""
@@ -60,8 +57,9 @@ class CudaClock(Clock):
     hides the host's work, a short one does not.
     """
 
-    sample_seconds = SAMPLE_SECONDS["cuda"]
-    least_rounds = LEAST_ROUNDS["cuda"]
+    sample_seconds = 3e-3
+    # Twice five implementations, so that each has followed every other one twice.
+    least_rounds = 10
 
     def __init__(self) -> None:
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
