@@ -93,11 +93,11 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, S_dmask, rng_state) of tensors (batch, seqlen, heads, dim), or packed ones with their `totals`."""
     require_tensors(q=q, k=k, v=v)
-    rng_state = torch.zeros(2, dtype=torch.int64, device="cpu")
+    rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if flags["dropout"]:
         # Drawn like the library's own seeds: from torch's default CPU generator.
-        rng_state[0] = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu")
-    rng_state = rng_state.to(q.device)
+        seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device="cpu")
+        rng_state[:1] = seed.to(q.device)
     flags = {**flags, "seed": rng_state[0] if flags["dropout"] else None}
     wants_dmask = return_softmax and flags["dropout"]
     if totals is None:
