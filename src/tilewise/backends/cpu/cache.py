@@ -28,17 +28,15 @@ from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.private_folder import PrivateFolder, UntrustedFolder
 from tilewise.version import __version__
 
-__all__ = ["PROGRAMS", "CacheState", "Program", "cache_state", "program", "programs", "warmup"]
-
 # Entry points; the module is imported only to compile.
 PROGRAMS = {
     "forward": "tilewise.backends.cpu.forward",
     "forward_matrix": "tilewise.backends.cpu.forward_matrix",
     "decode": "tilewise.backends.cpu.decode",
     "backward": "tilewise.backends.cpu.backward",
-    "write_rows": "tilewise.backends.cpu.writing",
-    "append_quantised": "tilewise.backends.cpu.quantising",
-    "merge_rows": "tilewise.backends.cpu.partial_rows",
+    "write_rows": "tilewise.backends.cpu.pages",
+    "append_quantised": "tilewise.backends.cpu.pages",
+    "merge_rows": "tilewise.backends.cpu.merging",
 }
 # Programs that need a matrix unit.
 MATRIX_PROGRAMS = ("forward_matrix",)

@@ -15,8 +15,6 @@ from tilewise.backends.cpu.emit import F32, I64, Emitter, Value
 from tilewise.backends.cpu.isa import Isa, host
 from tilewise.backends.cpu.language import Translator, signature_of
 
-__all__ = ["Part", "build_module", "compile_object", "driver", "kernel", "optimise", "part_of"]
-
 LLVM_TYPES = {"i": I64, "f": F32, "v": ir.VoidType()}
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

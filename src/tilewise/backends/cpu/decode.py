@@ -38,8 +38,6 @@ from tilewise.backends.cpu.scoring import (
 from tilewise.backends.cpu.stopping import leave, stops, stops_at
 from tilewise.backends.cpu.streaming import stream_scores, stream_values
 
-__all__ = ["decode"]
-
 FP32_CODE = 0
 # Keys of one head that are read before the next head's, where heads are adjacent in a row: keeps reads in address
 # order.

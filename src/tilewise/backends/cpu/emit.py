@@ -14,8 +14,6 @@ from llvmlite import ir
 
 from tilewise.backends.cpu.isa import Isa
 
-__all__ = ["BF16", "BOOL", "E4M3", "E4M3_UNIT", "FP16", "FP32", "ITEM_BYTES", "Emitter", "Value"]
-
 Value = Any  # llvmlite carries no types
 
 F32, I64, I32, I16, I8 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)

@@ -48,8 +48,6 @@ from tilewise.backends.cpu.scoring import (
 )
 from tilewise.backends.cpu.stopping import leave, stops, stops_at
 
-__all__ = ["forward"]
-
 SCORE_KEYS = host().score_keys
 VALUE_ROWS = host().value_rows
 

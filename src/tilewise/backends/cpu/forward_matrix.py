@@ -56,8 +56,6 @@ from tilewise.backends.cpu.scoring import (
 )
 from tilewise.backends.cpu.stopping import answer_signals, has_stopped, is_due, leave
 
-__all__ = ["forward_matrix"]
-
 KEYS, STEP = AMX.keys, AMX.depth
 VALUE_BYTES = 2 * KEYS
 

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu import threads
 
-__all__ = ["run"]
-
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int64)
 
 

@@ -15,8 +15,6 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["AMX", "AVX2", "AVX512", "AVX512_AMX", "GENERIC", "NEON", "Isa", "MatrixUnit", "choose", "host"]
-
 # Linux grants the tile registers per process: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 

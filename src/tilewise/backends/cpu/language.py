@@ -18,8 +18,6 @@ from llvmlite import ir
 
 from tilewise.backends.cpu.emit import F32, I64, Value
 
-__all__ = ["Translator", "signature_of", "source_of"]
-
 BOOL = ir.IntType(1)
 COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
 INTEGER_OPERATIONS = {

@@ -14,19 +14,6 @@ from tilewise.backends.cpu.emit import I8, I16, I32, Emitter, Value, void
 from tilewise.backends.cpu.isa import MatrixUnit
 from tilewise.backends.cpu.microkernels import Statistics, emit_softmax
 
-__all__ = [
-    "add_product",
-    "matrix_scores",
-    "matrix_values",
-    "pack_halves",
-    "pack_weights",
-    "softmax_to_weights",
-    "start_tiles",
-    "stop_tiles",
-    "transpose_queries",
-    "transpose_values",
-]
-
 # Tile registers: four sums, two tiles of A, two of B. A block of 32 x 32 results needs one load per product.
 SUMS, LEFT, RIGHT = ((0, 1), (2, 3)), (4, 5), (6, 7)
 HALF_BYTES = 2
@@ -81,11 +68,6 @@ def _store_block(e: Emitter, target: Value) -> None:
             _instruct(e, "tilestored64", _tile(SUMS[i][j]), _pointer(e, place), e.i64(stride))
 
 
-def _clear_block(e: Emitter) -> None:
-    for tile in (*SUMS[0], *SUMS[1]):
-        _instruct(e, "tilezero", _tile(tile))
-
-
 @kernel("ii")
 def start_tiles(e: Emitter, config: Value, saved: Value) -> None:
     """Make all tiles 16 rows of 64 bytes. The thread's previous configuration (torch's kernels have theirs) goes to
@@ -111,34 +93,30 @@ def stop_tiles(e: Emitter, saved: Value) -> None:
     _instruct(e, "ldtilecfg", _pointer(e, saved))
 
 
+def _multiply(e: Emitter, left: Value, left_stride: Value, inner: Value, right: Value, target: Value) -> None:
+    """target[32][panel] = left[32][inner] . right[inner in pairs][panel]; inner is a multiple of 32."""
+    b, pair_bytes = e.b, e.i64(4 * e.isa.panel)
+    for tile in (*SUMS[0], *SUMS[1]):
+        _instruct(e, "tilezero", _tile(tile))
+
+    def step(n: Value) -> None:
+        pairs = b.add(right, b.mul(b.lshr(n, e.i64(1)), pair_bytes))
+        _multiply_block(e, b.add(left, b.mul(n, e.i64(HALF_BYTES))), left_stride, pairs, pair_bytes)
+
+    e.loop(inner, unit_of(e).depth, (), step)
+    _store_block(e, target)
+
+
 @kernel("iiiii")
 def matrix_scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: Value) -> None:
     """s[32 keys][panel] = k[32][head_dim] . q[head_dim in pairs][panel]; head_dim is a multiple of 32."""
-    b, pair_bytes = e.b, e.i64(4 * e.isa.panel)
-    _clear_block(e)
-
-    def step(d: Value) -> None:
-        right = b.add(q, b.mul(b.lshr(d, e.i64(1)), pair_bytes))
-        _multiply_block(e, b.add(k, b.mul(d, e.i64(HALF_BYTES))), k_stride, right, pair_bytes)
-
-    e.loop(head_dim, unit_of(e).depth, (), step)
-    _store_block(e, s)
+    _multiply(e, k, k_stride, head_dim, q, s)
 
 
 @kernel("iiiii")
 def matrix_values(e: Emitter, v: Value, v_stride: Value, weights: Value, num_keys: Value, product: Value) -> None:
-    """product[32 dims][panel] = v[32 dims][num_keys] . weights[num_keys in pairs][panel]; num_keys is a multiple of
-    32.
-    """
-    b, pair_bytes = e.b, e.i64(4 * e.isa.panel)
-    _clear_block(e)
-
-    def step(n: Value) -> None:
-        right = b.add(weights, b.mul(b.lshr(n, e.i64(1)), pair_bytes))
-        _multiply_block(e, b.add(v, b.mul(n, e.i64(HALF_BYTES))), v_stride, right, pair_bytes)
-
-    e.loop(num_keys, unit_of(e).depth, (), step)
-    _store_block(e, product)
+    """product[32 dims][panel] = v[32 dims][num_keys] . weights[num_keys in pairs][panel]; num_keys % 32 is 0."""
+    _multiply(e, v, v_stride, num_keys, weights, product)
 
 
 @kernel("iiii")

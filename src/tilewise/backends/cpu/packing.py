@@ -12,24 +12,6 @@ from llvmlite import ir
 from tilewise.backends.cpu.compiler import kernel
 from tilewise.backends.cpu.emit import BF16, E4M3, F32, FP16, FP32, ITEM_BYTES, Emitter, Value, void
 
-__all__ = [
-    "add_compensated",
-    "add_row",
-    "by_dtype",
-    "copy_rows",
-    "elements",
-    "emit_mix",
-    "fill",
-    "mix_sums",
-    "pack_rows",
-    "pack_values",
-    "row_dots",
-    "scale_rows",
-    "store_row",
-    "transpose_panel",
-    "untranspose_panel",
-]
-
 
 def by_dtype(e: Emitter, dtype: Value, dtypes: tuple[int, ...], body: Callable[[int], None]) -> None:
     """Emit `body` for each element code and branch to the right one at run time."""

@@ -12,8 +12,6 @@ import struct
 from array import array
 from collections.abc import Mapping
 
-__all__ = ["BLOCK_FIELDS", "float_bits", "new_block"]
-
 _positions = itertools.count(1)
 
 

@@ -22,8 +22,6 @@ except ImportError:
 else:
     HAS_LOCKS = True
 
-__all__ = ["PrivateFolder", "UntrustedFolder"]
-
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 HAS_OWNERS = hasattr(os, "geteuid")
 ADMINISTRATOR = 0

@@ -18,18 +18,6 @@ from torch import Tensor
 from tilewise.backends.cpu.isa import host
 from tilewise.problem import AttentionProblem
 
-__all__ = [
-    "Lengths",
-    "Schedule",
-    "dense_lengths",
-    "fold_keys",
-    "folds",
-    "forward_schedule",
-    "kept_schedule",
-    "keys_seen",
-    "round_up",
-]
-
 Lengths = NDArray[np.int64]
 
 # Sequences with few query rows are split over keys in chunks. The chunk depends on the problem only, so results do not

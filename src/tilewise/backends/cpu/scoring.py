@@ -41,18 +41,6 @@ from tilewise.backends.cpu.intrinsics import (
 from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.packing import fill, pack_rows, pack_values, transpose_panel
 
-__all__ = [
-    "BLOCK_N",
-    "KEY_STEP",
-    "LANES",
-    "change_scores",
-    "drop_panel",
-    "pack_tile",
-    "pack_values_tile",
-    "prepare_rows",
-    "q_length",
-]
-
 LANES = host().lanes
 KEY_STEP = host().key_step
 BLOCK_N = host().block_n

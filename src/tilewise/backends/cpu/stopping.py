@@ -13,8 +13,6 @@ from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.intrinsics import atomic_add, call_function, field, load_shared, store_i64
 from tilewise.backends.cpu.scoring import BLOCK_N
 
-__all__ = ["answer_signals", "has_stopped", "is_due", "leave", "stops", "stops_at"]
-
 POLL_MILLISECONDS = 50
 # Tile loops poll at keys that are multiples of this, which is at most 10 ms apart.
 POLL_KEYS = 8 * BLOCK_N

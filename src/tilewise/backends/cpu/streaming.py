@@ -16,8 +16,6 @@ from tilewise.backends.cpu.compiler import kernel
 from tilewise.backends.cpu.emit import I32, ITEM_BYTES, Emitter, Value
 from tilewise.backends.cpu.packing import SOURCES, by_dtype
 
-__all__ = ["stream_scores", "stream_values"]
-
 # Rows that share a loaded vector of K or V, and keys whose loads are in flight together: 16 accumulators, or 8.
 ROWS, KEYS, KEYS_FOR_ONE = 4, 4, 8
 # Vectors of V per row that are accumulated in registers.
