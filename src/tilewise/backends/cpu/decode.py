@@ -11,20 +11,14 @@ the number of threads. Pages and dense rows differ only in where a run of keys e
 from __future__ import annotations
 
 from tilewise.backends.cpu import params as f
+from tilewise.backends.cpu import shapes as t
 from tilewise.backends.cpu.compiler import driver
-from tilewise.backends.cpu.features import PANEL
+from tilewise.backends.cpu.emit import FP32
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
 from tilewise.backends.cpu.merging import MINUS_INF, finish_rows, merge_chunks
 from tilewise.backends.cpu.microkernels import row_max, softmax
 from tilewise.backends.cpu.packing import fill, pack_rows, scale_rows
 from tilewise.backends.cpu.scoring import (
-    BLOCK_N,
-    ENTRY_BYTES,
-    LANES,
-    MAX_FIRST,
-    MAX_LAST,
-    MIN_FIRST,
-    MIN_LAST,
     change_scores,
     drop_panel,
     e4m3_factor,
@@ -38,7 +32,6 @@ from tilewise.backends.cpu.scoring import (
 from tilewise.backends.cpu.stopping import leave, stops, stops_at
 from tilewise.backends.cpu.streaming import stream_scores, stream_values
 
-FP32_CODE = 0
 # Keys of one head that are read before the next head's, where heads are adjacent in a row: keeps reads in address
 # order.
 ROWS_AT_ONCE = 32
@@ -81,7 +74,7 @@ def score_run(p: int, ws: int, k: int, v: int, size: int, first: int, count: int
     if field(p, f.HEAD_DIM) != width:
         packed = ws + field(p, f.WS_K)
         pack_rows(k, k_row, size, dtype, field(p, f.HEAD_DIM), packed, 4 * width, width, factor)
-        stream_scores(packed, 4 * width, size, width, FP32_CODE, q, 4 * width, count, s, v, v_row, 1.0)
+        stream_scores(packed, 4 * width, size, width, FP32, q, 4 * width, count, s, v, v_row, 1.0)
     else:
         stream_scores(k, k_row, size, width, dtype, q, 4 * width, count, s, v, v_row, factor)
 
@@ -93,7 +86,7 @@ def score_tile(p: int, ws: int, batch: int, kv_head: int, num_rows: int, count: 
     while row < end:
         size = part_length(p, f.K, row, end)
         k, v = kv_address(p, f.K, batch, kv_head, row), kv_address(p, f.V, batch, kv_head, row)
-        s = ws + field(p, f.WS_SCORES) + 4 * PANEL * (row - k0)
+        s = ws + field(p, f.WS_SCORES) + 4 * t.PANEL * (row - k0)
         for first in range(0, num_rows, count):
             factor = e4m3_factor(p, f.K, batch, kv_head + first // count, row)
             score_run(p, ws, k, v, size, first, count, s + 4 * first, factor)
@@ -111,7 +104,7 @@ def weigh_run(p: int, ws: int, v: int, ahead: int, size: int, first: int, count:
     if field(p, f.HEAD_DIM_V) != width:
         packed = ws + field(p, f.WS_V)
         pack_rows(v, v_row, size, dtype, field(p, f.HEAD_DIM_V), packed, 4 * width, width, factor)
-        stream_values(packed, 4 * width, size, width, FP32_CODE, s, count, acc, acc_row, alpha, ahead, k_row, 1.0)
+        stream_values(packed, 4 * width, size, width, FP32, s, count, acc, acc_row, alpha, ahead, k_row, 1.0)
     else:
         stream_values(v, v_row, size, width, dtype, s, count, acc, acc_row, alpha, ahead, k_row, factor)
 
@@ -119,7 +112,7 @@ def weigh_run(p: int, ws: int, v: int, ahead: int, size: int, first: int, count:
 @driver
 def entry_of(p: int, item: int) -> int:
     """Address of an item's schedule entry."""
-    return field(p, f.SCHEDULE) + item // field(p, f.UNITS) * ENTRY_BYTES
+    return field(p, f.SCHEDULE) + item // field(p, f.UNITS) * f.ENTRY_BYTES
 
 
 @driver
@@ -129,9 +122,9 @@ def key_ahead(p: int, batch: int, kv_head: int, row: int, last: int, following: 
     """
     other = batch if following < 0 else load_i64(entry_of(p, following))
     length = k_length(p, other)
-    if row + BLOCK_N <= last or following < 0 or length == 0:
-        return kv_address(p, f.K, batch, kv_head, min(row + BLOCK_N, last))
-    first = load_i64(entry_of(p, following) + 24) * field(p, f.CHUNK) + row % BLOCK_N
+    if row + t.BLOCK_N <= last or following < 0 or length == 0:
+        return kv_address(p, f.K, batch, kv_head, min(row + t.BLOCK_N, last))
+    first = load_i64(entry_of(p, following) + 24) * field(p, f.CHUNK) + row % t.BLOCK_N
     other_head = following % field(p, f.UNITS) * field(p, f.HEADS_PER_UNIT) // field(p, f.GROUP_SIZE)
     return kv_address(p, f.K, other, other_head, min(first, length - 1))
 
@@ -146,14 +139,14 @@ def weigh_tile(
         size = part_length(p, f.V, row, end)
         v = kv_address(p, f.V, batch, kv_head, row)
         ahead = key_ahead(p, batch, kv_head, row, last, following)
-        s = ws + field(p, f.WS_SCORES) + 4 * PANEL * (row - k0)
+        s = ws + field(p, f.WS_SCORES) + 4 * t.PANEL * (row - k0)
         for first in range(0, num_rows, count):
             factor = e4m3_factor(p, f.V, batch, kv_head + first // count, row)
             weigh_run(p, ws, v, ahead, size, first, count, s + 4 * first, factor)
             v += field(p, f.V_HEAD)
             ahead += field(p, f.K_HEAD)
         # The first run has already rescaled the running results.
-        fill(ws + field(p, f.WS_ALPHA), PANEL, 1.0)
+        fill(ws + field(p, f.WS_ALPHA), t.PANEL, 1.0)
         row += size
 
 
@@ -163,12 +156,12 @@ def softmax_tile(p: int, ws: int, batch: int, count: int, k0: int, size: int) ->
     s, state = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_ACC) + 4 * field(p, f.BLOCK_M) * field(p, f.DIM_V_PADDED)
     tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
     table, bounds = ws + field(p, f.WS_ROWS), ws + field(p, f.WS_PANELS)
-    vectors, padded = (count + LANES - 1) // LANES, (size + 3) // 4 * 4
-    fill(s + 4 * PANEL * size, PANEL * (padded - size), MINUS_INF)
-    edge = k0 < load_i64(bounds + MAX_FIRST) or k0 + size - 1 > load_i64(bounds + MIN_LAST)
+    vectors, padded = (count + t.LANES - 1) // t.LANES, (size + 3) // 4 * 4
+    fill(s + 4 * t.PANEL * size, t.PANEL * (padded - size), MINUS_INF)
+    edge = k0 < load_i64(bounds + f.MAX_FIRST) or k0 + size - 1 > load_i64(bounds + f.MIN_LAST)
     if edge or (field(p, f.FEATURES) & f.CHANGES_SCORES) != 0:
         change_scores(p, ws, s, padded, size, k0, table, count, 0)
-    fill(tile_max, vectors * LANES, MINUS_INF)
+    fill(tile_max, vectors * t.LANES, MINUS_INF)
     row_max(s, padded, tile_max, vectors)
     softmax(
         s, padded, state, state + 4 * field(p, f.BLOCK_M), tile_max, alpha, vectors, scalar_bits(field(p, f.TO_LOG2))
@@ -194,16 +187,16 @@ def decode_item(p: int, ws: int, item: int, following: int) -> None:
     fill(acc, block_m * field(p, f.DIM_V_PADDED), 0.0)
     fill(state, block_m, MINUS_INF)
     fill(state + 4 * block_m, block_m, 0.0)
-    last = load_i64(ws + field(p, f.WS_PANELS) + MAX_LAST)
-    k0 = max(0, load_i64(ws + field(p, f.WS_PANELS) + MIN_FIRST)) // BLOCK_N * BLOCK_N
+    last = load_i64(ws + field(p, f.WS_PANELS) + f.MAX_LAST)
+    k0 = max(0, load_i64(ws + field(p, f.WS_PANELS) + f.MIN_FIRST)) // t.BLOCK_N * t.BLOCK_N
     while k0 <= last:
         if stops_at(p, k0):
             break
-        size = min(BLOCK_N, last + 1 - k0)
+        size = min(t.BLOCK_N, last + 1 - k0)
         score_tile(p, ws, batch, kv_head, count, rows, k0, k0 + size)
         softmax_tile(p, ws, batch, count, k0, size)
         weigh_tile(p, ws, batch, kv_head, count, rows, k0, k0 + size, last, following)
-        k0 += BLOCK_N
+        k0 += t.BLOCK_N
     if num_chunks == 1:
         finish_rows(p, batch, head, first_row, count, acc)
     else:

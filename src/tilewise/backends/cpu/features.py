@@ -11,26 +11,17 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
+from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.compiler import kernel
 from tilewise.backends.cpu.emit import BF16, BOOL, FP16, FP32, I32, I64, ITEM_BYTES, Emitter, Value
-from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.packing import by_dtype
 from tilewise.numerics import PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1
-
-# Row table: fields of one panel, each `panel` 4-byte numbers wide, then two of 8-byte addresses.
-ROW_LAST, ROW_FIRST, ROW_POSITION, ROW_SLOPE, ROW_INDEX, ROW_HEAD, ROW_BIAS, ROW_MASK = 0, 1, 2, 3, 4, 5, 6, 8
-ROW_FIELDS = 10
-
-
-PANEL = host().panel
-FIELD_BYTES = 4 * PANEL
-TABLE_BYTES = ROW_FIELDS * FIELD_BYTES
 
 
 def row_vectors(e: Emitter, table: Value, at: Value, *fields: int) -> list[Value]:
     """One vector of each of these fields of a row table; slopes are fp32, the others integers."""
     places = [e.b.add(e.b.add(table, e.i64(field * 4 * e.isa.panel)), at) for field in fields]
-    kinds = [e.vector if field == ROW_SLOPE else e.int_vector for field in fields]
+    kinds = [e.vector if field == f.ROW_SLOPE else e.int_vector for field in fields]
     return [e.load(place, kind) for place, kind in zip(places, kinds, strict=True)]
 
 
@@ -70,7 +61,7 @@ def mask_band(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Va
         inside = b.and_(b.icmp_signed("<=", key, last), b.icmp_signed(">=", key, first))
         return b.select(inside, score, e.f32s(-float("inf")))
 
-    each_score(e, s, num_keys, vectors, change, table, (ROW_LAST, ROW_FIRST))
+    each_score(e, s, num_keys, vectors, change, table, (f.ROW_LAST, f.ROW_FIRST))
 
 
 @kernel("iiifi")
@@ -95,7 +86,7 @@ def add_alibi(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Va
         key = e.splat(b.trunc(b.add(first_key, n), I32))
         return e.fma(b.fneg(slope), e.call("fabs", b.sitofp(b.sub(position, key), e.vector)), score)
 
-    each_score(e, s, num_keys, vectors, change, table, (ROW_POSITION, ROW_SLOPE))
+    each_score(e, s, num_keys, vectors, change, table, (f.ROW_POSITION, f.ROW_SLOPE))
 
 
 @kernel("iiii")
@@ -163,7 +154,7 @@ def drop(
 
     def column(v: Value) -> None:
         at = b.mul(v, e.i64(4 * e.lanes))
-        row, head = row_vectors(e, table, at, ROW_INDEX, ROW_HEAD)
+        row, head = row_vectors(e, table, at, f.ROW_INDEX, f.ROW_HEAD)
 
         def step(n: Value) -> None:
             draw = e.splat(b.trunc(b.lshr(b.add(first_key, n), e.i64(2)), I32))

@@ -26,9 +26,6 @@ from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
 DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
-# Row tables hold 10 numbers of 4 bytes per row (features.ROW_FIELDS), panel bounds 6 of 8 bytes.
-ROW_TABLE_FIELDS, PANEL_BOUNDS_BYTES = 10, 48
-
 # Minimum work per thread. Waking a thread costs less than it saves from here on; but if other processes want the cores,
 # the wait for a second thread can be far longer.
 MICROSECONDS_PER_THREAD = 40
@@ -277,8 +274,8 @@ def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, i
         f.WS_STAGE: panel * max(width, isa.block_n),
         f.WS_MAX: panel,
         f.WS_ALPHA: panel,
-        f.WS_ROWS: ROW_TABLE_FIELDS * rows,
-        f.WS_PANELS: PANEL_BOUNDS_BYTES // 4 * (rows // panel),
+        f.WS_ROWS: f.ROW_FIELDS * rows,
+        f.WS_PANELS: f.PANEL_BYTES // 4 * (rows // panel),
     }
     if schedule.folds(problem):
         # Totals of a block, shaped like WS_ACC, and the rounding errors of their sums.
