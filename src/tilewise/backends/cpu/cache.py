@@ -36,7 +36,6 @@ PROGRAMS = {
     "backward": "tilewise.backends.cpu.backward",
     "write_rows": "tilewise.backends.cpu.pages",
     "append_quantised": "tilewise.backends.cpu.pages",
-    "merge_rows": "tilewise.backends.cpu.merging",
 }
 # Programs that need a matrix unit.
 MATRIX_PROGRAMS = ("forward_matrix",)

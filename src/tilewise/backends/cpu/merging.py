@@ -1,5 +1,4 @@
 """The end of a work item: normalise its rows and write them, or store a partial result that the last chunk merges.
-Also the program `merge_rows`, which merges rows of two results.
 
 A block of results is `acc[BLOCK_M][DIM_V_PADDED]`, then `row_max[BLOCK_M]` (log2 units), then `row_sum[BLOCK_M]`, all
 fp32.
@@ -7,10 +6,8 @@ fp32.
 
 from __future__ import annotations
 
-from tilewise.backends.cpu import launch_rows as m
 from tilewise.backends.cpu import params as f
-from tilewise.backends.cpu.compiler import driver, kernel
-from tilewise.backends.cpu.emit import Emitter, Value
+from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.intrinsics import (
     atomic_add,
     exp2,
@@ -22,7 +19,7 @@ from tilewise.backends.cpu.intrinsics import (
     scalar_bits,
     store_f32,
 )
-from tilewise.backends.cpu.packing import add_compensated, copy_rows, emit_mix, fill, mix_sums, store_row
+from tilewise.backends.cpu.packing import add_compensated, copy_rows, fill, mix_sums, store_row
 from tilewise.backends.cpu.schedule import fold_keys
 from tilewise.backends.cpu.scoring import q_length, q_start
 from tilewise.numerics import LOG2E
@@ -194,43 +191,3 @@ def merge_chunks(
         store_f32(block + maxima + 4 * r, top)
         store_f32(block + sums + 4 * r, total)
     finish_rows(p, batch, head, first_row, count, block)
-
-
-# A program of its own: rows of a partial result over other keys, merged into a result in place.
-
-
-@kernel("iiiiff")
-def mix_row(e: Emitter, out: Value, part: Value, dim: Value, dtype: Value, keep: Value, share: Value) -> None:
-    """out[dim] = keep * out + share * part[dim], both of a dtype: see `emit_mix`."""
-    emit_mix(e, out, part, dim, dtype, keep, share, None)
-
-
-@driver
-def merge_row(p: int, row: int, target: int) -> None:
-    """All heads of one row. A side without keys has lse -inf; its row counts as 0, even if it holds NaN."""
-    for head in range(field(p, m.MERGED_HEADS)):
-        lse_at = field(p, m.LSE) + head * field(p, m.LSE_HEAD) + 4 * target
-        mine, other = load_f32(lse_at), load_f32(field(p, m.PART_LSE) + head * field(p, m.PART_LSE_HEAD) + 4 * row)
-        out = field(p, m.OUT) + target * field(p, m.OUT_ROW) + head * field(p, m.OUT_HEAD)
-        part = field(p, m.PART) + row * field(p, m.PART_ROW) + head * field(p, m.PART_HEAD)
-        if other == MINUS_INF:
-            if mine == MINUS_INF:
-                mix_row(out, part, field(p, m.MERGED_DIM), field(p, m.MERGED_DTYPE), 0.0, 0.0)
-            continue
-        top = max(mine, other)
-        keep, share = exp2((mine - top) * LOG2E_F32), exp2((other - top) * LOG2E_F32)
-        total = keep + share
-        store_f32(lse_at, top + log2(total) * LN2)
-        mix_row(out, part, field(p, m.MERGED_DIM), field(p, m.MERGED_DTYPE), keep / total, share / total)
-
-
-@driver
-def merge_rows(p: int) -> None:
-    """The entry point of each thread: take items until none is left."""
-    rows, names = field(p, m.MERGED_ROWS), field(p, m.MERGED_INDICES)
-    while True:
-        first = atomic_add(p + 8 * m.MERGED_FIELDS + m.NEXT_ITEM, m.MERGED_AT_ONCE)
-        if first >= rows:
-            break
-        for row in range(first, min(rows, first + m.MERGED_AT_ONCE)):
-            merge_row(p, row, load_i64(names + 8 * row) if names != 0 else row)

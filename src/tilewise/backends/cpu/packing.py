@@ -207,12 +207,9 @@ def store_row(e: Emitter, source: Value, dim: Value, target: Value, dtype: Value
     by_dtype(e, dtype, (FP32, BF16, FP16), convert)
 
 
-def emit_mix(
-    e: Emitter, out: Value, part: Value, dim: Value, dtype: Value, keep: Value, share: Value, part_code: int | None
-) -> None:
-    """out[dim] = keep * out + share * part, in fp32. A side with weight 0 is ignored, even if it holds NaN. `part` has
-    elements of `part_code`, or of `out`'s dtype for None.
-    """
+@kernel("iiiiff")
+def mix_sums(e: Emitter, out: Value, sums: Value, dim: Value, dtype: Value, keep: Value, share: Value) -> None:
+    """out[dim] = keep * out + share * sums[dim], which are fp32. A side with weight 0 is ignored, even NaN."""
     b = e.b
 
     def weighted(values: Value, weight: Value, lanes: int) -> Value:
@@ -221,23 +218,15 @@ def emit_mix(
         return b.fmul(b.select(none, e.f32s(0.0, lanes), values), weights)
 
     def convert(code: int) -> None:
-        source = code if part_code is None else part_code
-
         def mix(i: Value, lanes: int) -> None:
             place = b.add(out, b.mul(i, e.i64(ITEM_BYTES[code])))
             kept = weighted(e.load_as_f32(place, code, lanes), keep, lanes)
-            other = e.load_as_f32(b.add(part, b.mul(i, e.i64(ITEM_BYTES[source]))), source, lanes)
+            other = e.load_as_f32(b.add(sums, b.mul(i, e.i64(4))), FP32, lanes)
             e.store_from_f32(place, b.fadd(kept, weighted(other, share, lanes)), code)
 
         elements(e, dim, mix)
 
     by_dtype(e, dtype, (FP32, BF16, FP16), convert)
-
-
-@kernel("iiiiff")
-def mix_sums(e: Emitter, out: Value, sums: Value, dim: Value, dtype: Value, keep: Value, share: Value) -> None:
-    """out[dim] = keep * out + share * sums[dim], which are fp32: see `emit_mix`."""
-    emit_mix(e, out, sums, dim, dtype, keep, share, FP32)
 
 
 @kernel("iif")

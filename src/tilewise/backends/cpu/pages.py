@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from tilewise.backends.cpu import launch_rows as f
+from tilewise.backends.cpu import launch_pages as f
 from tilewise.backends.cpu.compiler import driver, kernel
 from tilewise.backends.cpu.emit import BF16, F32, FP16, FP32, I8, I32, I64, ITEM_BYTES, Emitter, Value
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_f32, load_i64, store_f32
@@ -51,10 +51,10 @@ def write_rows(p: int) -> None:
     """The entry point of each thread: take items until none is left."""
     rows = field(p, f.NUM_ROWS)
     while True:
-        first = atomic_add(p + 8 * f.PAGES_FIELDS + f.NEXT_ITEM, f.WRITTEN_AT_ONCE)
+        first = atomic_add(p + 8 * f.BLOCK_FIELDS + f.NEXT_ITEM, f.ROWS_PER_ITEM)
         if first >= rows:
             break
-        for row in range(first, min(rows, first + f.WRITTEN_AT_ONCE)):
+        for row in range(first, min(rows, first + f.ROWS_PER_ITEM)):
             slot = load_i64(field(p, f.SLOTS) + 8 * row)
             if slot >= 0:
                 write_row(p, f.K, row, slot)
@@ -207,10 +207,10 @@ def append_quantised(p: int) -> None:
     """The entry point of each thread: take items until none is left."""
     rows, page_size = field(p, f.NUM_ROWS), field(p, f.PAGE_SIZE)
     while True:
-        first = atomic_add(p + 8 * f.PAGES_FIELDS + f.NEXT_ITEM, f.WRITTEN_AT_ONCE)
+        first = atomic_add(p + 8 * f.BLOCK_FIELDS + f.NEXT_ITEM, f.ROWS_PER_ITEM)
         if first >= rows:
             break
-        for row in range(first, min(rows, first + f.WRITTEN_AT_ONCE)):
+        for row in range(first, min(rows, first + f.ROWS_PER_ITEM)):
             slot = load_i64(field(p, f.SLOTS) + 8 * row)
             before = load_i64(field(p, f.SLOTS) + 8 * row - 8) if row > 0 else -1
             if slot >= 0 and (before < 0 or before // page_size != slot // page_size):
