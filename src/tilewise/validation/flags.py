@@ -55,8 +55,12 @@ def _is_seed(value: Any) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**64)
 
 
+_BOOL = Rule(lambda x: isinstance(x, bool), "True or False", "Pass a Python bool.")
+_LONGEST = Rule(
+    lambda x: x is None or _is_count(x), "None or an integer >= 0", "Pass the length of the longest sequence."
+)
 RULES: dict[str, Rule] = {
-    "causal": Rule(lambda x: isinstance(x, bool), "True or False", "Pass a Python bool."),
+    "causal": _BOOL,
     "window": Rule(
         _is_window,
         "None or a pair (left, right), each None or an integer >= 0 of at most 31 bits",
@@ -93,13 +97,9 @@ RULES: dict[str, Rule] = {
         "'auto' or one of " + ", ".join(map(repr, backends.NAMES)) + ", or the name of a registered backend",
         "tilewise.backends() lists what is there.",
     ),
-    "return_lse": Rule(lambda x: isinstance(x, bool), "True or False", "Pass a Python bool."),
-    "max_seqlen_q": Rule(
-        lambda x: x is None or _is_count(x), "None or an integer >= 0", "Pass the length of the longest sequence."
-    ),
-    "max_seqlen_k": Rule(
-        lambda x: x is None or _is_count(x), "None or an integer >= 0", "Pass the length of the longest sequence."
-    ),
+    "return_lse": _BOOL,
+    "max_seqlen_q": _LONGEST,
+    "max_seqlen_k": _LONGEST,
 }
 
 
