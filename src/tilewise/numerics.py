@@ -70,9 +70,7 @@ def merge_all(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, T
 
 
 def merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
-    """Merge a partial result in place: its row i into row `rows[i]` (or i) of `out` (rows, heads, dim) and `lse`
-    (heads, rows).
-    """
+    """Merge row i of a partial result into row `rows[i]` (or i) of `out` and `lse`, in place."""
     rows = torch.arange(len(part), device=out.device) if rows is None else rows.long()
     both, both_lse = merge_partials(out[rows], lse[:, rows].mT, part, part_lse.mT)
     out.index_copy_(0, rows, both)

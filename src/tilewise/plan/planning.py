@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from tilewise.plan import cost, report
 from tilewise.plan.advice import TileAdvice, advise
 from tilewise.plan.roofline import Memory, Work, memory_of, naive_work, tiled_work
 from tilewise.problem import AttentionProblem, Kind
+from tilewise.totals import lengths_of
 
 __all__ = ["Plan", "Where", "explain", "plan_of"]
 
@@ -247,18 +247,14 @@ def _lengths(problem: AttentionProblem, operands: Operands | None) -> list[tuple
         if problem.kind == "paged":
             return [(seqlen_q, problem.seqlen_k) for seqlen_q in queries]
         return list(zip(queries, _longest_split(problem.total_k, problem.seqlen_k, problem.batch), strict=True))
-    queries = [1] * problem.batch if operands.cu_seqlens_q is None else _differences(operands.cu_seqlens_q)
-    keys = operands.seqlens_k.tolist() if operands.seqlens_k is not None else _differences(operands.cu_seqlens_k)
+    totals_q, totals_k = operands.cu_seqlens_q, operands.cu_seqlens_k
+    queries = [1] * problem.batch if totals_q is None else lengths_of(totals_q.tolist())
+    keys = lengths_of(totals_k.tolist()) if totals_k is not None else cast("Tensor", operands.seqlens_k).tolist()
     return list(zip(queries, keys, strict=True))
 
 
 def _longest_split(total: int, longest: int, batch: int) -> list[int]:
     return [min(longest, max(0, total - longest * index)) for index in range(batch)]
-
-
-def _differences(cu_seqlens: Tensor | None) -> list[int]:
-    entries: list[int] = [] if cu_seqlens is None else cu_seqlens.tolist()
-    return [stop - start for start, stop in itertools.pairwise(entries)]
 
 
 def _count_tiles(bands: Counter[Band], grid: TileGrid) -> TileCounts:

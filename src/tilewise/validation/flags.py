@@ -198,9 +198,7 @@ def any_needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast, q, k and v get its dtype, as for SDPA. fp64 q, k, v, and bias, sinks and slopes keep
-    theirs.
-    """
+    """q, k and v in torch.autocast's dtype, as for SDPA. fp64 ones, bias, sinks and slopes keep theirs."""
     kind = tensors[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors

@@ -105,9 +105,7 @@ class CpuBackend:
         self, problem: AttentionProblem, operands: Operands, num_rows: int, rows: Tensor | None, out: Tensor,
         lse: Tensor,
     ) -> None:  # fmt: skip
-        """Attends groups of query rows to their prefixes and merges into `out` and `lse` of their own keys: see
-        tilewise.cascade.
-        """
+        """Attends groups of rows to their prefixes and merges into `out` and `lse`: see tilewise.cascade."""
         from tilewise.backends.cpu import launch
 
         q = operands.q[:num_rows] if rows is None else operands.q.index_select(0, rows)
@@ -138,17 +136,9 @@ class CpuBackend:
 
     def cache_state(self) -> Mapping[str, Any]:
         """Where compiled programs are kept, and how many of them for this version and processor."""
-        from tilewise.backends.cpu.cache import cache_state, programs
+        from tilewise.backends.cpu import cache
 
-        state = cache_state()
-        return {
-            "path": str(state.path),
-            "writable": state.writable,
-            "entries": state.entries,
-            "entries_when_full": len(programs()),
-            "size_bytes": state.size,
-            "refused": state.refused,
-        }
+        return cache.cache_state()
 
     def warmup(self, progress: Callable[[str, int, int], None]) -> None:
         """Compiles every program into the cache; `progress(name, done, total)` is called before each one."""

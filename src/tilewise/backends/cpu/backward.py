@@ -169,9 +169,7 @@ def panel_gradient(
 
 @driver
 def add_bias_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, first_key: int, valid: int) -> None:
-    """Add the staged dS rows of a panel to dbias. Rows, heads or batches that share a bias row are added one after
-    another.
-    """
+    """Add the staged dS rows of a panel to dbias. Rows that share a bias row are added one after another."""
     head, row = field(p, f.WS_HEAD_ROW) + ws, 0
     base = field(p, f.DBIAS) + batch * field(p, f.DBIAS_BATCH) + load_i64(head) * field(p, f.DBIAS_HEAD)
     row = load_i64(head + 8) + panel * t.PANEL

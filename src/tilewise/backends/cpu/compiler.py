@@ -21,9 +21,7 @@ Result = TypeVar("Result")
 
 
 class Part(NamedTuple):
-    """One function of a program: its symbol, its C-like type, and the Python function that is translated or that emits
-    its code.
-    """
+    """One function of a program: symbol, C-like type, and the Python function to translate or that emits."""
 
     symbol: str
     kind: ir.FunctionType
@@ -91,9 +89,7 @@ def reached(entry: Part) -> list[Part]:
 
 
 def build_module(parts: list[Part], isa: Isa, exported: frozenset[str]) -> ir.Module:
-    """The LLVM IR of some parts (with everything they call) for an instruction set. Only `exported` symbols are
-    visible.
-    """
+    """The LLVM IR of some parts for an instruction set. Only `exported` symbols are visible."""
     module = ir.Module("tilewise")
     functions = {part.symbol: ir.Function(module, part.kind, part.symbol) for part in parts}
     for part in parts:

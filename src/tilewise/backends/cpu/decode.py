@@ -57,9 +57,7 @@ def gather_queries(p: int, ws: int, batch: int, head: int, first_row: int, count
 
 @driver
 def part_length(p: int, tensor: int, row: int, end: int) -> int:
-    """How many keys to read from one head before the next: a run at one stride, or a few rows of it where heads are
-    adjacent within a row.
-    """
+    """Keys to read from one head before the next: a run, or a few of its rows if heads are adjacent in a row."""
     run = run_length(p, tensor, row, end)
     return min(run, ROWS_AT_ONCE) if field(p, f.K_HEAD) < field(p, f.K_ROW) else run
 
@@ -117,9 +115,7 @@ def entry_of(p: int, item: int) -> int:
 
 @driver
 def key_ahead(p: int, batch: int, kv_head: int, row: int, last: int, following: int) -> int:
-    """The address of the key that is scored one tile after `row`: of the same item, or of `following` if that is not -1
-    and has keys.
-    """
+    """Address of the key that is scored one tile after `row`, in this item or in `following` (-1: unknown)."""
     other = batch if following < 0 else load_i64(entry_of(p, following))
     length = k_length(p, other)
     if row + t.BLOCK_N <= last or following < 0 or length == 0:

@@ -144,9 +144,7 @@ def drop(
     keep_scale: Value,
     vectors: Value,
 ) -> None:
-    """P = keep_scale * p where the key's random word is at least the threshold, else 0; first_key and num_keys are
-    multiples of 4.
-    """
+    """P = keep_scale * p where the random word is at least the threshold, else 0; keys are multiples of 4."""
     b = e.b
     key0, key1, bound = (e.splat(b.trunc(x, I32)) for x in (seed_low, seed_high, threshold))
     batch_word = e.splat(b.trunc(batch, I32))

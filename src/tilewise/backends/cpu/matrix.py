@@ -198,9 +198,7 @@ def pack_halves(
     target_stride: Value,
     padded: Value,
 ) -> None:
-    """target[num_rows][padded] = source[num_rows][dim] as raw bits, zero beyond dim; 16 bits per element, strides in
-    bytes.
-    """
+    """target[num_rows][padded] = 16-bit source[num_rows][dim] as it is, zero beyond dim; strides in bytes."""
     b, width = e.b, 2 * e.lanes
     vector = ir.VectorType(I16, width)
     whole = b.and_(dim, e.i64(-width))

@@ -155,9 +155,7 @@ def merge_chunks(
     chunk: int,
     num_chunks: int,
 ) -> None:
-    """Store this chunk's block among the partial results. The last chunk to arrive adds them up in the order of the
-    chunks.
-    """
+    """Store this chunk's block among the partial results. The last chunk to arrive adds them up in order."""
     width, block_m, units = field(p, f.DIM_V_PADDED), field(p, f.BLOCK_M), field(p, f.UNITS)
     first_slot = field(p, f.PARTIALS) + (item - chunk * units) * field(p, f.PARTIAL_BYTES)
     step = units * field(p, f.PARTIAL_BYTES)

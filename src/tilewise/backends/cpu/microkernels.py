@@ -145,9 +145,7 @@ def accumulate_keys(
 
 @kernel("iiii")
 def row_max(e: Emitter, s: Value, num_keys: Value, running_max: Value, vectors: Value) -> None:
-    """running_max = max(running_max, s[num_keys]) for the first `vectors` vectors of a panel; num_keys is a multiple of
-    score_keys or of 4.
-    """
+    """running_max = max(running_max, s) for `vectors` vectors; num_keys is a multiple of score_keys or of 4."""
     # Several independent chains, because a maximum has a latency of four cycles.
     chains = math.gcd(e.isa.score_keys, 4)
 

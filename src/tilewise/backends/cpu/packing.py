@@ -34,9 +34,7 @@ MOVED_AT_ONCE = 4
 
 
 def elements(e: Emitter, count: Value, body: Callable[[Value, int], None]) -> None:
-    """`body(index, lanes)` over `count` elements: several vectors per iteration, single vectors, then single
-    elements.
-    """
+    """`body(index, lanes)` over `count` elements: several vectors at a time, single ones, then elements."""
     b, several = e.b, MOVED_AT_ONCE * e.lanes
 
     def round_of(i: Value) -> None:
@@ -49,9 +47,15 @@ def elements(e: Emitter, count: Value, body: Callable[[Value, int], None]) -> No
     e.positive(b.sub(count, whole), 1, lambda i: body(b.add(whole, i), 1))
 
 
-def _zero_up_to(e: Emitter, address: Value, count: Value, padded: Value) -> None:
-    zero = ir.Constant(F32, 0.0)
-    e.positive(e.b.sub(padded, count), 1, lambda i: e.store(e.at(e.at(address, count), i), zero))
+def _each_row(
+    e: Emitter, source: Value, stride: Value, num_rows: Value, dtype: Value, body: Callable[[Value, Value, int], None]
+) -> None:
+    """`body(row, its address, element code)` over rows of a dtype known at run time."""
+
+    def of_dtype(code: int) -> None:
+        e.positive(num_rows, 1, lambda n: body(n, e.b.add(source, e.b.mul(n, stride)), code))
+
+    by_dtype(e, dtype, SOURCES, of_dtype)
 
 
 @kernel("iiiiiiiif")
@@ -67,25 +71,20 @@ def pack_rows(
     padded: Value,
     factor: Value,
 ) -> None:
-    """target[num_rows][padded] = source[num_rows][dim] as fp32, zero beyond dim; strides in bytes. `factor` is for e4m3
-    (see load_as_f32).
-    """
-    b = e.b
+    """target[num_rows][padded] = source[num_rows][dim] as fp32, zero beyond dim; `factor` as in load_as_f32."""
+    b, zero = e.b, ir.Constant(F32, 0.0)
 
-    def convert(code: int) -> None:
-        def row(n: Value) -> None:
-            read, write = b.add(source, b.mul(n, source_stride)), b.add(target, b.mul(n, target_stride))
+    def row(n: Value, read: Value, code: int) -> None:
+        write = b.add(target, b.mul(n, target_stride))
 
-            def element(i: Value, lanes: int) -> None:
-                value = e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes, factor)
-                e.store(e.at(write, i), value)
+        def element(i: Value, lanes: int) -> None:
+            value = e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes, factor)
+            e.store(e.at(write, i), value)
 
-            elements(e, dim, element)
-            _zero_up_to(e, write, dim, padded)
+        elements(e, dim, element)
+        e.positive(b.sub(padded, dim), 1, lambda i: e.store(e.at(e.at(write, dim), i), zero))
 
-        e.positive(num_rows, 1, row)
-
-    by_dtype(e, dtype, SOURCES, convert)
+    _each_row(e, source, source_stride, num_rows, dtype, row)
 
 
 @kernel("iiiiiiiif")
@@ -101,37 +100,32 @@ def pack_values(
     padded: Value,
     factor: Value,
 ) -> None:
-    """Rows as in `pack_rows`, but in columns of value_step: target[column][row][value_step], which the value kernel
-    streams.
-    """
+    """As `pack_rows`, in columns for the value kernel: target[column][row][value_step]."""
     b, width = e.b, e.isa.value_step
 
-    def convert(code: int) -> None:
-        def row(n: Value) -> None:
-            read, write = b.add(source, b.mul(n, source_stride)), b.add(target, b.mul(n, e.i64(4 * width)))
+    def row(n: Value, read: Value, code: int) -> None:
+        write = b.add(target, b.mul(n, e.i64(4 * width)))
 
-            def place(i: Value) -> Value:
-                column = b.udiv(i, e.i64(width))
-                return b.add(write, b.add(b.mul(column, column_bytes), b.mul(b.urem(i, e.i64(width)), e.i64(4))))
+        def place(i: Value) -> Value:
+            column = b.udiv(i, e.i64(width))
+            return b.add(write, b.add(b.mul(column, column_bytes), b.mul(b.urem(i, e.i64(width)), e.i64(4))))
 
-            def element(i: Value, lanes: int) -> None:
-                e.store(place(i), e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes, factor))
+        def element(i: Value, lanes: int) -> None:
+            e.store(place(i), e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes, factor))
 
-            def whole_column(i: Value, to: Value) -> list[Value]:
-                for j in range(e.isa.value_vectors):
-                    at = b.mul(b.add(i, e.i64(j * e.lanes)), e.i64(ITEM_BYTES[code]))
-                    e.store(e.at(to, j * e.lanes), e.load_as_f32(b.add(read, at), code, factor=factor))
-                return [b.add(to, column_bytes)]
+        def whole_column(i: Value, to: Value) -> list[Value]:
+            for j in range(e.isa.value_vectors):
+                at = b.mul(b.add(i, e.i64(j * e.lanes)), e.i64(ITEM_BYTES[code]))
+                e.store(e.at(to, j * e.lanes), e.load_as_f32(b.add(read, at), code, factor=factor))
+            return [b.add(to, column_bytes)]
 
-            columns = b.mul(b.udiv(dim, e.i64(width)), e.i64(width))
-            e.when(b.icmp_signed(">", columns, e.i64(0)), lambda: void(e.loop(columns, width, [write], whole_column)))
-            elements(e, b.sub(dim, columns), lambda i, lanes: element(b.add(columns, i), lanes))
-            zero = ir.Constant(F32, 0.0)
-            e.positive(b.sub(padded, dim), 1, lambda i: e.store(place(b.add(dim, i)), zero))
+        columns = b.mul(b.udiv(dim, e.i64(width)), e.i64(width))
+        e.when(b.icmp_signed(">", columns, e.i64(0)), lambda: void(e.loop(columns, width, [write], whole_column)))
+        elements(e, b.sub(dim, columns), lambda i, lanes: element(b.add(columns, i), lanes))
+        zero = ir.Constant(F32, 0.0)
+        e.positive(b.sub(padded, dim), 1, lambda i: e.store(place(b.add(dim, i)), zero))
 
-        e.positive(num_rows, 1, row)
-
-    by_dtype(e, dtype, SOURCES, convert)
+    _each_row(e, source, source_stride, num_rows, dtype, row)
 
 
 @kernel("iiiif")
@@ -171,9 +165,7 @@ def untranspose_panel(e: Emitter, source: Value, num_keys: Value, target: Value,
 
 @kernel("iiii")
 def add_row(e: Emitter, target: Value, target_stride: Value, source: Value, count: Value) -> None:
-    """target[count] += source[count] where targets are 4 bytes apart. With a stride of 0 the sum is added to the one
-    target.
-    """
+    """target[count] += source[count], 4 bytes apart. With a stride of 0 all are added to the one target."""
     b = e.b
 
     def adjacent() -> None:
@@ -264,9 +256,7 @@ def add_compensated(
 
 @kernel("iii", "f")
 def row_dots(e: Emitter, x: Value, y: Value, count: Value) -> Value:
-    """sum(x[count] * y[count]) of fp32 rows in fp64, lane by lane and then pairwise, rounded once; count is a multiple
-    of lanes.
-    """
+    """sum(x[count] * y[count]) of fp32 rows, summed in fp64 and rounded once; count is a multiple of lanes."""
     b, doubles = e.b, ir.VectorType(ir.DoubleType(), e.lanes)
 
     def step(i: Value, acc: Value) -> list[Value]:

@@ -101,27 +101,37 @@ def _store_codes(e: Emitter, address: Value, codes: Value, sign: Value, nan: Val
     e.store(address, e.b.trunc(kept, ir.VectorType(I8, lanes)), align=1)
 
 
-@kernel("iii", "f")
-def row_amax(e: Emitter, source: Value, dtype: Value, dim: Value) -> Value:
-    """The largest finite magnitude of `dim` elements."""
-    b, zero = e.b, ir.Constant(I32, 0)
-    found = b.alloca(I32)
-    b.store(zero, found)
+def _source_words(
+    e: Emitter, source: Value, dtype: Value, dim: Value, body: Callable[[Value, Value, Value], None]
+) -> None:
+    """`body(index, bits, bits without sign)` of the fp32 values of `dim` elements."""
 
     def of_dtype(code: int) -> None:
         def part(i: Value, lanes: int) -> None:
-            value = _words(e, e.load_as_f32(b.add(source, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes))
-            size = b.and_(value, e.i32s(0x7FFFFFFF, lanes))
-            size = b.select(b.icmp_signed("<", size, e.i32s(INFINITE, lanes)), size, e.i32s(0, lanes))
-            # Magnitudes are ordered like their bits.
-            kind = ir.FunctionType(I32, [size.type])
-            top = b.call(e.declared(f"llvm.vector.reduce.smax.v{lanes}i32", kind), [size])
-            before = b.load(found)
-            b.store(b.select(b.icmp_signed(">", top, before), top, before), found)
+            value = _words(e, e.load_as_f32(e.b.add(source, e.b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes))
+            body(i, value, e.b.and_(value, e.i32s(0x7FFFFFFF, lanes)))
 
         _vectors(e, dim, part)
 
     by_dtype(e, dtype, SOURCES, of_dtype)
+
+
+@kernel("iii", "f")
+def row_amax(e: Emitter, source: Value, dtype: Value, dim: Value) -> Value:
+    """The largest finite magnitude of `dim` elements."""
+    b, found = e.b, e.b.alloca(I32)
+    b.store(ir.Constant(I32, 0), found)
+
+    def part(_i: Value, value: Value, size: Value) -> None:
+        lanes = value.type.count
+        size = b.select(b.icmp_signed("<", size, e.i32s(INFINITE, lanes)), size, e.i32s(0, lanes))
+        # Magnitudes are ordered like their bits.
+        kind = ir.FunctionType(I32, [size.type])
+        top = b.call(e.declared(f"llvm.vector.reduce.smax.v{lanes}i32", kind), [size])
+        before = b.load(found)
+        b.store(b.select(b.icmp_signed(">", top, before), top, before), found)
+
+    _source_words(e, source, dtype, dim, part)
     return b.bitcast(b.load(found), F32)
 
 
@@ -130,17 +140,13 @@ def encode_row(e: Emitter, source: Value, dtype: Value, dim: Value, target: Valu
     """target[dim] = e4m3(source[dim] * factor). NaN if the source is not finite."""
     b = e.b
 
-    def of_dtype(code: int) -> None:
-        def part(i: Value, lanes: int) -> None:
-            value = _words(e, e.load_as_f32(b.add(source, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes))
-            size = b.and_(value, e.i32s(0x7FFFFFFF, lanes))
-            nan = b.icmp_signed(">=", size, e.i32s(INFINITE, lanes))
-            sign = b.lshr(value, e.i32s(24, lanes))
-            _store_codes(e, b.add(target, i), _codes(e, _scaled(e, size, factor)), sign, nan)
+    def part(i: Value, value: Value, size: Value) -> None:
+        lanes = value.type.count
+        nan = b.icmp_signed(">=", size, e.i32s(INFINITE, lanes))
+        sign = b.lshr(value, e.i32s(24, lanes))
+        _store_codes(e, b.add(target, i), _codes(e, _scaled(e, size, factor)), sign, nan)
 
-        _vectors(e, dim, part)
-
-    by_dtype(e, dtype, SOURCES, of_dtype)
+    _source_words(e, source, dtype, dim, part)
 
 
 @kernel("iif")

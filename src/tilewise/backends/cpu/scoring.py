@@ -101,9 +101,7 @@ def rows_of_scale(p: int, tensor: int, row: int, count: int) -> int:
 
 @driver
 def run_length(p: int, tensor: int, row: int, end: int) -> int:
-    """How many rows of K or V from `row` on, below `end`, have one stride and share a scale: up to the end of the page
-    or of the scale's block.
-    """
+    """How many rows of K or V in [row, end) have one stride and one scale: up to the end of a page or block."""
     page_size = field(p, f.PAGE_SIZE)
     if page_size == 0:
         return rows_of_scale(p, tensor, row, end - row)
@@ -174,9 +172,7 @@ def describe_row(p: int, table: int, lane: int, batch: int, head: int, row: int,
 
 @driver
 def drop_panel(p: int, s: int, size: int, first_key: int, table: int, batch: int, vectors: int) -> None:
-    """Dropout on a panel, with counters of the whole problem that this one may be a part of (its first key is a
-    multiple of 4).
-    """
+    """Dropout on a panel, counted from the origin of the whole problem, whose first key is a multiple of 4."""
     low, high = field(p, f.SEED_LOW), field(p, f.SEED_HIGH)
     threshold, keep = field(p, f.DROPOUT_THRESHOLD), scalar_bits(field(p, f.KEEP_SCALE))
     key, sequence = first_key + field(p, f.ORIGIN_KEY), batch + field(p, f.ORIGIN_BATCH)
@@ -185,9 +181,7 @@ def drop_panel(p: int, s: int, size: int, first_key: int, table: int, batch: int
 
 @driver
 def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: int, k_begin: int, k_end: int) -> None:
-    """Fill the row tables and panel bounds of `count` rows. The last row of a head is followed by the next head's
-    first.
-    """
+    """Fill the row tables and panel bounds of `count` rows, which continue from head to head."""
     q_len = q_length(p, batch)
     offset = k_length(p, batch) - q_len
     left, right = field(p, f.WINDOW_LEFT), field(p, f.WINDOW_RIGHT)
@@ -247,9 +241,7 @@ def add_gathered(
 def change_scores(
     p: int, ws: int, s: int, num_keys: int, valid: int, first_key: int, table: int, num_rows: int, cap_slope: int
 ) -> None:
-    """Softcap, ALiBi, bias, mask and the band, in the contract's order, on a panel of `num_keys` keys from
-    `first_key` on.
-    """
+    """Softcap, ALiBi, bias, mask and the band, in the contract's order, on a panel of keys from `first_key` on."""
     features = field(p, f.FEATURES)
     vectors = (num_rows + t.LANES - 1) // t.LANES
     if features & f.HAS_SOFTCAP:

@@ -68,9 +68,7 @@ def stops_at(p: int, key: int) -> int:
 
 @driver
 def leave(p: int) -> None:
-    """The end of a thread's work. Sleeps grow with the time waited, so the end is noticed at most a few
-    percent late.
-    """
+    """The end of a thread's work. Sleeps grow with the time waited, so it ends at most a few percent late."""
     if field(p, f.POLL) == 0:
         return
     atomic_add(p + 8 * f.THROUGH, 1)

@@ -139,9 +139,7 @@ def stream_values(
     ahead_stride: Value,
     factor: Value,
 ) -> None:
-    """acc[num_rows][dim] = alpha * acc + p[num_keys][num_rows of panel]^T v[num_keys][dim]; dim is a multiple of
-    lanes.
-    """
+    """acc[num_rows][dim] = alpha * acc + p[num_keys][rows of panel]^T v[num_keys][dim]; dim % lanes is 0."""
     b = e.b
 
     def block(code: int, row: Value, rows: int, strip: Value, vectors: int) -> None:
