@@ -39,9 +39,7 @@ def scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: 
             weights = _multipliers(e, [b.add(row, offset) for row in k_rows], u)
             for w in range(len(weights[0])):
                 queries = e.load_vectors(e.at(q_row, (u * len(weights[0]) + w) * panel), vectors)
-                for i in range(keys):
-                    for j in range(vectors):
-                        sums[i * vectors + j] = e.fma(queries[j], weights[i][w], sums[i * vectors + j])
+                sums = e.add_products(sums, [row[w] for row in weights], queries)
         return sums
 
     acc = e.loop(head_dim, isa.dim_step, [e.f32s(0.0)] * (keys * vectors), step)
@@ -79,15 +77,12 @@ def weigh_values(
         v_row = b.add(v, b.mul(n, v_stride))
         for u in range(isa.value_unroll):
             values = e.load_vectors(v_row, vectors)
-            for i, weight in enumerate(_adjacent_splats(e, e.at(p_row, u * isa.panel), rows)):
-                for j in range(vectors):
-                    current[i * vectors + j] = e.fma(values[j], weight, current[i * vectors + j])
+            current = e.add_products(current, _adjacent_splats(e, e.at(p_row, u * isa.panel), rows), values)
             v_row = b.add(v_row, v_stride)
         return current
 
     sums = e.loop(num_keys, isa.value_unroll, start, step)
-    for i, row in enumerate(acc_rows):
-        e.store_vectors(row, sums[i * vectors : (i + 1) * vectors])
+    e.store_block(acc_rows, sums)
 
 
 def _adjacent_splats(e: Emitter, address: Value, count: int) -> list[Value]:
@@ -129,18 +124,14 @@ def accumulate_keys(
             x_row = b.add(x_panel, b.mul(n, x_stride))
             splats = [_adjacent_splats(e, b.add(row, offset), unroll) for row in weight_rows]
             for u in range(unroll):
-                values = e.load_vectors(x_row, vectors)
-                for i in range(keys):
-                    for j in range(vectors):
-                        current[i * vectors + j] = e.fma(values[j], splats[i][u], current[i * vectors + j])
+                current = e.add_products(current, [row[u] for row in splats], e.load_vectors(x_row, vectors))
                 x_row = b.add(x_row, x_stride)
             return current
 
         return e.loop(e.i64(isa.panel), unroll, sums, step)
 
     sums = e.loop(num_panels, 1, start, over_panels)
-    for i, row in enumerate(acc_rows):
-        e.store_vectors(row, sums[i * vectors : (i + 1) * vectors])
+    e.store_block(acc_rows, sums)
 
 
 @kernel("iiii")
@@ -160,9 +151,8 @@ def row_max(e: Emitter, s: Value, num_keys: Value, running_max: Value, vectors: 
     _per_vector(e, vectors, lambda at: column(e.b.add(s, at), e.b.add(running_max, at)))
 
 
-def _per_vector(e: Emitter, vectors: Value, body: object) -> None:
+def _per_vector(e: Emitter, vectors: Value, body: Callable[[Value], None]) -> None:
     """Run `body(byte offset)` for each vector of a panel."""
-    assert callable(body)
     e.loop(vectors, 1, (), lambda v: body(e.b.mul(v, e.i64(4 * e.lanes))))
 
 
