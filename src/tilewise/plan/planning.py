@@ -118,7 +118,7 @@ def explain(
     """
     if unknown:
         raise validation.unexpected(explain, unknown)
-    data: Any = (q, k, v)
+    data: tuple[Any, Any, Any] = (q, k, v)
     given = Operands(*data, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, mask, alibi_slopes, sinks)
     kind = _kind_of(given, dropout, layout)
     options = Options(

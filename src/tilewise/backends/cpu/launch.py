@@ -369,7 +369,8 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     out, lse = new_results(problem)
     if out.numel() == 0:
         return out, lse.fill_(-torch.inf)
-    clear_unused_rows(operands, out, lse)
+    if problem.kind != "dense":
+        clear_unused_rows(operands, out, lse)
     _run_forward(problem, operands, out, lse, {})
     return out, lse
 
