@@ -108,13 +108,11 @@ class Translator:
         else:
             self.b.ret(self.converted(self.value(node.value), self.target.function_type.return_type))
 
-    def do_continue(self, _node: ast.Continue) -> None:
-        """`continue`."""
-        self.b.branch(self.loops[-1][0])
+    def do_continue(self, node: ast.Continue | ast.Break) -> None:
+        """`continue` and `break`."""
+        self.b.branch(self.loops[-1][isinstance(node, ast.Break)])
 
-    def do_break(self, _node: ast.Break) -> None:
-        """`break`."""
-        self.b.branch(self.loops[-1][1])
+    do_break = do_continue
 
     def do_if(self, node: ast.If) -> None:
         """`if`, `elif`, `else`."""
