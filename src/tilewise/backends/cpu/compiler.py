@@ -28,22 +28,15 @@ class Part(NamedTuple):
     function: Callable[..., Any]
     is_driver: bool
 
-
-class _Callable:
-    """A name that drivers may call. It is translated, never called from Python."""
-
-    def __init__(self, part: Part) -> None:
-        self.part = part
-        self.__doc__ = part.function.__doc__
-
     def __call__(self, *_arguments: Any) -> Any:
-        raise TypeError(f"{self.part.symbol} is compiled code: launch it through tilewise.backends.cpu.launch")
+        """Drivers call parts by name, but they are translated, never called from Python."""
+        raise TypeError(f"{self.symbol} is compiled code: launch it through tilewise.backends.cpu.launch")
 
 
 def part_of(named: Any) -> Part:
     """The part behind a decorated function."""
-    assert isinstance(named, _Callable)
-    return named.part
+    assert isinstance(named, Part)
+    return named
 
 
 @overload
@@ -57,7 +50,7 @@ def kernel(arguments: str, result: str = "v") -> Callable[[Callable[..., Value]]
 
     def decorate(emit: Callable[..., Value]) -> Any:
         kind = ir.FunctionType(LLVM_TYPES[result], [LLVM_TYPES[a] for a in arguments])
-        return _Callable(Part(f"tilewise_kernel_{emit.__name__}", kind, emit, is_driver=False))
+        return Part(f"tilewise_kernel_{emit.__name__}", kind, emit, is_driver=False)
 
     return decorate
 
@@ -65,14 +58,14 @@ def kernel(arguments: str, result: str = "v") -> Callable[[Callable[..., Value]]
 def driver(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Make a Python function of ints and floats part of compiled programs."""
     part = Part(f"tilewise_{function.__name__}", signature_of(function), function, is_driver=True)
-    return cast("Callable[Arguments, Result]", _Callable(part))
+    return cast("Callable[Arguments, Result]", part)
 
 
 def _called(function: Callable[..., Any]) -> Iterator[tuple[str, Part]]:
     for name in function.__code__.co_names:
         found = function.__globals__.get(name)
-        if isinstance(found, _Callable):
-            yield name, found.part
+        if isinstance(found, Part):
+            yield name, found
 
 
 def reached(entry: Part) -> list[Part]:
