@@ -186,12 +186,14 @@ def stream_values(
             values = e.load_many_as_f32(v_row, code, vectors, factor)
             weights = e.at(b.add(p, b.mul(n, e.i64(4 * e.isa.panel))), row)
             for r in range(rows):
-                part = slice(r * vectors, (r + 1) * vectors)
-                current[part] = e.add_products(current[part], [e.broadcast(e.at(weights, r))], values)
+                weight = e.broadcast(e.at(weights, r))
+                for j in range(vectors):
+                    current[r * vectors + j] = e.fma(values[j], weight, current[r * vectors + j])
             return current
 
         sums = e.loop(num_keys, 1, start, step)
-        e.store_block(acc_rows, sums)
+        for r, place in enumerate(acc_rows):
+            e.store_vectors(place, sums[r * vectors : (r + 1) * vectors])
 
     def convert(code: int) -> None:
         def over_strips(row: Value, rows: int) -> None:

@@ -96,12 +96,6 @@ class Emitter:
         for i, value in enumerate(values):
             self.store(self.at(address, i * self.lanes), value)
 
-    def store_block(self, rows: Sequence[Value], values: Sequence[Value]) -> None:
-        """Store equally many adjacent vectors at each address."""
-        count = len(values) // len(rows)
-        for i, row in enumerate(rows):
-            self.store_vectors(row, values[i * count : (i + 1) * count])
-
     def splat(self, scalar: Value, lanes: int | None = None) -> Value:
         """A vector of one run-time scalar."""
         count = lanes or self.lanes
@@ -190,11 +184,6 @@ class Emitter:
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """A * b + c, rounded once."""
         return self.call("fma", a, b, c)
-
-    def add_products(self, sums: Sequence[Value], weights: Sequence[Value], values: Sequence[Value]) -> list[Value]:
-        """A block of accumulators [weight][value] plus every product."""
-        pairs = ((weight, value) for weight in weights for value in values)
-        return [self.fma(value, weight, total) for total, (weight, value) in zip(sums, pairs, strict=True)]
 
     def maximum(self, a: Value, b: Value) -> Value:
         """`a` where a > b, else `b`: a NaN on the left loses to a number on the right."""

@@ -17,6 +17,9 @@ from tilewise.backends.cpu.emit import BF16, BOOL, FP16, FP32, I32, I64, ITEM_BY
 from tilewise.backends.cpu.packing import by_dtype
 from tilewise.numerics import PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1
 
+# A row table and fields of it.
+Rows = tuple[Value, tuple[int, ...]]
+
 
 def row_vectors(e: Emitter, table: Value, at: Value, *fields: int) -> list[Value]:
     """One vector of each of these fields of a row table; slopes are fp32, the others integers."""
@@ -26,29 +29,34 @@ def row_vectors(e: Emitter, table: Value, at: Value, *fields: int) -> list[Value
 
 
 def each_score(
-    e: Emitter,
-    s: Value,
-    num_keys: Value,
-    vectors: Value,
-    change: Callable[..., Value],
-    table: Value = None,
-    fields: tuple[int, ...] = (),
+    e: Emitter, vectors: Value, num_keys: Value, prepare: Callable[[Value], Callable[[Value, Value], None]]
 ) -> None:
-    """S = change(S, key index, byte offset into the panel, *vectors of row table fields), vector by vector."""
+    """Visit a panel: `prepare(byte offset of the vector)` returns the body, called with (key index, byte offset)."""
     b = e.b
 
     def column(v: Value) -> None:
         at = b.mul(v, e.i64(4 * e.lanes))
-        rows = row_vectors(e, table, at, *fields)
-
-        def step(n: Value) -> None:
-            offset = b.add(at, b.mul(n, e.i64(4 * e.isa.panel)))
-            place = b.add(s, offset)
-            e.store(place, change(e.load(place), n, offset, *rows))
-
-        e.loop(num_keys, 1, (), step)
+        body = prepare(at)
+        e.loop(num_keys, 1, (), lambda n: body(n, b.add(at, b.mul(n, e.i64(4 * e.isa.panel)))))
 
     e.loop(vectors, 1, (), column)
+
+
+def change_each(
+    e: Emitter, s: Value, num_keys: Value, vectors: Value, change: Callable[..., Value], rows: Rows = (None, ())
+) -> None:
+    """S = change(S, key index, byte offset into the panel, *vectors of row table fields), vector by vector."""
+
+    def prepare(at: Value) -> Callable[[Value, Value], None]:
+        found = row_vectors(e, rows[0], at, *rows[1])
+
+        def body(n: Value, offset: Value) -> None:
+            place = e.b.add(s, offset)
+            e.store(place, change(e.load(place), n, offset, *found))
+
+        return body
+
+    each_score(e, vectors, num_keys, prepare)
 
 
 @kernel("iiiii")
@@ -61,7 +69,7 @@ def mask_band(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Va
         inside = b.and_(b.icmp_signed("<=", key, last), b.icmp_signed(">=", key, first))
         return b.select(inside, score, e.f32s(-float("inf")))
 
-    each_score(e, s, num_keys, vectors, change, table, (f.ROW_LAST, f.ROW_FIRST))
+    change_each(e, s, num_keys, vectors, change, (table, (f.ROW_LAST, f.ROW_FIRST)))
 
 
 @kernel("iiifi")
@@ -74,7 +82,7 @@ def apply_softcap(e: Emitter, s: Value, num_keys: Value, vectors: Value, cap: Va
         e.when(has_slope, lambda: e.store(b.add(slope, offset), e.fma(b.fneg(t), t, e.f32s(1.0))))
         return b.fmul(t, factor)
 
-    each_score(e, s, num_keys, vectors, change)
+    change_each(e, s, num_keys, vectors, change)
 
 
 @kernel("iiiii")
@@ -86,7 +94,7 @@ def add_alibi(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Va
         key = e.splat(b.trunc(b.add(first_key, n), I32))
         return e.fma(b.fneg(slope), e.call("fabs", b.sitofp(b.sub(position, key), e.vector)), score)
 
-    each_score(e, s, num_keys, vectors, change, table, (f.ROW_POSITION, f.ROW_SLOPE))
+    change_each(e, s, num_keys, vectors, change, (table, (f.ROW_POSITION, f.ROW_SLOPE)))
 
 
 @kernel("iiii")
@@ -98,13 +106,13 @@ def add_panel(e: Emitter, s: Value, num_keys: Value, addend: Value, vectors: Val
         extra = e.load(b.add(addend, offset))
         return b.select(b.fcmp_ordered("==", extra, never), never, b.fadd(score, extra))
 
-    each_score(e, s, num_keys, vectors, change)
+    change_each(e, s, num_keys, vectors, change)
 
 
 @kernel("iiii")
 def multiply_panel(e: Emitter, s: Value, num_keys: Value, factor: Value, vectors: Value) -> None:
     """S *= factor, a panel."""
-    each_score(e, s, num_keys, vectors, lambda x, _, offset: e.b.fmul(x, e.load(e.b.add(factor, offset))))
+    change_each(e, s, num_keys, vectors, lambda x, _, offset: e.b.fmul(x, e.load(e.b.add(factor, offset))))
 
 
 @kernel("iiiii")

@@ -15,6 +15,17 @@ from typing import NamedTuple
 from tilewise.backends.cpu.compiler import kernel
 from tilewise.backends.cpu.emit import EXP2_EXACT, Emitter, Value
 
+__all__ = [
+    "Statistics",
+    "accumulate_keys",
+    "emit_softmax",
+    "row_max",
+    "scores",
+    "softmax",
+    "softmax_gradient",
+    "weigh_values",
+]
+
 # The running maximum of a row that saw no key: -inf minus it is not NaN.
 NO_KEY = -3.4e38
 # Finite scores, such as torch.finfo(torch.float32).min, are not below this in log2 units; only -inf is.
@@ -39,7 +50,9 @@ def scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: 
             weights = _multipliers(e, [b.add(row, offset) for row in k_rows], u)
             for w in range(len(weights[0])):
                 queries = e.load_vectors(e.at(q_row, (u * len(weights[0]) + w) * panel), vectors)
-                sums = e.add_products(sums, [row[w] for row in weights], queries)
+                for i in range(keys):
+                    for j in range(vectors):
+                        sums[i * vectors + j] = e.fma(queries[j], weights[i][w], sums[i * vectors + j])
         return sums
 
     acc = e.loop(head_dim, isa.dim_step, [e.f32s(0.0)] * (keys * vectors), step)
@@ -77,12 +90,15 @@ def weigh_values(
         v_row = b.add(v, b.mul(n, v_stride))
         for u in range(isa.value_unroll):
             values = e.load_vectors(v_row, vectors)
-            current = e.add_products(current, _adjacent_splats(e, e.at(p_row, u * isa.panel), rows), values)
+            for i, weight in enumerate(_adjacent_splats(e, e.at(p_row, u * isa.panel), rows)):
+                for j in range(vectors):
+                    current[i * vectors + j] = e.fma(values[j], weight, current[i * vectors + j])
             v_row = b.add(v_row, v_stride)
         return current
 
     sums = e.loop(num_keys, isa.value_unroll, start, step)
-    e.store_block(acc_rows, sums)
+    for i, row in enumerate(acc_rows):
+        e.store_vectors(row, sums[i * vectors : (i + 1) * vectors])
 
 
 def _adjacent_splats(e: Emitter, address: Value, count: int) -> list[Value]:
@@ -124,19 +140,25 @@ def accumulate_keys(
             x_row = b.add(x_panel, b.mul(n, x_stride))
             splats = [_adjacent_splats(e, b.add(row, offset), unroll) for row in weight_rows]
             for u in range(unroll):
-                current = e.add_products(current, [row[u] for row in splats], e.load_vectors(x_row, vectors))
+                values = e.load_vectors(x_row, vectors)
+                for i in range(keys):
+                    for j in range(vectors):
+                        current[i * vectors + j] = e.fma(values[j], splats[i][u], current[i * vectors + j])
                 x_row = b.add(x_row, x_stride)
             return current
 
         return e.loop(e.i64(isa.panel), unroll, sums, step)
 
     sums = e.loop(num_panels, 1, start, over_panels)
-    e.store_block(acc_rows, sums)
+    for i, row in enumerate(acc_rows):
+        e.store_vectors(row, sums[i * vectors : (i + 1) * vectors])
 
 
 @kernel("iiii")
 def row_max(e: Emitter, s: Value, num_keys: Value, running_max: Value, vectors: Value) -> None:
-    """running_max = max(running_max, s) for `vectors` vectors; num_keys is a multiple of score_keys or of 4."""
+    """running_max = max(running_max, s[num_keys]) for the first `vectors` vectors of a panel; num_keys is a multiple of
+    score_keys or of 4.
+    """
     # Several independent chains, because a maximum has a latency of four cycles.
     chains = math.gcd(e.isa.score_keys, 4)
 
@@ -151,8 +173,9 @@ def row_max(e: Emitter, s: Value, num_keys: Value, running_max: Value, vectors: 
     _per_vector(e, vectors, lambda at: column(e.b.add(s, at), e.b.add(running_max, at)))
 
 
-def _per_vector(e: Emitter, vectors: Value, body: Callable[[Value], None]) -> None:
+def _per_vector(e: Emitter, vectors: Value, body: object) -> None:
     """Run `body(byte offset)` for each vector of a panel."""
+    assert callable(body)
     e.loop(vectors, 1, (), lambda v: body(e.b.mul(v, e.i64(4 * e.lanes))))
 
 
