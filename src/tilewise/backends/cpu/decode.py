@@ -21,7 +21,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from tilewise.backends.cpu import params as f
-from tilewise.backends.cpu import shapes as t
+from tilewise.backends.cpu import shapes as sz
 from tilewise.backends.cpu.compiler import driver, kernel
 from tilewise.backends.cpu.emit import FP32, I32, ITEM_BYTES, Emitter, Value
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
@@ -258,7 +258,7 @@ def score_tile(p: int, ws: int, batch: int, kv_head: int, num_rows: int, count: 
     while row < end:
         size = part_length(p, f.K, row, end)
         k, v = kv_address(p, f.K, batch, kv_head, row), kv_address(p, f.V, batch, kv_head, row)
-        s = ws + field(p, f.WS_SCORES) + 4 * t.PANEL * (row - k0)
+        s = ws + field(p, f.WS_SCORES) + 4 * sz.PANEL * (row - k0)
         for first in range(0, num_rows, count):
             factor = e4m3_factor(p, f.K, batch, kv_head + first // count, row)
             score_run(p, ws, k, v, size, first, count, s + 4 * first, factor)
@@ -292,9 +292,9 @@ def key_ahead(p: int, batch: int, kv_head: int, row: int, last: int, following: 
     """Address of the key that is scored one tile after `row`, in this item or in `following` (-1: unknown)."""
     other = batch if following < 0 else load_i64(entry_of(p, following))
     length = k_length(p, other)
-    if row + t.BLOCK_N <= last or following < 0 or length == 0:
-        return kv_address(p, f.K, batch, kv_head, min(row + t.BLOCK_N, last))
-    first = load_i64(entry_of(p, following) + 24) * field(p, f.CHUNK) + row % t.BLOCK_N
+    if row + sz.BLOCK_N <= last or following < 0 or length == 0:
+        return kv_address(p, f.K, batch, kv_head, min(row + sz.BLOCK_N, last))
+    first = load_i64(entry_of(p, following) + 24) * field(p, f.CHUNK) + row % sz.BLOCK_N
     other_head = following % field(p, f.UNITS) * field(p, f.HEADS_PER_UNIT) // field(p, f.GROUP_SIZE)
     return kv_address(p, f.K, other, other_head, min(first, length - 1))
 
@@ -309,14 +309,14 @@ def weigh_tile(
         size = part_length(p, f.V, row, end)
         v = kv_address(p, f.V, batch, kv_head, row)
         ahead = key_ahead(p, batch, kv_head, row, last, following)
-        s = ws + field(p, f.WS_SCORES) + 4 * t.PANEL * (row - k0)
+        s = ws + field(p, f.WS_SCORES) + 4 * sz.PANEL * (row - k0)
         for first in range(0, num_rows, count):
             factor = e4m3_factor(p, f.V, batch, kv_head + first // count, row)
             weigh_run(p, ws, v, ahead, size, first, count, s + 4 * first, factor)
             v += field(p, f.V_HEAD)
             ahead += field(p, f.K_HEAD)
         # The first run has already rescaled the running results.
-        fill(ws + field(p, f.WS_ALPHA), t.PANEL, 1.0)
+        fill(ws + field(p, f.WS_ALPHA), sz.PANEL, 1.0)
         row += size
 
 
@@ -326,12 +326,12 @@ def softmax_tile(p: int, ws: int, batch: int, count: int, k0: int, size: int) ->
     s, state = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_ACC) + 4 * field(p, f.BLOCK_M) * field(p, f.DIM_V_PADDED)
     tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
     table, bounds = ws + field(p, f.WS_ROWS), ws + field(p, f.WS_PANELS)
-    vectors, padded = (count + t.LANES - 1) // t.LANES, (size + 3) // 4 * 4
-    fill(s + 4 * t.PANEL * size, t.PANEL * (padded - size), MINUS_INF)
+    vectors, padded = (count + sz.LANES - 1) // sz.LANES, (size + 3) // 4 * 4
+    fill(s + 4 * sz.PANEL * size, sz.PANEL * (padded - size), MINUS_INF)
     edge = k0 < load_i64(bounds + f.MAX_FIRST) or k0 + size - 1 > load_i64(bounds + f.MIN_LAST)
     if edge or (field(p, f.FEATURES) & f.CHANGES_SCORES) != 0:
         change_scores(p, ws, s, padded, size, k0, table, count, 0)
-    fill(tile_max, vectors * t.LANES, MINUS_INF)
+    fill(tile_max, vectors * sz.LANES, MINUS_INF)
     row_max(s, padded, tile_max, vectors)
     softmax(
         s, padded, state, state + 4 * field(p, f.BLOCK_M), tile_max, alpha, vectors, scalar_bits(field(p, f.TO_LOG2))
@@ -358,15 +358,15 @@ def decode_item(p: int, ws: int, item: int, following: int) -> None:
     fill(state, block_m, MINUS_INF)
     fill(state + 4 * block_m, block_m, 0.0)
     last = load_i64(ws + field(p, f.WS_PANELS) + f.MAX_LAST)
-    k0 = max(0, load_i64(ws + field(p, f.WS_PANELS) + f.MIN_FIRST)) // t.BLOCK_N * t.BLOCK_N
+    k0 = max(0, load_i64(ws + field(p, f.WS_PANELS) + f.MIN_FIRST)) // sz.BLOCK_N * sz.BLOCK_N
     while k0 <= last:
         if stops_at(p, k0):
             break
-        size = min(t.BLOCK_N, last + 1 - k0)
+        size = min(sz.BLOCK_N, last + 1 - k0)
         score_tile(p, ws, batch, kv_head, count, rows, k0, k0 + size)
         softmax_tile(p, ws, batch, count, k0, size)
         weigh_tile(p, ws, batch, kv_head, count, rows, k0, k0 + size, last, following)
-        k0 += t.BLOCK_N
+        k0 += sz.BLOCK_N
     if num_chunks == 1:
         finish_rows(p, batch, head, first_row, count, acc)
     else:

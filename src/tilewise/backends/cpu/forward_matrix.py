@@ -14,7 +14,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from tilewise.backends.cpu import params as f
-from tilewise.backends.cpu import shapes as t
+from tilewise.backends.cpu import shapes as sz
 from tilewise.backends.cpu.compiler import driver, kernel
 from tilewise.backends.cpu.emit import I8, I16, I32, Emitter, Value, void
 from tilewise.backends.cpu.features import mask_band
@@ -295,9 +295,9 @@ def pack_queries(p: int, ws: int, batch: int, head: int, first_row: int, count: 
     width, q_len, stage = field(p, f.DIM_PADDED), q_length(p, batch), ws + field(p, f.WS_STAGE)
     base = field(p, f.Q) + batch * field(p, f.Q_BATCH) + q_start(p, batch) * field(p, f.Q_ROW)
     row = first_row
-    for panel in range((count + t.PANEL - 1) // t.PANEL):
+    for panel in range((count + sz.PANEL - 1) // sz.PANEL):
         lane = 0
-        rows = min(t.PANEL, count - panel * t.PANEL)
+        rows = min(sz.PANEL, count - panel * sz.PANEL)
         while lane < rows:
             if row == q_len:
                 row = 0
@@ -308,8 +308,8 @@ def pack_queries(p: int, ws: int, batch: int, head: int, first_row: int, count: 
             pack_halves(source, field(p, f.Q_ROW), run, field(p, f.HEAD_DIM), place, 2 * width, width)
             lane += run
             row += run
-        fill(stage + 2 * rows * width, (t.PANEL - rows) * width // 2, 0.0)
-        transpose_queries(stage, 2 * width, width, ws + field(p, f.WS_Q) + 2 * panel * t.PANEL * width)
+        fill(stage + 2 * rows * width, (sz.PANEL - rows) * width // 2, 0.0)
+        transpose_queries(stage, 2 * width, width, ws + field(p, f.WS_Q) + 2 * panel * sz.PANEL * width)
 
 
 @driver
@@ -337,17 +337,20 @@ def rows_tile(
 def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, size: int, k: int) -> None:
     """Scores of a panel with `size` keys from `first_key` on, all features applied, and their maxima."""
     s, tile_max = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_MAX)
-    width, vectors = field(p, f.DIM_PADDED), (num_rows + t.LANES - 1) // t.LANES
-    table, bounds = ws + field(p, f.WS_ROWS) + panel * t.TABLE_BYTES, ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
-    q = ws + field(p, f.WS_Q) + 2 * panel * t.PANEL * width
+    width, vectors = field(p, f.DIM_PADDED), (num_rows + sz.LANES - 1) // sz.LANES
+    table, bounds = (
+        ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES,
+        ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES,
+    )
+    q = ws + field(p, f.WS_Q) + 2 * panel * sz.PANEL * width
     for j in range(0, size, STEP):
-        matrix_scores(k + 2 * j * width, 2 * width, width, q, s + 4 * j * t.PANEL)
+        matrix_scores(k + 2 * j * width, 2 * width, width, q, s + 4 * j * sz.PANEL)
     if scalar_bits(field(p, f.Q_SCALE)) != 1.0:
-        scale_rows(s, size * t.PANEL, scalar_bits(field(p, f.Q_SCALE)))
+        scale_rows(s, size * sz.PANEL, scalar_bits(field(p, f.Q_SCALE)))
     if (field(p, f.FEATURES) & f.CHANGES_SCORES) != 0:
         valid = min(size, load_i64(bounds + f.MAX_LAST) + 1 - first_key)
-        for j in range(0, size, t.BLOCK_N):
-            part, place = min(t.BLOCK_N, size - j), s + 4 * j * t.PANEL
+        for j in range(0, size, sz.BLOCK_N):
+            part, place = min(sz.BLOCK_N, size - j), s + 4 * j * sz.PANEL
             change_scores(p, ws, place, part, min(part, valid - j), first_key + j, table, num_rows, 0)
     else:
         # Keys in [inner, outer) are seen by every row.
@@ -356,8 +359,8 @@ def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, siz
         if inner > 0:
             mask_band(s, inner, first_key, table, vectors)
         if outer < size:
-            mask_band(s + 4 * outer * t.PANEL, size - outer, first_key + outer, table, vectors)
-    fill(tile_max, t.PANEL, MINUS_INF)
+            mask_band(s + 4 * outer * sz.PANEL, size - outer, first_key + outer, table, vectors)
+    fill(tile_max, sz.PANEL, MINUS_INF)
     row_max(s, size, tile_max, vectors)
 
 
@@ -366,20 +369,20 @@ def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, 
     """One panel against keys [begin, end) of the tile k at k0: scores, softmax, and values into the accumulator."""
     s, size, first_key = ws + field(p, f.WS_SCORES), end - begin, k0 + begin
     tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
-    width_v, vectors = field(p, f.DIM_V_PADDED), (num_rows + t.LANES - 1) // t.LANES
+    width_v, vectors = field(p, f.DIM_V_PADDED), (num_rows + sz.LANES - 1) // sz.LANES
     panel_scores(p, ws, panel, num_rows, first_key, size, k + 2 * begin * field(p, f.DIM_PADDED))
-    running, weights = acc_state(p, ws) + 4 * panel * t.PANEL, ws + field(p, f.WS_WEIGHTS)
+    running, weights = acc_state(p, ws) + 4 * panel * sz.PANEL, ws + field(p, f.WS_WEIGHTS)
     row_sum, to_log2 = running + 4 * field(p, f.BLOCK_M), scalar_bits(field(p, f.TO_LOG2))
     if field(p, f.FEATURES) & f.HAS_DROPOUT:
         softmax(s, size, running, row_sum, tile_max, alpha, vectors, to_log2)
-        drop_panel(p, s, size, first_key, ws + field(p, f.WS_ROWS) + panel * t.TABLE_BYTES, batch, vectors)
+        drop_panel(p, s, size, first_key, ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES, batch, vectors)
         pack_weights(s, size, weights)
     else:
         softmax_to_weights(s, size, running, row_sum, tile_max, alpha, vectors, to_log2, weights)
     v, product = ws + field(p, f.WS_V) + 2 * begin, ws + field(p, f.WS_PRODUCT)
     for d in range(0, width_v, STEP):
-        matrix_values(v + d * VALUE_BYTES, VALUE_BYTES, weights, size, product + 4 * d * t.PANEL)
-    add_product(ws + field(p, f.WS_ACC_T) + 4 * panel * t.PANEL * width_v, product, alpha, width_v)
+        matrix_values(v + d * VALUE_BYTES, VALUE_BYTES, weights, size, product + 4 * d * sz.PANEL)
+    add_product(ws + field(p, f.WS_ACC_T) + 4 * panel * sz.PANEL * width_v, product, alpha, width_v)
 
 
 @driver
@@ -397,14 +400,14 @@ def stops_with_tiles(p: int, ws: int) -> int:
 def rows_of_sums(p: int, ws: int, padded: int) -> None:
     """The running results as rows, where finished rows are expected."""
     width_v, block, acc = field(p, f.DIM_V_PADDED), ws + field(p, f.WS_ACC), ws + field(p, f.WS_ACC_T)
-    for row in range(0, padded, t.PANEL):
+    for row in range(0, padded, sz.PANEL):
         untranspose_panel(acc + 4 * row * width_v, width_v, block + 4 * row * width_v, 4 * width_v)
 
 
 @driver
 def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
     """Stream the keys that any row of the block sees, tile by tile, panel by panel."""
-    panels, bounds = (count + t.PANEL - 1) // t.PANEL, ws + field(p, f.WS_PANELS)
+    panels, bounds = (count + sz.PANEL - 1) // sz.PANEL, ws + field(p, f.WS_PANELS)
     width, width_v = field(p, f.DIM_PADDED), field(p, f.DIM_V_PADDED)
     v = ws + field(p, f.WS_V)
     first, last = f.UNBOUNDED, -1
@@ -416,9 +419,9 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
         if stops_with_tiles(p, ws):
             break
         if field(p, f.WS_TOTAL) != 0 and k0 % FOLD_KEYS == 0:
-            rows_of_sums(p, ws, panels * t.PANEL)
+            rows_of_sums(p, ws, panels * sz.PANEL)
             fold_rows(p, ws, count)
-            begin_rows(p, ws + field(p, f.WS_ACC), ws + field(p, f.WS_ACC_T), panels * t.PANEL)
+            begin_rows(p, ws + field(p, f.WS_ACC), ws + field(p, f.WS_ACC_T), panels * sz.PANEL)
         size = min(KEYS, last + 1 - k0)
         end_key = k0 + size
         k = rows_tile(p, f.K, field(p, f.HEAD_DIM), width, batch, kv_head, k0, end_key, ws + field(p, f.WS_K))
@@ -431,7 +434,7 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
             high = min(size, load_i64(bounds + panel * f.PANEL_BYTES + f.MAX_LAST) + 1 - k0)
             if low < high:
                 begin, stop = low // STEP * STEP, (high + STEP - 1) // STEP * STEP
-                panel_step(p, ws, batch, panel, min(t.PANEL, count - panel * t.PANEL), k0, begin, stop, k)
+                panel_step(p, ws, batch, panel, min(sz.PANEL, count - panel * sz.PANEL), k0, begin, stop, k)
         k0 += KEYS
 
 
@@ -449,7 +452,7 @@ def matrix_item(p: int, ws: int, item: int) -> None:
     k_end = k_len if chunk == num_chunks - 1 else min(k_len, k_begin + field(p, f.CHUNK))
     prepare_rows(p, ws, batch, head, first_row, count, k_begin, k_end)
     pack_queries(p, ws, batch, head, first_row, count)
-    padded = (count + t.PANEL - 1) // t.PANEL * t.PANEL
+    padded = (count + sz.PANEL - 1) // sz.PANEL * sz.PANEL
     block = ws + field(p, f.WS_ACC)
     begin_rows(p, block, ws + field(p, f.WS_ACC_T), padded)
     begin_totals(p, ws, padded)

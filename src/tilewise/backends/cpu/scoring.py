@@ -7,7 +7,7 @@ score features.
 from __future__ import annotations
 
 from tilewise.backends.cpu import params as f
-from tilewise.backends.cpu import shapes as t
+from tilewise.backends.cpu import shapes as sz
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.emit import BOOL, E4M3_UNIT, FP32
 from tilewise.backends.cpu.features import add_alibi, add_panel, apply_softcap, drop, gather_row, mask_band
@@ -116,7 +116,7 @@ def pack_tile(
     step: in the tensor itself if it has that layout, else in `target`, into which they are packed.
     """
     fits = field(p, f.KV_DTYPE) == FP32 and dim == width and field(p, tensor + 3) == 4 * width
-    if fits and (end - begin) % t.KEY_STEP == 0 and run_length(p, tensor, begin, end) == end - begin:
+    if fits and (end - begin) % sz.KEY_STEP == 0 and run_length(p, tensor, begin, end) == end - begin:
         return kv_address(p, tensor, batch, kv_head, begin)
     row = begin
     while row < end:
@@ -125,7 +125,7 @@ def pack_tile(
         factor = e4m3_factor(p, tensor, batch, kv_head, row)
         pack_rows(source, field(p, tensor + 3), count, field(p, f.KV_DTYPE), dim, place, 4 * width, width, factor)
         row += count
-    for pad in range(end - begin, (end - begin + t.KEY_STEP - 1) // t.KEY_STEP * t.KEY_STEP):
+    for pad in range(end - begin, (end - begin + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP):
         for d in range(width):
             store_f32(target + 4 * (pad * width + d), 0.0)
     return target
@@ -135,20 +135,20 @@ def pack_tile(
 def pack_values_tile(p: int, batch: int, kv_head: int, begin: int, end: int, target: int) -> None:
     """V rows [begin, end) in columns of value_step (see pack_values), zero rows up to a whole key step."""
     width = field(p, f.DIM_V_PADDED)
-    column_bytes = 4 * t.BLOCK_N * t.VALUE_STEP
+    column_bytes = 4 * sz.BLOCK_N * sz.VALUE_STEP
     row = begin
     while row < end:
         count = run_length(p, f.V, row, end)
         source = kv_address(p, f.V, batch, kv_head, row)
-        place, dim = target + 4 * (row - begin) * t.VALUE_STEP, field(p, f.HEAD_DIM_V)
+        place, dim = target + 4 * (row - begin) * sz.VALUE_STEP, field(p, f.HEAD_DIM_V)
         factor = e4m3_factor(p, f.V, batch, kv_head, row)
         pack_values(source, field(p, f.V_ROW), count, field(p, f.KV_DTYPE), dim, place, column_bytes, width, factor)
         row += count
-    padded = (end - begin + t.KEY_STEP - 1) // t.KEY_STEP * t.KEY_STEP
-    for column in range(width // t.VALUE_STEP):
+    padded = (end - begin + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
+    for column in range(width // sz.VALUE_STEP):
         fill(
-            target + column * column_bytes + 4 * (end - begin) * t.VALUE_STEP,
-            (padded - end + begin) * t.VALUE_STEP,
+            target + column * column_bytes + 4 * (end - begin) * sz.VALUE_STEP,
+            (padded - end + begin) * sz.VALUE_STEP,
             0.0,
         )
 
@@ -160,14 +160,14 @@ def describe_row(p: int, table: int, lane: int, batch: int, head: int, row: int,
     slope = 0.0
     if slopes != 0:
         slope = load_f32(slopes + batch * field(p, f.ALIBI_BATCH) + head * field(p, f.ALIBI_HEAD))
-    store_i32(table + f.ROW_POSITION * t.FIELD_BYTES + 4 * lane, row + offset)
-    store_f32(table + f.ROW_SLOPE * t.FIELD_BYTES + 4 * lane, slope)
-    store_i32(table + f.ROW_INDEX * t.FIELD_BYTES + 4 * lane, row + field(p, f.ORIGIN_ROW))
-    store_i32(table + f.ROW_HEAD * t.FIELD_BYTES + 4 * lane, head + field(p, f.ORIGIN_HEAD))
+    store_i32(table + f.ROW_POSITION * sz.FIELD_BYTES + 4 * lane, row + offset)
+    store_f32(table + f.ROW_SLOPE * sz.FIELD_BYTES + 4 * lane, slope)
+    store_i32(table + f.ROW_INDEX * sz.FIELD_BYTES + 4 * lane, row + field(p, f.ORIGIN_ROW))
+    store_i32(table + f.ROW_HEAD * sz.FIELD_BYTES + 4 * lane, head + field(p, f.ORIGIN_HEAD))
     bias = field(p, f.BIAS) + batch * field(p, f.BIAS_BATCH) + head * field(p, f.BIAS_HEAD) + row * field(p, f.BIAS_ROW)
     mask = field(p, f.MASK) + batch * field(p, f.MASK_BATCH) + head * field(p, f.MASK_HEAD) + row * field(p, f.MASK_ROW)
-    store_i64(table + f.ROW_BIAS * t.FIELD_BYTES + 8 * lane, bias)
-    store_i64(table + f.ROW_MASK * t.FIELD_BYTES + 8 * lane, mask)
+    store_i64(table + f.ROW_BIAS * sz.FIELD_BYTES + 8 * lane, bias)
+    store_i64(table + f.ROW_MASK * sz.FIELD_BYTES + 8 * lane, mask)
 
 
 @driver
@@ -187,14 +187,14 @@ def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: 
     left, right = field(p, f.WINDOW_LEFT), field(p, f.WINDOW_RIGHT)
     tables = (field(p, f.FEATURES) & f.NEEDS_ROW_TABLE) != 0
     row = first_row
-    for panel in range((count + t.PANEL - 1) // t.PANEL):
-        table = ws + field(p, f.WS_ROWS) + panel * t.TABLE_BYTES
+    for panel in range((count + sz.PANEL - 1) // sz.PANEL):
+        table = ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES
         bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
         min_first, max_first, min_last, max_last = f.UNBOUNDED, -f.UNBOUNDED, f.UNBOUNDED, -f.UNBOUNDED
-        for lane in range(t.PANEL):
-            if panel * t.PANEL + lane >= count:
-                store_i32(table + f.ROW_LAST * t.FIELD_BYTES + 4 * lane, NO_KEY)
-                store_i32(table + f.ROW_FIRST * t.FIELD_BYTES + 4 * lane, 0)
+        for lane in range(sz.PANEL):
+            if panel * sz.PANEL + lane >= count:
+                store_i32(table + f.ROW_LAST * sz.FIELD_BYTES + 4 * lane, NO_KEY)
+                store_i32(table + f.ROW_FIRST * sz.FIELD_BYTES + 4 * lane, 0)
                 continue
             if row == q_len:
                 row = 0
@@ -203,8 +203,8 @@ def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: 
             last = min(k_end - 1, row + offset + right)
             min_first, max_first = min(min_first, first), max(max_first, first)
             min_last, max_last = min(min_last, last), max(max_last, last)
-            store_i32(table + f.ROW_LAST * t.FIELD_BYTES + 4 * lane, max(last, NO_KEY))
-            store_i32(table + f.ROW_FIRST * t.FIELD_BYTES + 4 * lane, min(first, PAST_KEYS))
+            store_i32(table + f.ROW_LAST * sz.FIELD_BYTES + 4 * lane, max(last, NO_KEY))
+            store_i32(table + f.ROW_FIRST * sz.FIELD_BYTES + 4 * lane, min(first, PAST_KEYS))
             if tables:
                 describe_row(p, table, lane, batch, head, row, offset)
             row += 1
@@ -231,10 +231,10 @@ def add_gathered(
     stage = ws + field(p, f.WS_STAGE)
     for lane in range(num_rows):
         source = load_i64(table_field + 8 * lane) + first_key * key_stride
-        gather_row(source, key_stride, valid, dtype, stage + 4 * t.BLOCK_N * lane)
+        gather_row(source, key_stride, valid, dtype, stage + 4 * sz.BLOCK_N * lane)
     extra = ws + field(p, f.WS_EXTRA)
-    transpose_panel(stage, 4 * t.BLOCK_N, (num_keys + t.LANES - 1) // t.LANES * t.LANES, extra, 1.0)
-    add_panel(s, num_keys, extra, (num_rows + t.LANES - 1) // t.LANES)
+    transpose_panel(stage, 4 * sz.BLOCK_N, (num_keys + sz.LANES - 1) // sz.LANES * sz.LANES, extra, 1.0)
+    add_panel(s, num_keys, extra, (num_rows + sz.LANES - 1) // sz.LANES)
 
 
 @driver
@@ -243,15 +243,15 @@ def change_scores(
 ) -> None:
     """Softcap, ALiBi, bias, mask and the band, in the contract's order, on a panel of keys from `first_key` on."""
     features = field(p, f.FEATURES)
-    vectors = (num_rows + t.LANES - 1) // t.LANES
+    vectors = (num_rows + sz.LANES - 1) // sz.LANES
     if features & f.HAS_SOFTCAP:
         apply_softcap(s, num_keys, vectors, scalar_bits(field(p, f.SOFTCAP)), cap_slope)
     if features & f.HAS_ALIBI:
         add_alibi(s, num_keys, first_key, table, vectors)
     if features & f.HAS_BIAS:
-        rows = table + f.ROW_BIAS * t.FIELD_BYTES
+        rows = table + f.ROW_BIAS * sz.FIELD_BYTES
         add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, f.BIAS_KEY), field(p, f.BIAS_DTYPE))
     if features & f.HAS_MASK:
-        rows = table + f.ROW_MASK * t.FIELD_BYTES
+        rows = table + f.ROW_MASK * sz.FIELD_BYTES
         add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, f.MASK_KEY), BOOL)
     mask_band(s, num_keys, first_key, table, vectors)

@@ -9,13 +9,13 @@ signals until the other threads are done.
 from __future__ import annotations
 
 from tilewise.backends.cpu import params as f
-from tilewise.backends.cpu import shapes as t
+from tilewise.backends.cpu import shapes as sz
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.intrinsics import atomic_add, call_function, field, load_shared, store_i64
 
 POLL_MILLISECONDS = 50
 # Tile loops poll at keys that are multiples of this, which is at most 10 ms apart.
-POLL_KEYS = 8 * t.BLOCK_N
+POLL_KEYS = 8 * sz.BLOCK_N
 LONGEST_SLEEP = 1000
 
 
