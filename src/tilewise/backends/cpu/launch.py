@@ -241,47 +241,59 @@ def _readable(bias: Tensor) -> Tensor:
 
 def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, int]:
     """Offsets in one thread's workspace, and its size in bytes. On a matrix unit, packed head dims are whole tiles."""
-    isa, panel, rows = host(), host().panel, round_up(block_m, host().panel)
-    changed: Block = {}
-    if forward_program(problem) == "forward_matrix" and isa.matrix is not None:
-        keys = isa.matrix.keys
-        width, width_v = (round_up(dim, isa.matrix.depth) for dim in (problem.head_dim, problem.head_dim_v))
-        changed = {f.DIM_PADDED: width, f.DIM_V_PADDED: width_v}
-        floats = {
-            f.WS_Q: rows * width // 2,
-            f.WS_ACC: rows * (width_v + 2),
-            f.WS_ACC_T: rows * width_v,
-            f.WS_K: keys * width // 2,
-            f.WS_V: keys * width_v // 2,
-            f.WS_V_ROWS: keys * width_v // 2,
-            f.WS_SCORES: keys * panel,
-            f.WS_WEIGHTS: keys * panel // 2,
-            f.WS_PRODUCT: width_v * panel,
-            f.WS_TILES: 32,
-        }
-    else:
-        width = round_up(problem.head_dim, math.lcm(isa.dim_step, isa.lanes))
-        width_v = round_up(problem.head_dim_v, isa.value_step)
-        floats = {
-            f.WS_Q: rows * width,
-            f.WS_ACC: rows * (width_v + 2),
-            f.WS_K: isa.block_n * width,
-            f.WS_V: isa.block_n * width_v,
-            f.WS_SCORES: isa.block_n * panel,
-        }
-    floats |= {
-        f.WS_EXTRA: (isa.block_n + isa.lanes) * panel,
-        f.WS_STAGE: panel * max(width, isa.block_n),
-        f.WS_MAX: panel,
-        f.WS_ALPHA: panel,
-        f.WS_ROWS: f.ROW_FIELDS * rows,
-        f.WS_PANELS: f.PANEL_BYTES // 4 * (rows // panel),
-    }
+    rows, in_tiles = round_up(block_m, host().panel), forward_program(problem) == "forward_matrix"
+    floats, changed = matrix_floats(problem, rows) if in_tiles else (forward_floats(problem, rows), {})
     if schedule.folds(problem):
         # Totals of a block, shaped like WS_ACC, and the rounding errors of their sums.
-        floats |= {f.WS_TOTAL: rows * (width_v + 2), f.WS_CARRY: rows * (width_v + 1)}
+        floats |= {f.WS_TOTAL: floats[f.WS_ACC], f.WS_CARRY: floats[f.WS_ACC] - rows}
     offsets, size = places(floats)
     return offsets | changed, size
+
+
+def forward_floats(problem: AttentionProblem, rows: int) -> dict[int, int]:
+    """The buffers of a block of `rows` rows and their sizes in floats."""
+    isa = host()
+    width = round_up(problem.head_dim, math.lcm(isa.dim_step, isa.lanes))
+    width_v = round_up(problem.head_dim_v, isa.value_step)
+    return {
+        f.WS_Q: rows * width,
+        f.WS_ACC: rows * (width_v + 2),
+        f.WS_K: isa.block_n * width,
+        f.WS_V: isa.block_n * width_v,
+        f.WS_SCORES: isa.block_n * isa.panel,
+    } | _row_floats(rows, width)
+
+
+def matrix_floats(problem: AttentionProblem, rows: int) -> tuple[dict[int, int], Block]:
+    """`forward_floats` for a matrix unit, and the padded head dims."""
+    panel, unit = host().panel, host().matrix
+    assert unit is not None
+    width, width_v = (round_up(dim, unit.depth) for dim in (problem.head_dim, problem.head_dim_v))
+    floats = {
+        f.WS_Q: rows * width // 2,
+        f.WS_ACC: rows * (width_v + 2),
+        f.WS_ACC_T: rows * width_v,
+        f.WS_K: unit.keys * width // 2,
+        f.WS_V: unit.keys * width_v // 2,
+        f.WS_V_ROWS: unit.keys * width_v // 2,
+        f.WS_SCORES: unit.keys * panel,
+        f.WS_WEIGHTS: unit.keys * panel // 2,
+        f.WS_PRODUCT: width_v * panel,
+        f.WS_TILES: 32,
+    }
+    return floats | _row_floats(rows, width), {f.DIM_PADDED: width, f.DIM_V_PADDED: width_v}
+
+
+def _row_floats(rows: int, width: int) -> dict[int, int]:
+    isa = host()
+    return {
+        f.WS_EXTRA: (isa.block_n + isa.lanes) * isa.panel,
+        f.WS_STAGE: isa.panel * max(width, isa.block_n),
+        f.WS_MAX: isa.panel,
+        f.WS_ALPHA: isa.panel,
+        f.WS_ROWS: f.ROW_FIELDS * rows,
+        f.WS_PANELS: f.PANEL_BYTES // 4 * (rows // isa.panel),
+    }
 
 
 def places(floats: dict[int, int]) -> tuple[Block, int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -42,17 +43,30 @@ def backward(
     """Gradients of canonical operands."""
     q_lengths, k_lengths = launch.lengths(problem, operands)
     runs = out.numel() > 0 and problem.seqlen_k > 0
-    grads = _new_gradients(problem, operands, wanted, int(k_lengths.sum()), zero=not runs)
+    grads = new_gradients(problem, operands, wanted, int(k_lengths.sum()), zero=not runs)
     delta = torch.zeros(problem.lse_shape, dtype=torch.float32, device="cpu") if wanted.dsinks else None
     if runs:
         keep: list[Tensor] = []
-        values = _input_values(problem, operands, out, lse, dout, dlse, keep)
-        launch.put(values, _output_fields(problem, operands, grads, delta, k_lengths, keep))
-        _run_passes(problem, values, wanted, q_lengths, k_lengths)
+        values = input_values(problem, operands, out, lse, dout, dlse, keep)
+        launch.put(values, output_fields(problem, operands, grads, delta, k_lengths, keep))
+        run_passes("backward", workspace, problem, values, wanted, q_lengths, k_lengths, BACKWARD_PER_FORWARD)
         if grads.dq is not None:
             launch.clear_unused_rows(operands, grads.dq, None)
     elif delta is not None and dlse is not None:
         delta -= dlse  # a sink that is the whole denominator
+    return finished(problem, operands, wanted, grads, delta, lse, k_lengths)
+
+
+def finished(
+    problem: AttentionProblem,
+    operands: Operands,
+    wanted: Wanted,
+    grads: Gradients,
+    delta: Tensor | None,
+    lse: Tensor,
+    k_lengths: Lengths,
+) -> Gradients:
+    """What kernels made, in the caller's shapes and dtypes."""
     dq, dk, dv, dbias, _ = grads
     if problem.kind == "paged":
         dk, dv = _into_pages(dk, operands.k, operands, k_lengths), _into_pages(dv, operands.v, operands, k_lengths)
@@ -65,7 +79,7 @@ def backward(
     )
 
 
-def _input_values(
+def input_values(
     problem: AttentionProblem,
     operands: Operands,
     out: Tensor,
@@ -93,7 +107,7 @@ def _input_values(
     return values
 
 
-def _new_gradients(
+def new_gradients(
     problem: AttentionProblem, operands: Operands, wanted: Wanted, total_k: int, *, zero: bool
 ) -> Gradients:
     """Memory for the gradients. Those of pages are packed fp32 rows per sequence, because sequences may share pages."""
@@ -120,7 +134,7 @@ def _new_gradients(
     )
 
 
-def _output_fields(
+def output_fields(
     problem: AttentionProblem,
     operands: Operands,
     grads: Gradients,
@@ -176,10 +190,20 @@ def _sink_gradient(operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
     return torch.from_numpy(total).to(sinks.dtype)
 
 
-def _run_passes(
-    problem: AttentionProblem, values: Values, wanted: Wanted, q_lengths: Lengths, k_lengths: Lengths
+def run_passes(
+    program: str,
+    workspace: Callable[[AttentionProblem, int, int], tuple[Block, int]],
+    problem: AttentionProblem,
+    values: Values,
+    wanted: Wanted,
+    q_lengths: Lengths,
+    k_lengths: Lengths,
+    per_forward: int,
 ) -> None:
-    """Run what is needed: all gradients per K/V head at once, or dq and dk/dv separately; and dbias."""
+    """Run what is needed: all gradients per K/V head at once, or dq and dk/dv separately; and dbias.
+
+    `per_forward` is the time of a pass in forward passes.
+    """
     expected = launch.expected_microseconds(problem, q_lengths, k_lengths)
     count = launch.useful_threads(expected, threads.num_threads())
     makes_dq, makes_dkv = wanted.dq or wanted.dsinks, wanted.dk or wanted.dv
@@ -194,19 +218,19 @@ def _run_passes(
         if makes_dkv:
             passes.append((f.MAKES_DKV, _key_blocks(k_lengths), problem.num_kv_heads))
         if makes_dq:
-            passes.append((f.MAKES_DQ, _row_blocks(problem, q_lengths, k_lengths), problem.num_heads))
+            passes.append((f.MAKES_DQ, row_blocks(problem, q_lengths, k_lengths), problem.num_heads))
     if wanted.dbias and problem.bias_shape is not None:
         passes.append((f.MAKES_DBIAS, *_bias_owners(problem.bias_shape, q_lengths)))
     for work, entries, units in passes:
         if len(entries) == 0:
             continue
         keys = min(int((entries[:, 5] - entries[:, 4]).max()), int(k_lengths.max(initial=0)))
-        offsets, size = _workspace(problem, work, round_up(keys, host().block_n))
+        offsets, size = workspace(problem, work, round_up(keys, host().block_n))
         plan = Schedule(torch.from_numpy(entries), units, problem.num_heads // units, BLOCK_ROWS)
         block = values[:]
         launch.put(block, offsets | {f.WORK: work})
-        is_long = BACKWARD_PER_FORWARD * expected >= launch.LONG_MICROSECONDS
-        launch.run_items("backward", block, plan, size, count, is_long)
+        is_long = per_forward * expected >= launch.LONG_MICROSECONDS
+        launch.run_items(program, block, plan, size, count, is_long)
 
 
 # Schedules: entries of (first batch, end batch, first row, end row, first key, end key).
@@ -235,7 +259,7 @@ def _blocks(lengths: Lengths, size: int) -> tuple[Lengths, Lengths]:
     return batch, (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * size
 
 
-def _row_blocks(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
+def row_blocks(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
     batch, first = _blocks(q_lengths, BLOCK_ROWS)
     entries = _entries(batch, batch + 1, rows=(first, first + BLOCK_ROWS))
     return _longest_first(entries, schedule.keys_seen(problem, first + BLOCK_ROWS, q_lengths[batch], k_lengths[batch]))
@@ -261,14 +285,19 @@ def _bias_owners(bias_shape: tuple[int, int, int, int], q_lengths: Lengths) -> t
 
 
 @functools.lru_cache(maxsize=256)
-def _workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, int]:
+def workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, int]:
     """Offsets in one thread's workspace; `keys` rows of dk and dv."""
+    return launch.places(workspace_floats(problem, work, keys))
+
+
+def workspace_floats(problem: AttentionProblem, work: int, keys: int) -> dict[int, int]:
+    """The buffers of a workspace and their sizes in floats."""
     isa = host()
     step = math.lcm(isa.value_step, isa.dim_step)
     wide, wide_v = round_up(problem.head_dim, step), round_up(problem.head_dim_v, step)
     rows, panels = round_up(BLOCK_ROWS, isa.panel), -(-BLOCK_ROWS // isa.panel)
     scores = (panels * isa.block_n + isa.lanes) * isa.panel
-    floats = {
+    return {
         f.WS_Q: rows * wide,
         f.WS_DOUT: rows * wide_v,
         f.WS_Q_ROWS: rows * wide,
@@ -293,4 +322,3 @@ def _workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, 
         f.WS_DK: keys * wide if work & f.MAKES_DKV else 0,
         f.WS_DV: keys * wide_v if work & f.MAKES_DKV else 0,
     }
-    return launch.places(floats)
