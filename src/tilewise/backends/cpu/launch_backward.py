@@ -260,6 +260,7 @@ def _blocks(lengths: Lengths, size: int) -> tuple[Lengths, Lengths]:
 
 
 def row_blocks(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
+    """Entries that own a block of rows each."""
     batch, first = _blocks(q_lengths, BLOCK_ROWS)
     entries = _entries(batch, batch + 1, rows=(first, first + BLOCK_ROWS))
     return _longest_first(entries, schedule.keys_seen(problem, first + BLOCK_ROWS, q_lengths[batch], k_lengths[batch]))
