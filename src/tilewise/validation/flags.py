@@ -199,22 +199,23 @@ def any_needs_grad(*tensors: Tensor | None) -> bool:
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v in torch.autocast's dtype, as for SDPA. fp64 ones, bias, sinks and slopes keep theirs."""
-    kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if _is_cast(t) else t for t in tensors)
+    dtype = _autocast_dtype(tensors[0])
+    return tensors if dtype is None else tuple(t.to(dtype) if _is_cast(t) else t for t in tensors)
 
 
 def autocast_looks(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors with the dtype that `autocast` would give but one element of memory each: for validation only."""
-    kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    dtype = _autocast_dtype(tensors[0])
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
     return tuple(
         t.new_empty((), dtype=dtype).expand(t.shape) if _is_cast(t) and t.dtype != dtype else t for t in tensors
     )
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    kind = tensor.device.type
+    return None if kind == "meta" or not torch.is_autocast_enabled(kind) else torch.get_autocast_dtype(kind)
 
 
 def _is_cast(tensor: Tensor) -> bool:
