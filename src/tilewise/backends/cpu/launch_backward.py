@@ -43,7 +43,7 @@ def backward(
     """Gradients of canonical operands."""
     q_lengths, k_lengths = launch.lengths(problem, operands)
     runs = out.numel() > 0 and problem.seqlen_k > 0
-    grads = new_gradients(problem, operands, wanted, int(k_lengths.sum()), zero=not runs)
+    grads = new_gradients(problem, operands, wanted, k_lengths, zero=not runs)
     delta = torch.zeros(problem.lse_shape, dtype=torch.float32, device="cpu") if wanted.dsinks else None
     if runs:
         keep: list[Tensor] = []
@@ -108,7 +108,7 @@ def input_values(
 
 
 def new_gradients(
-    problem: AttentionProblem, operands: Operands, wanted: Wanted, total_k: int, *, zero: bool
+    problem: AttentionProblem, operands: Operands, wanted: Wanted, k_lengths: Lengths, *, zero: bool
 ) -> Gradients:
     """Memory for the gradients. Those of pages are packed fp32 rows per sequence, because sequences may share pages."""
 
@@ -122,7 +122,7 @@ def new_gradients(
     def new_kv(like: Tensor) -> Tensor:
         if problem.kind != "paged":
             return new(like, zero=zero or problem.kind != "dense")
-        shape = total_k, problem.num_kv_heads, like.shape[-1]
+        shape = int(k_lengths.sum()), problem.num_kv_heads, like.shape[-1]
         return (torch.zeros if zero else torch.empty)(shape, dtype=torch.float32, device="cpu")
 
     shape = problem.bias_shape if wanted.dbias else None
@@ -200,12 +200,25 @@ def run_passes(
     k_lengths: Lengths,
     per_forward: int,
 ) -> None:
-    """Run what is needed: all gradients per K/V head at once, or dq and dk/dv separately; and dbias.
-
-    `per_forward` is the time of a pass in forward passes.
-    """
+    """Run a program over what is needed. `per_forward` is the time of all passes in forward passes."""
     expected = launch.expected_microseconds(problem, q_lengths, k_lengths)
     count = launch.useful_threads(expected, threads.num_threads())
+    for work, plan, keys in _passes(problem, wanted, count, q_lengths.tobytes(), k_lengths.tobytes()):
+        offsets, size = workspace(problem, work, keys)
+        block = values[:]
+        launch.put(block, offsets)
+        block[f.WORK] = work
+        launch.run_items(program, block, plan, size, count, per_forward * expected >= launch.LONG_MICROSECONDS)
+
+
+@functools.lru_cache(maxsize=64)
+def _passes(
+    problem: AttentionProblem, wanted: Wanted, count: int, q_bytes: bytes, k_bytes: bytes
+) -> list[tuple[int, Schedule, int]]:
+    """WORK, items and keys of dk and dv of each pass, for lengths as int64: all gradients per K/V head at once, or dq
+    and dk/dv separately; and dbias. Cached: the layers of a model ask for the same.
+    """
+    q_lengths, k_lengths = np.frombuffer(q_bytes, np.int64), np.frombuffer(k_bytes, np.int64)
     makes_dq, makes_dkv = wanted.dq or wanted.dsinks, wanted.dk or wanted.dv
     heads = len(q_lengths) * problem.num_kv_heads
     passes: list[tuple[int, Lengths, int]] = []
@@ -221,16 +234,13 @@ def run_passes(
             passes.append((f.MAKES_DQ, row_blocks(problem, q_lengths, k_lengths), problem.num_heads))
     if wanted.dbias and problem.bias_shape is not None:
         passes.append((f.MAKES_DBIAS, *_bias_owners(problem.bias_shape, q_lengths)))
+    longest, found = int(k_lengths.max(initial=0)), []
     for work, entries, units in passes:
-        if len(entries) == 0:
-            continue
-        keys = min(int((entries[:, 5] - entries[:, 4]).max()), int(k_lengths.max(initial=0)))
-        offsets, size = workspace(problem, work, round_up(keys, host().block_n))
-        plan = Schedule(torch.from_numpy(entries), units, problem.num_heads // units, BLOCK_ROWS)
-        block = values[:]
-        launch.put(block, offsets | {f.WORK: work})
-        is_long = per_forward * expected >= launch.LONG_MICROSECONDS
-        launch.run_items(program, block, plan, size, count, is_long)
+        if len(entries) > 0:
+            keys = round_up(min(int((entries[:, 5] - entries[:, 4]).max()), longest), host().block_n)
+            plan = Schedule(torch.from_numpy(entries), units, problem.num_heads // units, BLOCK_ROWS)
+            found.append((work, plan, keys))
+    return found
 
 
 # Schedules: entries of (first batch, end batch, first row, end row, first key, end key).
