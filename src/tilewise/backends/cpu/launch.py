@@ -285,9 +285,14 @@ def _readable(bias: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, int]:
     """Offsets in one thread's workspace, and its size in bytes."""
+    block_m = round_up(block_m, host().panel)
+    return places(forward_floats(problem, block_m) | _totals(problem, block_m, dims(problem).v_padded))
+
+
+def forward_floats(problem: AttentionProblem, block_m: int) -> dict[int, int]:
+    """The buffers of a block of `block_m` rows and their sizes in floats."""
     isa, padded = host(), dims(problem)
-    block_m = round_up(block_m, isa.panel)
-    floats = {
+    return {
         f.WS_Q: block_m * padded.lanes,
         f.WS_ACC: block_m * (padded.v_padded + 2),
         f.WS_K: isa.block_n * padded.lanes,
@@ -299,9 +304,7 @@ def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, i
         f.WS_ALPHA: isa.panel,
         f.WS_ROWS: ROW_TABLE_FIELDS * block_m,
         f.WS_PANELS: PANEL_BOUNDS_BYTES // 4 * (block_m // isa.panel),
-        **_totals(problem, block_m, padded.v_padded),
     }
-    return places(floats)
 
 
 @functools.lru_cache(maxsize=256)

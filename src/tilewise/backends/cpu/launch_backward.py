@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,17 @@ from tilewise.backends.cpu.schedule import Lengths, Schedule, round_up
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = ["backward"]
+__all__ = [
+    "BLOCK_ROWS",
+    "Buffers",
+    "backward",
+    "both_lengths",
+    "empty_like",
+    "input_values",
+    "row_blocks",
+    "run_passes",
+    "workspace_floats",
+]
 
 # Query rows of a block: their P and dS for a tile stay in the second-level cache.
 BLOCK_ROWS = 256
@@ -43,24 +54,25 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """Gradients of canonical operands."""
-    grads = _Buffers(problem, operands, wanted)
+    grads = Buffers(problem, operands, wanted)
     if out.numel() > 0 and problem.seqlen_k > 0:
-        q_lengths, k_lengths = _lengths(problem, operands)
+        q_lengths, k_lengths = both_lengths(problem, operands)
         keep: list[Tensor] = []
-        values = _input_values(problem, operands, out, lse, dout, dlse, keep)
+        values = input_values(problem, operands, out, lse, dout, dlse, keep)
         launch.put(values, grads.fields(problem, operands, k_lengths))
-        _run_passes(problem, values, wanted, q_lengths, k_lengths)
+        run_passes("backward", workspace, problem, values, wanted, q_lengths, k_lengths)
         if problem.kind != "dense" and grads.dq is not None:
             launch.clear_unused_rows(int(q_lengths.sum()), grads.dq, None)
         return grads.finished(problem, operands, lse, k_lengths)
     return grads.empty(problem, operands, lse, dlse)
 
 
-def _lengths(problem: AttentionProblem, operands: Operands) -> tuple[Lengths, Lengths]:
+def both_lengths(problem: AttentionProblem, operands: Operands) -> tuple[Lengths, Lengths]:
+    """Query and key lengths of the sequences."""
     return schedule.dense_lengths(problem) if problem.kind == "dense" else launch.lengths(problem, operands)
 
 
-def _input_values(
+def input_values(
     problem: AttentionProblem,
     operands: Operands,
     out: Tensor,
@@ -88,13 +100,16 @@ def _input_values(
     return values
 
 
-class _Buffers:
+Workspace = Callable[[AttentionProblem, int, int], tuple[Block, int]]
+
+
+class Buffers:
     """The gradient tensors. dk and dv of pages are computed per sequence in fp32, because sequences may share pages."""
 
     def __init__(self, problem: AttentionProblem, operands: Operands, wanted: Wanted) -> None:
-        self.dq = _empty_like(problem, operands.q) if wanted.dq or wanted.dsinks else None
+        self.dq = empty_like(problem, operands.q) if wanted.dq or wanted.dsinks else None
         self.returns_dq = wanted.dq
-        new = _empty_like if problem.kind == "dense" else _zeros_like
+        new = empty_like if problem.kind == "dense" else _zeros_like
         paged = problem.kind == "paged"
         self.dk = new(problem, operands.k) if wanted.dk and not paged else None
         self.dv = new(problem, operands.v) if wanted.dv and not paged else None
@@ -153,7 +168,7 @@ class _Buffers:
         return Gradients(zeros[0], zeros[1], zeros[2], dbias, dsinks)
 
 
-def _empty_like(problem: AttentionProblem, tensor: Tensor) -> Tensor:
+def empty_like(problem: AttentionProblem, tensor: Tensor) -> Tensor:
     """Uninitialised memory in the order of the caller's layout, heads first."""
     if problem.kind == "dense" and problem.layout == "bshd":
         b, h, s, d = tensor.shape
@@ -204,23 +219,32 @@ def _sink_gradient(operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 class _Effort(NamedTuple):
-    """Size of the passes: maximum threads, keys of the longest sequence (seqlen_k is only a bound), and
-    whether long.
+    """The program of the passes and its workspace; maximum threads, keys of the longest sequence (seqlen_k is only a
+    bound), and whether long.
     """
 
+    program: str
+    workspace: Workspace
     threads: int
     longest: int
     is_long: bool
 
 
-def _run_passes(
-    problem: AttentionProblem, values: Values, wanted: Wanted, q_lengths: Lengths, k_lengths: Lengths
+def run_passes(
+    program: str,
+    workspace: Workspace,
+    problem: AttentionProblem,
+    values: Values,
+    wanted: Wanted,
+    q_lengths: Lengths,
+    k_lengths: Lengths,
+    per_forward: int = BACKWARD_PER_FORWARD,
 ) -> None:
     """Run what is needed: all gradients per K/V head at once, or dq and dk/dv separately; and dbias."""
     expected = launch.expected_microseconds(problem)
     count = launch.useful_threads(expected, threads.num_threads())
-    long = launch.is_long(problem, expected, q_lengths, k_lengths, BACKWARD_PER_FORWARD)
-    effort = _Effort(count, int(k_lengths.max(initial=0)), long)
+    long = launch.is_long(problem, expected, q_lengths, k_lengths, per_forward)
+    effort = _Effort(program, workspace, count, int(k_lengths.max(initial=0)), long)
     makes_dq, makes_dkv = wanted.dq or wanted.dsinks, wanted.dk or wanted.dv
     heads = len(q_lengths) * problem.num_kv_heads
     # Either 5 products per tile on as many threads as there are heads, or 3 + 4 on all threads.
@@ -240,7 +264,7 @@ def _run_passes(
         if makes_dkv:
             _run(problem, values, f.MAKES_DKV, _key_blocks(k_lengths), problem.num_kv_heads, effort)
         if makes_dq:
-            _run(problem, values, f.MAKES_DQ, _row_blocks(problem, q_lengths, k_lengths), problem.num_heads, effort)
+            _run(problem, values, f.MAKES_DQ, row_blocks(problem, q_lengths, k_lengths), problem.num_heads, effort)
     if wanted.dbias and problem.bias_shape is not None:
         entries, units = _bias_owners(problem, q_lengths)
         _run(problem, values, f.MAKES_DBIAS, entries, units, effort)
@@ -269,7 +293,8 @@ def _blocks(lengths: Lengths, size: int) -> tuple[Lengths, Lengths]:
     return batch, (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * size
 
 
-def _row_blocks(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
+def row_blocks(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
+    """Entries that own a block of rows each."""
     batch, first = _blocks(q_lengths, BLOCK_ROWS)
     entries = _entries(batch, batch + 1, rows=(first, first + BLOCK_ROWS))
     return _longest_first(entries, schedule.keys_seen(problem, first + BLOCK_ROWS, q_lengths[batch], k_lengths[batch]))
@@ -296,14 +321,19 @@ def _bias_owners(problem: AttentionProblem, q_lengths: Lengths) -> tuple[Lengths
 
 
 @functools.lru_cache(maxsize=256)
-def _workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, int]:
+def workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, int]:
     """Offsets in one thread's workspace; `keys` rows of dk and dv."""
+    return launch.places(workspace_floats(problem, work, keys))
+
+
+def workspace_floats(problem: AttentionProblem, work: int, keys: int) -> dict[int, int]:
+    """The buffers of a workspace and their sizes in floats."""
     isa = host()
     step = math.lcm(isa.value_step, isa.dim_step)
     wide, wide_v = round_up(problem.head_dim, step), round_up(problem.head_dim_v, step)
     rows, panels = round_up(BLOCK_ROWS, isa.panel), -(-BLOCK_ROWS // isa.panel)
     scores = (panels * isa.block_n + isa.lanes) * isa.panel
-    floats = {
+    return {
         f.WS_Q: rows * wide,
         f.WS_DOUT: rows * wide_v,
         f.WS_Q_ROWS: rows * wide,
@@ -328,7 +358,6 @@ def _workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, 
         f.WS_DK: keys * wide if work & f.MAKES_DKV else 0,
         f.WS_DV: keys * wide_v if work & f.MAKES_DKV else 0,
     }
-    return launch.places(floats)
 
 
 def _run(problem: AttentionProblem, values: Values, work: int, entries: Lengths, units: int, effort: _Effort) -> None:
@@ -336,9 +365,9 @@ def _run(problem: AttentionProblem, values: Values, work: int, entries: Lengths,
     if len(entries) == 0:
         return
     keys = round_up(min(int((entries[:, 5] - entries[:, 4]).max()), effort.longest), host().block_n)
-    offsets, size = _workspace(problem, work, keys)
+    offsets, size = effort.workspace(problem, work, keys)
     plan = Schedule(torch.from_numpy(entries), units, problem.num_heads // units, BLOCK_ROWS)
     values = values[:]
     launch.put(values, offsets)
     values[f.WORK] = work
-    launch.run_items("backward", values, plan, size, effort.threads, effort.is_long)
+    launch.run_items(effort.program, values, plan, size, effort.threads, effort.is_long)

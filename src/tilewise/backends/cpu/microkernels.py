@@ -20,6 +20,7 @@ __all__ = [
     "accumulate_keys",
     "emit_softmax",
     "row_max",
+    "score_products",
     "scores",
     "softmax",
     "softmax_gradient",
@@ -38,6 +39,19 @@ COARSE_SCORE = float(2**28)
 @kernel("iiiiii")
 def scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: Value, running_max: Value) -> None:
     """s[score_keys][panel] = k[score_keys][head_dim] . q[head_dim][panel]; running_max = max(running_max, s)."""
+    keys, vectors, panel = e.isa.score_keys, e.isa.query_vectors, e.isa.panel
+    acc = score_products(e, k, k_stride, head_dim, q, [e.f32s(0.0)] * (keys * vectors))
+    top = e.load_vectors(running_max, vectors)
+    for i in range(keys):
+        e.store_vectors(e.at(s, i * panel), acc[i * vectors : (i + 1) * vectors])
+        top = [e.maximum(top[j], acc[i * vectors + j]) for j in range(vectors)]
+    e.store_vectors(running_max, top)
+
+
+def score_products(
+    e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, start: Sequence[Value]
+) -> list[Value]:
+    """The vectors of k[score_keys][head_dim] . q[head_dim][panel], added to `start`."""
     isa, b = e.isa, e.b
     keys, vectors, panel = isa.score_keys, isa.query_vectors, isa.panel
     k_rows = e.rows(k, k_stride, keys)
@@ -55,12 +69,7 @@ def scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: 
                         sums[i * vectors + j] = e.fma(queries[j], weights[i][w], sums[i * vectors + j])
         return sums
 
-    acc = e.loop(head_dim, isa.dim_step, [e.f32s(0.0)] * (keys * vectors), step)
-    top = e.load_vectors(running_max, vectors)
-    for i in range(keys):
-        e.store_vectors(e.at(s, i * panel), acc[i * vectors : (i + 1) * vectors])
-        top = [e.maximum(top[j], acc[i * vectors + j]) for j in range(vectors)]
-    e.store_vectors(running_max, top)
+    return e.loop(head_dim, isa.dim_step, start, step)
 
 
 def _multipliers(e: Emitter, rows: list[Value], u: int) -> list[list[Value]]:
