@@ -167,7 +167,6 @@ def _tangent_workspace(problem: AttentionProblem) -> tuple[Block, int]:
         f.WS_TACC: rows * padded.v_padded,
         f.WS_TSUM: rows,
         f.WS_CAP: isa.block_n * isa.panel,
-        f.WS_ONES: isa.panel,
     }
     return launch.places(floats)
 

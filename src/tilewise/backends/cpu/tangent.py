@@ -19,7 +19,7 @@ from tilewise.backends.cpu.features import (
     multiply_panel,
 )
 from tilewise.backends.cpu.forward import acc_state, pack_queries, panel_scores
-from tilewise.backends.cpu.higher import add_scores, scale_panel, subtract_row, tangent_weights
+from tilewise.backends.cpu.higher import scale_panel, score_pair, subtract_row, tangent_weights, weigh_pair
 from tilewise.backends.cpu.intrinsics import atomic_add, exp2, field, load_f32, load_i64, scalar_bits, store_f32
 from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.merging import LOG2E_F32, MINUS_INF, begin_rows, finish_rows
@@ -53,14 +53,17 @@ VALUE_ROWS = host().value_rows
 @driver
 def score_tangents(p: int, t: int, size: int, k: int, tk: int, q: int, tq: int, width: int, scratch: int) -> None:
     """t[size][panel] = K Q' + K' Q, without what has no tangent (an address of 0 in the parameters)."""
-    for j in range(0, size, SCORE_KEYS):
-        place = t + 4 * j * PANEL
-        if field(p, f.TQ) != 0:
-            scores(k + 4 * j * width, 4 * width, field(p, f.DIM_PADDED), tq, place, scratch)
-        else:
-            fill(place, SCORE_KEYS * PANEL, 0.0)
-        if field(p, f.TK) != 0:
-            add_scores(tk + 4 * j * width, 4 * width, field(p, f.DIM_PADDED), q, place)
+    has_q, has_k, padded = field(p, f.TQ) != 0, field(p, f.TK) != 0, field(p, f.DIM_PADDED)
+    if has_q and has_k:
+        for j in range(0, size, SCORE_KEYS):
+            at = 4 * j * width
+            score_pair(k + at, tq, tk + at, q, 4 * width, padded, t + 4 * j * PANEL)
+    elif has_q or has_k:
+        rows, panel = k if has_q else tk, tq if has_q else q
+        for j in range(0, size, SCORE_KEYS):
+            scores(rows + 4 * j * width, 4 * width, padded, panel, t + 4 * j * PANEL, scratch)
+    else:
+        fill(t, size * PANEL, 0.0)
 
 
 @driver
@@ -81,6 +84,18 @@ def weigh_panel(p: int, weights: int, v: int, size: int, acc: int, alpha: int, n
         for d in range(0, width_v, VALUE_STEP):
             place = acc + 4 * (i * width_v + d)
             weigh_values(weights + 4 * i, v + 4 * BLOCK_N * d, 4 * VALUE_STEP, size, place, 4 * width_v, alpha + 4 * i)
+
+
+@driver
+def weigh_both(p: int, ws: int, t: int, s: int, begin: int, size: int, acc: int, num_rows: int) -> None:
+    """acc[num_rows] = alpha * acc + t^T V + s^T V', for keys from `begin` on."""
+    width_v, at, alpha = field(p, f.DIM_V_PADDED), 4 * begin * VALUE_STEP, ws + field(p, f.WS_ALPHA)
+    v, tv = ws + field(p, f.WS_V) + at, ws + field(p, f.WS_TV) + at
+    for i in range(0, num_rows, VALUE_ROWS):
+        for d in range(0, width_v, VALUE_STEP):
+            column, place = 4 * BLOCK_N * d, acc + 4 * (i * width_v + d)
+            one, other = t + 4 * i, s + 4 * i
+            weigh_pair(one, v + column, other, tv + column, 4 * VALUE_STEP, size, place, 4 * width_v, alpha + 4 * i)
 
 
 @driver
@@ -112,9 +127,10 @@ def tangent_step(
     rows = 4 * panel * PANEL * field(p, f.DIM_V_PADDED)
     acc, tacc, at = ws + field(p, f.WS_ACC) + rows, ws + field(p, f.WS_TACC) + rows, 4 * begin * VALUE_STEP
     weigh_panel(p, s, ws + field(p, f.WS_V) + at, size, acc, alpha, num_rows)
-    weigh_panel(p, t, ws + field(p, f.WS_V) + at, size, tacc, alpha, num_rows)
     if field(p, f.TV) != 0:
-        weigh_panel(p, s, ws + field(p, f.WS_TV) + at, size, tacc, ws + field(p, f.WS_ONES), num_rows)
+        weigh_both(p, ws, t, s, begin, size, tacc, num_rows)
+    else:
+        weigh_panel(p, t, ws + field(p, f.WS_V) + at, size, tacc, alpha, num_rows)
 
 
 @driver
@@ -197,7 +213,6 @@ def tangent(p: int) -> None:
     """The entry point of each thread: take work items (see backward.py) until none is left."""
     counters = p + 8 * f.BLOCK_FIELDS
     ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
-    fill(ws + field(p, f.WS_ONES), PANEL, 1.0)
     while True:
         item = atomic_add(counters + 64, 1)
         if item >= field(p, f.NUM_ITEMS) or stops(p):
