@@ -78,13 +78,24 @@ class Maps(NamedTuple):
 
 def is_dual(tensors: Sequence[Tensor | None]) -> bool:
     """Whether torch asks for a forward-mode derivative (torch.func.jvp, dual tensors) along any of these."""
-    active = forward_ad._current_level >= 0  # noqa: SLF001
-    return active and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    if forward_ad._current_level < 0:  # noqa: SLF001
+        return False
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            return True
+    if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():  # noqa: SLF001
+        raise Unsupported(
+            "torch.compile does not show the tangents of dual tensors to what it compiles, so forward-mode derivatives "
+            "would be lost; call torch.func.jvp inside the compiled function instead"
+        )
+    return False
 
 
 def split_dual(tensors: Sequence[Tensor | None]) -> tuple[Sources, Sources]:
     """Primals and tangents. A tangent that torch knows to be zero becomes None."""
     pairs = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in tensors]
+    if torch.compiler.is_compiling():
+        return tuple([primal for primal, _ in pairs]), tuple([tangent for _, tangent in pairs])
     tangents = [None if t is None or t._is_zerotensor() else t for _, t in pairs]  # noqa: SLF001
     return tuple([primal for primal, _ in pairs]), tuple(tangents)
 
@@ -140,9 +151,12 @@ def attend_dual(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, T
             "either. Add the slopes as a bias, which has both"
         )
     tangents = Tangents(*[given[i] for i in PLACES])
-    if torch._C._are_functorch_transforms_active():  # noqa: SLF001
-        # torch.func keeps what has tangents apart from what is recorded, so the primals may be used directly.
-        out, lse, dot_out, dot_lse = _tangent_transformed(kind, Operands(*primals), flags, tangents)
+    compiling = torch.compiler.is_compiling()
+    if compiling or torch._C._are_functorch_transforms_active():  # noqa: SLF001
+        # torch.func keeps what has tangents apart from what is recorded, so the primals may be used directly. Compilers
+        # take ops only.
+        tangent = _tangent_by_op if compiling else _tangent_transformed
+        out, lse, dot_out, dot_lse = tangent(kind, Operands(*primals), flags, tangents)
         return forward_ad.make_dual(out, dot_out), forward_ad.make_dual(lse, dot_lse)
     if not calls.are_plain(tangents):
         # The legacy vmap behind torch.autograd.functional makes every result batched, and no batched one dual.

@@ -4,7 +4,7 @@
     second_gradient  for each tile of K:  for each tile of Q:  P from lse, then the gradients of sum(dout * out')
 
 A prime is a derivative along the tangents q', k', v'. Neither holds more than a few tiles of scores, so memory is
-linear in the sequence lengths. docs/derivatives.md derives the formulas; the kernels compute the same, with every feature.
+linear in the sequence lengths. docs/derivatives.md derives the formulas; kernels compute the same with every feature.
 
     >>> q = k = v = torch.ones(4, 8)
     >>> out, lse, dot_out, dot_lse = tangent((q, k, v), (q, k, v), band=Band(4, 4, right=0))
