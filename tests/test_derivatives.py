@@ -299,6 +299,24 @@ def test_fp8_is_refused() -> None:
         torch.func.jvp(lambda q: tw.attention(q, small, small), (k,), (k,))
 
 
+def test_a_compiled_function_may_take_a_tangent_inside() -> None:
+    q = randn(1, 2, 3, 4, dtype=torch.float32, grad=False)
+
+    def pushed(q: Tensor, along: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = torch.func.jvp(lambda q: tw.attention(q, q, q, causal=True), (q,), (along,))
+        return found
+
+    compiled = torch.compile(pushed, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, q.sin()), pushed(q, q.sin()))
+
+
+def test_a_compiled_function_never_loses_the_tangents_of_dual_tensors() -> None:
+    q = randn(1, 2, 3, 4, dtype=torch.float32, grad=False)
+    compiled = torch.compile(lambda q: tw.attention(q, q, q), fullgraph=True, backend="aot_eager")
+    with forward_ad.dual_level(), pytest.raises((tw.Unsupported, torch._dynamo.exc.Unsupported)):
+        compiled(forward_ad.make_dual(q, q))
+
+
 def test_a_backend_without_these_derivatives_is_passed_over_with_a_reason() -> None:
     class Plain:
         name = "plain"
