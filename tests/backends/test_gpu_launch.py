@@ -36,8 +36,6 @@ symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 triton_launch = pytest.importorskip("tilewise.backends.triton.launch")
 gpu_counters = pytest.importorskip("tilewise.backends.gpu.counters")
 hopper_launch = pytest.importorskip("tilewise.backends.hopper.launch")
-hopper_backward = pytest.importorskip("tilewise.backends.hopper.launch_backward")
-hopper_decode = pytest.importorskip("tilewise.backends.hopper.launch_decode")
 
 pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
@@ -56,7 +54,7 @@ class Compiled(NamedTuple):
 def h200(monkeypatch: pytest.MonkeyPatch, fake_cuda: FakeCuda) -> Iterator[FakeCuda]:
     """Every device is an H200, nothing is prepared yet."""
     kept = (triton_launch._kept_forward, triton_launch._kept_backward, hopper_launch.forward_pass)
-    caches = (*kept, hopper_backward.backward_pass, hopper_decode.decode_pass, compilation._compiled)
+    caches = (*kept, hopper_launch.backward_pass, hopper_launch.decode_pass, compilation._compiled)
     for cache in caches:
         cache.cache_clear()
     counter = torch.zeros(1, dtype=torch.int32)
@@ -195,8 +193,8 @@ def test_what_is_compiled_offline_is_what_runs(gpu: Any, h200: FakeCuda, compile
     train(gpu, operands, causal=True)
     before = list(compiled.names)
     problem, _ = problem_of(operands, causal=True, needs_grad=True)
-    offline = importlib.import_module(f"tilewise.backends.{gpu.name}.offline")
-    calls = offline.calls_of(problem, devices.named("h200"))
+    launch = importlib.import_module(f"tilewise.backends.{gpu.name}.launch")
+    calls = launch.calls_of(problem, devices.named("h200"))
     for call in calls:
         compilation.compile_call(call, devices.named("h200"), -1)
     assert compiled.names == before
@@ -261,7 +259,7 @@ def test_the_driver_gets_the_descriptors_of_hopper_kernels(h200: FakeCuda) -> No
     problem, ready = problem_of(operands_of(300, heads=4, batch=2), causal=True)
     forward = hopper_launch.forward_pass(problem, devices.named("h200"), -1, launching.raw_views(ready))
     results: list[tuple[Tensor, Tensor]] = []
-    got = launched_parameters(h200, forward.kernels, lambda: results.append(HOPPER.forward(problem, ready)))
+    got = launched_parameters(h200, forward, lambda: results.append(HOPPER.forward(problem, ready)))
     ((out, lse),) = results
     shape, strides = (2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)
     assert got["k_desc"] == (ready.k.data_ptr(), *shape, *strides)
@@ -317,7 +315,7 @@ def test_the_driver_hears_which_kernel_may_start_early(h200: FakeCuda, monkeypat
             problem, ready = problem_of(operands_of(keys), causal=True)
             kernels = hopper_launch.forward_pass.__wrapped__(
                 problem, devices.named("h200"), -1, launching.raw_views(ready)
-            ).kernels
+            )
             assert [call.overlaps for call in kernels.calls] == ([False, True] if overlaps else [False])
             assert {launch.is_direct for launch in kernels._launches} == {is_direct}
             h200.expect()
@@ -366,32 +364,33 @@ def test_what_nobody_reads_lies_in_one_block(h200: FakeCuda, monkeypatch: pytest
     """Of the call alone: one that comes between its kernels (of a thread, a hook, a finaliser) has another."""
     q, k = torch.zeros(1, 8, 1, 64, dtype=BF16), torch.zeros(1, 2, 4096, 64, dtype=BF16)
     problem, ready = problem_of(Operands(q, k, k))
-    given: list[int] = []
-    inner: list[Any] = []
-    plain, queued = driver.Launch.filled, launching.queued
+    fill, launched = launching.Frame.fill, launching.launched
     for gpu in (HOPPER, TRITON):
         bound: Any = gpu.bind_forward(problem, ready, want_lse=False)
         assert bound.made == ("out",)
-        given.clear()
-        inner.clear()
+        frames: list[Any] = []
+        inner: list[Any] = []
 
-        def noted(launch: Any, stream: int, addresses: Any) -> Any:
-            given.append(addresses["workspace"])
-            return plain(launch, stream, addresses)
+        def noted(frame: Any, places: tuple[int, ...], frames: list[Any] = frames) -> Any:
+            frames.append((frame, places))
+            return fill(frame, places)
 
-        def between(filled: Any, bound: Any = bound) -> int:
+        def between(arguments: Any, bound: Any = bound, inner: list[Any] = inner) -> int:
             if not inner:
                 inner.append(None)
-                bound(ready)
-            return int(queued(filled))
+                inner[0] = bound(ready)
+            return int(launched(arguments))
 
-        monkeypatch.setattr(driver.Launch, "filled", noted)
-        monkeypatch.setattr(launching, "queued", between)
+        monkeypatch.setattr(launching.Frame, "fill", noted)
+        monkeypatch.setattr(launching, "launched", between)
         made = bound(ready)
         assert made is not None
-        assert len(made) == 2  # out and the block
-        assert all(made[1].data_ptr() <= at < made[1].data_ptr() + made[1].nbytes for at in given[: len(bound.calls)])
-        assert len(set(given)) == 2
+        assert len(made) == len(inner[0]) == 2  # out and the block
+        (mine, places), (other, others) = frames
+        assert mine is not other
+        assert made[1].data_ptr() in places
+        assert made[1].data_ptr() not in others
+        assert inner[0][1].data_ptr() in others
         monkeypatch.undo()
     assert HOPPER.bind_forward(problem, ready, want_lse=True).made == ("out", "lse")  # type: ignore[union-attr]
 

@@ -33,11 +33,9 @@ CACHES = {
     "gpu.compilation": ("_compiled",),
     "gpu.launching": ("_order",),
     "triton.launch": ("_kept_forward", "_kept_backward"),
-    "triton.launch_prefix": ("prefix_pass",),
+    "triton.prefix": ("prefix_pass",),
     "gpu.counters": ("counters_of",),
-    "hopper.launch": ("forward_pass",),
-    "hopper.launch_backward": ("backward_pass",),
-    "hopper.launch_decode": ("decode_pass",),
+    "hopper.launch": ("forward_pass", "backward_pass", "decode_pass"),
 }
 # Kernels of a call: forward, backward (statistics, dK and dV, dQ) and decoding, whose parts Triton merges in a second.
 KERNELS = {"forward": (1, 1), "backward": (3, 3), "decode": (2, 1)}
@@ -97,10 +95,10 @@ def memory_of(kind: str) -> list[Tensor]:
 
 
 class Remembered(NamedTuple):
-    """What was remembered while a device was current: in which dictionary, and the addresses kernels start with."""
+    """What was written while a device was current: into which frame, and the addresses kernels start with."""
 
     device: int
-    known: dict[Any, Any]
+    frame: Any
     addresses: tuple[int, ...]
 
 
@@ -178,7 +176,7 @@ def test_prefixes_are_attended_where_the_tensors_are(gpu: Any, gpus: FakeGpus) -
 
 def test_a_graph_has_the_kernel_that_merges(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the last programs of a quick call merge: that takes the host a launch less, but the device longer."""
-    prefix = importlib.import_module("tilewise.backends.triton.launch_prefix")
+    prefix = importlib.import_module("tilewise.backends.triton.prefix")
     monkeypatch.setattr(prefix, "num_splits", lambda *_: prefix.JOINED_SPLITS)
     for quick in (True, False):
         monkeypatch.setattr(prefix, "is_quick", lambda *_, found=quick: found)
@@ -208,19 +206,19 @@ def test_the_current_device_is_restored_after_an_error(gpu: Any, kind: str, gpus
 def test_what_is_kept_is_kept_by_device(gpu: Any, kind: str, gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counters and what starts kernels at known addresses, though streams and addresses are equal."""
     remembered: list[Remembered] = []
-    plain = launching._remember
+    plain = launching.Frame.fill
 
-    def noted(known: dict[Any, Any], places: tuple[int, ...], value: Any) -> None:
-        remembered.append(Remembered(gpus.driver.device(), known, places[1:]))
-        plain(known, places, value)
+    def noted(frame: Any, places: tuple[int, ...]) -> bool:
+        remembered.append(Remembered(gpus.driver.device(), frame, places[1:]))
+        return bool(plain(frame, places))
 
-    monkeypatch.setattr(launching, "_remember", noted)
+    monkeypatch.setattr(launching.Frame, "fill", noted)
     memory = memory_of(kind)
     # Results live on: what is kept for the other device must not come to lie where they were.
     held = [call() for index in (0, 1) for call in calls_at(gpu, kind, memory, index)]
     assert held
-    # One pass for each device: none of these dictionaries serves both.
-    owners = [{id(one.known) for one in remembered if one.device == index} for index in (0, 1)]
+    # One pass for each device: none of these frames serves both.
+    owners = [{id(one.frame) for one in remembered if one.device == index} for index in (0, 1)]
     assert owners[0]
     assert not owners[0] & owners[1]
     spans = [gpus.lasting_at(index) for index in (0, 1)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tilewise.problem import AttentionProblem
 
-__all__ = ["MAX_ROWS", "too_long"]
-
 # Kernels add both lengths, a window of at most that size and the rows of a tile; TMA coordinates of packed rows start
 # at 2^30. With this limit all of these stay below 2^31.
 MAX_ROWS = 2**29

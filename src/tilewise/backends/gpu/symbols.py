@@ -14,19 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "ALIGNMENT",
-    "Address",
-    "Fixed",
-    "KernelCall",
-    "Multiple",
-    "Tile",
-    "addressed_names",
-    "aligned_names",
-    "materialised",
-    "renamed",
-]
-
 # The alignment in bytes that 128-bit vectors, cp.async and TMA need.
 ALIGNMENT = 16
 

@@ -24,8 +24,6 @@ from tilewise.lasting import outside_pools
 from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = ["failure", "report"]
-
 # The largest relative distance from the reference that passes: several times what rounding to bf16 causes.
 TOLERANCE = 0.02
 

@@ -103,12 +103,7 @@ class HopperBackend:
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse); see Backend."""
-        if decodes(problem):
-            out, lse = _module("launch_decode").run_decode(problem, operands)
-        elif problem.fp8:
-            out, lse = _module("launch_fp8").run_fp8_forward(problem, operands)
-        else:
-            out, lse = _module("launch").run_forward(problem, operands)
+        out, lse = _launch().run_forward(problem, operands)
         return out, lse
 
     def backward(
@@ -122,19 +117,12 @@ class HopperBackend:
         wanted: Wanted,
     ) -> Gradients:
         """The wanted gradients; see Backend."""
-        run = _module("launch_backward").run_backward
-        gradients: Gradients = run(problem, operands, out, lse, dout, dlse, wanted)
+        gradients: Gradients = _launch().run_backward(problem, operands, out, lse, dout, dlse, wanted)
         return gradients
 
     def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
         """See Binding."""
-        bound: Bound | None
-        if decodes(problem):
-            bound = _module("launch_decode").bind_decode(problem, operands, want_lse=want_lse)
-        elif problem.fp8:
-            bound = _module("launch_fp8").bind_fp8_forward(problem, operands, want_lse=want_lse)
-        else:
-            bound = _module("launch").bind_forward(problem, operands, want_lse=want_lse)
+        bound: Bound = _launch().bind_forward(problem, operands, want_lse=want_lse)
         return bound
 
     def bind_backward(
@@ -148,8 +136,10 @@ class HopperBackend:
         wanted: Wanted,
     ) -> Bound | None:
         """See Binding."""
+        if wanted.dsinks:
+            return None
         given = (dout, dlse, out, lse, *operands)
-        bound: Bound | None = _module("launch_backward").bind_backward(problem, given, operands.q, wanted)
+        bound: Bound = _launch().bind_backward(problem, given, operands.q, wanted)
         return bound
 
 
@@ -235,8 +225,8 @@ def _paged_refusals(problem: AttentionProblem, page_size: int) -> Iterator[str]:
 
 
 @functools.cache
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"tilewise.backends.hopper.{name}")
+def _launch() -> ModuleType:
+    return importlib.import_module("tilewise.backends.hopper.launch")
 
 
 BACKEND = HopperBackend()

@@ -159,21 +159,21 @@ class TritonBackend:
 
     def quantize(self, x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """(data, scale) in e4m3: see tilewise.fp8.quantisation."""
-        from tilewise.backends.triton import launch_quantising
+        from tilewise.backends.triton import quantising
 
-        return launch_quantising.quantize(x, *arguments, **options)
+        return quantising.quantize(x, *arguments, **options)
 
     def append_quantised(
         self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
     ) -> None:
         """Writes rows of K and V into slots of e4m3 pages: see tilewise.kv.quantised."""
-        from tilewise.backends.triton import quantised_rows
+        from tilewise.backends.triton import serving
 
-        quantised_rows.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
+        serving.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
 
     def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
         """Whether `attend_prefixes` suits such groups. Where rows alone fill the device, the ordinary kernels do."""
-        launch = importlib.import_module("tilewise.backends.triton.launch_prefix")
+        launch = importlib.import_module("tilewise.backends.triton.prefix")
         return self.supports(problem, device) is None and bool(launch.num_splits(problem, num_rows, device) > 1)
 
     def attend_prefixes(
@@ -186,11 +186,11 @@ class TritonBackend:
         lse: Tensor,
     ) -> None:
         """Attends rows to the prefixes of their groups and merges into `out` and `lse`: see tilewise.cascade."""
-        from tilewise.backends.triton import launch_prefix
+        from tilewise.backends.triton import prefix
 
         if problem.fp8 and not _read_in_pairs(operands):
             problem, operands = dequantised(problem, operands, torch.float32)
-        launch_prefix.attend_prefixes(problem, operands, num_rows, rows, out, lse)
+        prefix.attend_prefixes(problem, operands, num_rows, rows, out, lse)
 
     def bind_prefixes(
         self, problem: AttentionProblem, operands: Operands, num_rows: int, *results: Tensor | None
@@ -198,7 +198,7 @@ class TritonBackend:
         """`attend_prefixes` bound to operands, rows, out and lse with such strides. None if e4m3 is converted first."""
         if problem.fp8 and not _read_in_pairs(operands):
             return None
-        bound: Prefixes = importlib.import_module("tilewise.backends.triton.launch_prefix").bind_prefixes(
+        bound: Prefixes = importlib.import_module("tilewise.backends.triton.prefix").bind_prefixes(
             problem, operands, num_rows, *results
         )
         return bound
@@ -209,7 +209,7 @@ class TritonBackend:
         """One pass for the own keys (`problem`; of any GPU backend) and the prefixes. It takes the first `count`
         operands and the tensors of a hint, and does not make the results in `unread`.
         """
-        both: Bound = importlib.import_module("tilewise.backends.triton.launch_prefix").bind_after(
+        both: Bound | None = importlib.import_module("tilewise.backends.triton.prefix").bind_after(
             own, prefixes, count, unread, problem
         )
         return both
