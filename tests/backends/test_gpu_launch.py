@@ -245,7 +245,7 @@ def test_packed_rows_reach_the_driver_in_boxes(h200: FakeCuda) -> None:
     problem, spec = validation.problem_of("varlen", operands, Flags(causal=True)), devices.named("h200")
     ready = canonical(problem, operands)
     forward = triton_launch.forward_pass(problem, spec, -1, launching.raw_views(ready))
-    alone = launching.Pass(forward.calls[1:], Operands._fields, forward.allocations, spec, -1)
+    alone = launching.Pass(forward.calls[1:], Operands._fields, forward.allocations, spec, -1, read=("out", "lse"))
     results: list[dict[str, Tensor]] = []
     got = launched_parameters(h200, alone, lambda: results.append(alone.run(ready)))
     out = results[0]["out"]

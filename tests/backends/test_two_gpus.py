@@ -31,7 +31,6 @@ counters = pytest.importorskip("tilewise.backends.gpu.counters")
 BF16 = torch.bfloat16
 CACHES = {
     "gpu.compilation": ("_compiled",),
-    "gpu.launching": ("_order",),
     "triton.launch": ("_kept_forward", "_kept_backward"),
     "triton.prefix": ("prefix_pass",),
     "gpu.counters": ("counters_of",),

@@ -171,8 +171,7 @@ class Pass:
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._allocate = guards._empty_strided_cpu if index < 0 else guards._empty_strided_cuda  # noqa: SLF001
         self._counters = counters_of(index) if num_counters else None
-        kept = [call for call in calls if 0 not in call.grid]
-        self._launches: tuple[Launch, ...] = _on_device(index, _prepared, kept, device, index)
+        self._launches = _prepared([call for call in calls if 0 not in call.grid], device, index)
         self._aligned = aligned_names(self.calls)
         self._frames: list[Frame] = []
         # A pass that CUDA graphs capture instead, if any: kernels chosen without regard to host time.
@@ -191,11 +190,11 @@ class Pass:
         """
         index, stream, allocate = self._index, 0, self._allocate
         if index >= 0:
-            if index != _current_device():  # a guard takes microseconds
+            if index != torch._C._cuda_getDevice():  # noqa: SLF001  (a guard takes microseconds)
                 with torch.cuda.device(index):
                     return self(tensors, places)
-            stream = _current_stream(index)
-            if self.captured is not None and _is_capturing():
+            stream = torch._C._cuda_getCurrentRawStream(index)  # noqa: SLF001
+            if self.captured is not None and torch._C._cuda_isCurrentStreamCapturing():  # noqa: SLF001
                 return self.captured(tensors, places)
         if self.copied:
             tensors, places = self._copies(tensors), None
@@ -299,28 +298,9 @@ def in_layout(problem: AttentionProblem, made: Mapping[str, Allocation | None]) 
 
 
 def _prepared(calls: Iterable[KernelCall], device: DeviceSpec, index: int) -> tuple[Launch, ...]:
+    """The launches of calls. Kernels are loaded on the current device, which is made `index`."""
+    if index >= 0 and index != torch._C._cuda_getDevice():  # noqa: SLF001
+        with torch.cuda.device(index):
+            return _prepared(calls, device, index)
     plain = interpreted()
     return tuple(Launch(call, None if plain else compile_call(call, device, index)) for call in calls)
-
-
-# The functions behind torch's own wrappers, which take longer.
-def _current_device() -> int:
-    found: int = torch._C._cuda_getDevice()  # noqa: SLF001
-    return found
-
-
-def _current_stream(index: int) -> int:
-    found: int = torch._C._cuda_getCurrentRawStream(index)  # noqa: SLF001
-    return found
-
-
-def _is_capturing() -> bool:
-    return bool(torch._C._cuda_isCurrentStreamCapturing())  # noqa: SLF001
-
-
-def _on_device(index: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function with CUDA device `index` current, because kernels are loaded there."""
-    if index < 0 or index == _current_device():
-        return function(*args)
-    with torch.cuda.device(index):
-        return function(*args)

@@ -88,11 +88,6 @@ class KernelCall:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def addressed_names(calls: Iterable[KernelCall]) -> tuple[str, ...]:
-    """The tensors whose addresses these calls need, each once."""
-    return tuple(dict.fromkeys(address.name for address in _addresses_in(calls)))
-
-
 def aligned_names(calls: Iterable[KernelCall]) -> frozenset[str]:
     """The tensors whose addresses these calls assume to be multiples of 16 bytes."""
     return frozenset(address.name for address in _addresses_in(calls) if address.aligned)

@@ -43,12 +43,12 @@ def failure(backend: Backend) -> str | None:
     return outcomes[backend.name]
 
 
-def report(backend: Backend) -> str:
+def report(name: str) -> str:
     """The compiler and whether it was tested, for `tilewise doctor`; only for a backend that runs here."""
     if releases.is_known():
         return f"triton {releases.installed()}, a release that was tested"
     oldest, newest = (".".join(map(str, release)) for release in (releases.OLDEST, releases.NEWEST))
-    tried = f"{backend.name} kernels were tried against the reference and are right"
+    tried = f"{name} kernels were tried against the reference and are right"
     return f"triton {releases.installed()}, newer than those that were tested ({oldest} to {newest}); {tried}"
 
 

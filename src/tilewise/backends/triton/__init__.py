@@ -5,24 +5,20 @@ With TRITON_INTERPRET=1 the kernels run on CPU tensors in Triton's interpreter: 
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.base import Bound, Prefixes, TileShape
 from tilewise.backends.gpu import releases, trial
-from tilewise.backends.gpu.lengths import too_long
+from tilewise.backends.gpu.backend import GpuBackend, too_long
 from tilewise.dequantising import dequantised
 from tilewise.device import DeviceSpec
-from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 __all__ = ["BACKEND", "TritonBackend"]
 
@@ -32,7 +28,7 @@ MAX_HEAD_DIM = 512
 WIDE_SINGLE_SMEM = 132096
 
 
-class TritonBackend:
+class TritonBackend(GpuBackend):
     """Forward, backward and split-KV decode for dense, packed and paged problems."""
 
     name = "triton"
@@ -97,59 +93,20 @@ class TritonBackend:
         del problem
         return None
 
-    def compiler(self) -> str:
-        """What compiles the kernels, for `tilewise doctor`."""
-        return trial.report(self)
-
-    def launch_path(self) -> str:
-        """How kernels are launched here, for `tilewise doctor`."""
-        return str(importlib.import_module("tilewise.backends.gpu.driver").launch_path())
-
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse); see Backend."""
         if problem.fp8 and not _read_in_pairs(operands):
             # In fp32: bf16 would round lse visibly, and fp16 may overflow on e4m3 times its scale.
             plain, operands = dequantised(problem, operands, torch.float32)
-            out, lse = _launch().run_forward(plain, operands)
+            out, lse = super().forward(plain, operands)
             return out.to(problem.dtype), lse
-        out, lse = _launch().run_forward(problem, operands)
-        return out, lse
-
-    def backward(
-        self,
-        problem: AttentionProblem,
-        operands: Operands,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        wanted: Wanted,
-    ) -> Gradients:
-        """The wanted gradients; see Backend."""
-        gradients: Gradients = _launch().run_backward(problem, operands, out, lse, dout, dlse, wanted)
-        return gradients
+        return super().forward(problem, operands)
 
     def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
         """See Binding."""
         if problem.fp8 and not _read_in_pairs(operands):
             return None
-        bound: Bound | None = _launch().bind_forward(problem, operands, want_lse=want_lse)
-        return bound
-
-    def bind_backward(
-        self,
-        problem: AttentionProblem,
-        operands: Operands,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        wanted: Wanted,
-    ) -> Bound | None:
-        """See Binding."""
-        given = (dout, dlse, out, lse, *operands)
-        bound: Bound | None = _launch().bind_backward(problem, given, operands.q, wanted)
-        return bound
+        return super().bind_forward(problem, operands, want_lse=want_lse)
 
     def write_rows(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
         """Writes rows of K and V into slots of pages: see tilewise.kv.writing."""
@@ -236,11 +193,6 @@ def _interpreted() -> bool:
         return False
     knobs = importlib.import_module("triton").knobs
     return bool(knobs.runtime.interpret)
-
-
-@functools.cache
-def _launch() -> ModuleType:
-    return importlib.import_module("tilewise.backends.triton.launch")
 
 
 BACKEND = TritonBackend()

@@ -220,7 +220,7 @@ def bind_backward(
     problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted
 ) -> Pass | None:
     """See Binding; `given` in the order of BACKWARD_GIVEN."""
-    if not _bindable(problem) or problem.page_size is not None or wanted.dbias or wanted.dsinks:
+    if not _bindable(problem) or problem.page_size is not None:
         return None
     return launching.bound_to(backward_pass, problem, given, q, wanted)
 

@@ -7,7 +7,7 @@ scale, window sizes and the dropout rate are not in it, so a new sequence length
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -133,26 +133,26 @@ class Traits:
     """
 
     PACKED_Q: bool
-    PACKED_K: bool
-    PAGED: bool
-    PAGE_SIZE: int
-    GROUP_SIZE: int
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int
     BLOCK_DV: int
     TRANSFORMED: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    HAS_BIAS: bool
-    HAS_MASK: bool
-    HAS_ALIBI: bool
-    HAS_SOFTCAP: bool
-    HAS_SINKS: bool
-    HAS_DROPOUT: bool
-    DROPOUT_ORIGIN: bool
     PRECISION: str
     INTERPRETED: bool
+    PACKED_K: bool = False
+    PAGED: bool = False
+    PAGE_SIZE: int = 0
+    GROUP_SIZE: int = 1
+    HAS_LEFT: bool = False
+    HAS_RIGHT: bool = False
+    HAS_BIAS: bool = False
+    HAS_MASK: bool = False
+    HAS_ALIBI: bool = False
+    HAS_SOFTCAP: bool = False
+    HAS_SINKS: bool = False
+    HAS_DROPOUT: bool = False
+    DROPOUT_ORIGIN: bool = False
     EXACT: bool = False
     FP8: bool = False
     FP8_Q: bool = False
@@ -278,29 +278,13 @@ def traits_of(
 
 def of_rows(traits: Traits) -> Traits:
     """The traits for kernels that see only rows of out and their statistics: fewer variants to compile."""
-    return replace(
-        traits,
-        PACKED_K=False,
-        PAGED=False,
-        PAGE_SIZE=0,
-        GROUP_SIZE=1,
+    return Traits(
+        PACKED_Q=traits.PACKED_Q,
         HEAD_DIM=traits.HEAD_DIM_V,
+        HEAD_DIM_V=traits.HEAD_DIM_V,
         BLOCK_D=traits.BLOCK_DV,
-        HAS_LEFT=False,
-        HAS_RIGHT=False,
-        HAS_BIAS=False,
-        HAS_MASK=False,
-        HAS_ALIBI=False,
-        HAS_SOFTCAP=False,
-        HAS_SINKS=False,
-        HAS_DROPOUT=False,
-        DROPOUT_ORIGIN=False,
-        EXACT=False,
-        FP8=False,
-        FP8_Q=False,
-        HALF=False,
-        Q_SHARED_ROWS=0,
-        K_SHARED_ROWS=0,
-        V_SHARED_ROWS=0,
-        E4M3_INSTRUCTION=False,
+        BLOCK_DV=traits.BLOCK_DV,
+        TRANSFORMED=traits.TRANSFORMED,
+        PRECISION=traits.PRECISION,
+        INTERPRETED=traits.INTERPRETED,
     )
