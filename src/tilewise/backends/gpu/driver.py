@@ -157,7 +157,7 @@ class Arguments:
         self._maps: list[tuple[int, int, int, TensorMap]] = []
         metas = iter(_descriptions(launch.compiled))
         # The last parameters, pointers to scratch memory, stay null.
-        words[:count] = range(begin + WORD * count, begin + WORD * 2 * count, WORD)
+        words[:count] = list(range(begin + WORD * count, begin + WORD * 2 * count, WORD))
         for i, (kind, value) in enumerate(parameters):
             address = value.address if isinstance(value, Tile) else value
             if not isinstance(address, Address):
