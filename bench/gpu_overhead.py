@@ -75,16 +75,15 @@ def tensors(seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int, dim: int, *
 def parts_of(bound: Any, given: tuple[Tensor | None, ...]) -> Layers:
     """A bound pass, and its parts with the tensors of one call."""
     held = bound(given)  # lives as long as its addresses are used
-    arguments = bound._frames.pop().arguments  # noqa: SLF001  (later calls make another frame)
-    launch: Any = driver._entry("cuLaunchKernelEx")  # noqa: SLF001
+    filled = list(bound._filled.values())[-1]  # noqa: SLF001
 
     def driver_alone() -> Any:
-        for one in arguments:
-            launch(*one.given)
+        for function, arguments, _ in filled:
+            function(*arguments)
         return held
 
-    parts = {"bound pass": lambda: bound(given), "launches": lambda: driver.launched(arguments)}
-    return parts | ({"driver": driver_alone} if arguments else {})
+    parts = {"bound pass": lambda: bound(given), "launches": lambda: driver.queued(filled)}
+    return parts | ({"driver": driver_alone} if filled else {})
 
 
 def forward_layers(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Layers:

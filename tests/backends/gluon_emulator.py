@@ -469,7 +469,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "triton.experimental.gluon.language.nvidia.hopper": HOPPER,
     "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
     f"{SHARED}.compilation": {"compile_call": lambda call, *_: call.kernel},
-    f"{SHARED}.driver": {"Launch": EmulatedLaunch, "Arguments": None, "launched": len},
+    f"{SHARED}.driver": {"Launch": EmulatedLaunch, "Filled": tuple, "queued": len},
     f"{SHARED}.releases": {
         "aggregate": lambda cls: cls,
         "async_load": load_box,

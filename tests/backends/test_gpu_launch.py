@@ -364,33 +364,32 @@ def test_what_nobody_reads_lies_in_one_block(h200: FakeCuda, monkeypatch: pytest
     """Of the call alone: one that comes between its kernels (of a thread, a hook, a finaliser) has another."""
     q, k = torch.zeros(1, 8, 1, 64, dtype=BF16), torch.zeros(1, 2, 4096, 64, dtype=BF16)
     problem, ready = problem_of(Operands(q, k, k))
-    fill, launched = launching.Frame.fill, launching.launched
+    given: list[int] = []
+    inner: list[Any] = []
+    plain, queued = driver.Launch.filled, launching.queued
     for gpu in (HOPPER, TRITON):
         bound: Any = gpu.bind_forward(problem, ready, want_lse=False)
         assert bound.made == ("out",)
-        frames: list[Any] = []
-        inner: list[Any] = []
+        given.clear()
+        inner.clear()
 
-        def noted(frame: Any, places: tuple[int, ...], frames: list[Any] = frames) -> Any:
-            frames.append((frame, places))
-            return fill(frame, places)
+        def noted(launch: Any, stream: int, addresses: Any) -> Any:
+            given.append(addresses["workspace"])
+            return plain(launch, stream, addresses)
 
-        def between(arguments: Any, bound: Any = bound, inner: list[Any] = inner) -> int:
+        def between(filled: Any, bound: Any = bound) -> int:
             if not inner:
                 inner.append(None)
-                inner[0] = bound(ready)
-            return int(launched(arguments))
+                bound(ready)
+            return int(queued(filled))
 
-        monkeypatch.setattr(launching.Frame, "fill", noted)
-        monkeypatch.setattr(launching, "launched", between)
+        monkeypatch.setattr(driver.Launch, "filled", noted)
+        monkeypatch.setattr(launching, "queued", between)
         made = bound(ready)
         assert made is not None
-        assert len(made) == len(inner[0]) == 2  # out and the block
-        (mine, places), (other, others) = frames
-        assert mine is not other
-        assert made[1].data_ptr() in places
-        assert made[1].data_ptr() not in others
-        assert inner[0][1].data_ptr() in others
+        assert len(made) == 2  # out and the block
+        assert all(made[1].data_ptr() <= at < made[1].data_ptr() + made[1].nbytes for at in given[: len(bound.calls)])
+        assert len(set(given)) == 2
         monkeypatch.undo()
     assert HOPPER.bind_forward(problem, ready, want_lse=True).made == ("out", "lse")  # type: ignore[union-attr]
 

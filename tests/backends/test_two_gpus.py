@@ -31,6 +31,7 @@ counters = pytest.importorskip("tilewise.backends.gpu.counters")
 BF16 = torch.bfloat16
 CACHES = {
     "gpu.compilation": ("_compiled",),
+    "gpu.launching": ("_order",),
     "triton.launch": ("_kept_forward", "_kept_backward"),
     "triton.prefix": ("prefix_pass",),
     "gpu.counters": ("counters_of",),
@@ -94,10 +95,10 @@ def memory_of(kind: str) -> list[Tensor]:
 
 
 class Remembered(NamedTuple):
-    """What was written while a device was current: into which frame, and the addresses kernels start with."""
+    """What was remembered while a device was current: in which dictionary, and the addresses kernels start with."""
 
     device: int
-    frame: Any
+    known: dict[Any, Any]
     addresses: tuple[int, ...]
 
 
@@ -205,19 +206,19 @@ def test_the_current_device_is_restored_after_an_error(gpu: Any, kind: str, gpus
 def test_what_is_kept_is_kept_by_device(gpu: Any, kind: str, gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counters and what starts kernels at known addresses, though streams and addresses are equal."""
     remembered: list[Remembered] = []
-    plain = launching.Frame.fill
+    plain = launching._remember
 
-    def noted(frame: Any, places: tuple[int, ...]) -> bool:
-        remembered.append(Remembered(gpus.driver.device(), frame, places[1:]))
-        return bool(plain(frame, places))
+    def noted(known: dict[Any, Any], places: tuple[int, ...], value: Any) -> None:
+        remembered.append(Remembered(gpus.driver.device(), known, places[1:]))
+        plain(known, places, value)
 
-    monkeypatch.setattr(launching.Frame, "fill", noted)
+    monkeypatch.setattr(launching, "_remember", noted)
     memory = memory_of(kind)
     # Results live on: what is kept for the other device must not come to lie where they were.
     held = [call() for index in (0, 1) for call in calls_at(gpu, kind, memory, index)]
     assert held
-    # One pass for each device: none of these frames serves both.
-    owners = [{id(one.frame) for one in remembered if one.device == index} for index in (0, 1)]
+    # One pass for each device: none of these dictionaries serves both.
+    owners = [{id(one.known) for one in remembered if one.device == index} for index in (0, 1)]
     assert owners[0]
     assert not owners[0] & owners[1]
     spans = [gpus.lasting_at(index) for index in (0, 1)]

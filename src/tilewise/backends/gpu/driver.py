@@ -3,7 +3,7 @@
 Triton's own launch path, `CompiledKernel.__getitem__`, takes tens of microseconds of host time a kernel. It looks up
 the device, wraps metadata for hooks, asks the driver about every pointer, encodes every tensor map again, and unpacks
 Python objects into the parameters of cuLaunchKernelEx. For a compiled kernel all of this is fixed except the stream and
-the addresses. So the parameters are laid out once, a call writes those into them, and a launch is one driver call.
+the addresses. So the parameters are laid out once for each set of those, and a launch is one call of the driver.
 
 The parameters of a kernel are read from its PTX. If they differ from what is laid out here, whatever release of Triton
 compiled it, the kernel is launched by Triton's own path. Figures: bench/results/gpu-host-choices.csv.
@@ -18,7 +18,7 @@ import re
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,20 +29,19 @@ from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile, m
 
 LIBRARY = "libcuda.so.1"
 # Types not listed here take a word. The last two parameters point to scratch memory, which these kernels do not use.
-FORMATS = {"i32": "<i", "i64": "<q", "fp32": "<f"}
-POINTER, WORD, NUM_SCRATCH = "<Q", 8, 2
-# CUlaunchConfig: grid, block, bytes of shared memory, stream (in this word), attributes and their number.
-CONFIG, STREAM_WORD = struct.Struct("<7I4xQQI4x"), 4
+FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
+SIZES = {"i32": 4, "fp32": 4}
+POINTER, WORD, NUM_SCRATCH = "Q", 8, 2
+# CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number.
+CONFIG = "7I4xQQI4x"
 # CUlaunchAttribute: id and value; this one lets the kernel start while the one before it in the stream ends.
-ATTRIBUTE, OVERLAPS = struct.Struct("<I4xi60x"), (6, 1)
+ATTRIBUTE, OVERLAPS = "I4xi60x", (6, 1)
 WARP = 32
 # Converts an address to a C argument. Done beforehand, because it takes as long as the call itself.
 POINTER_ARGUMENT = ctypes.c_void_p.from_param
 # The parameters of a kernel in PTX: `.param .u32 name` or, with 128 bytes, `.param .align 64 .b8 name[128]`.
 ENTRY = re.compile(r"\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z]+(\d+)[^,\[]*(?:\[(\d+)\])?")
-# Tensor maps that all passes together cache, one for each tensor and address: about 3 MiB.
-MAX_MAPS = 8192
 # CUtensorMap: its size and alignment, the driver's codes of element types, and the constants it is encoded with.
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 ELEMENTS = {
@@ -52,6 +51,16 @@ ELEMENTS = {
 NO_INTERLEAVING, PROMOTE_128_BYTES, FILL_ZEROS = 0, 2, 0
 # Drivers up to this version set a bit in the maps of tensors below 128 KiB that must be cleared.
 LAST_WITH_SMALL_BIT, SMALL_BYTES, SMALL_BIT = 13010, 128 << 10, 1 << 21
+
+
+class Filled(NamedTuple):
+    """A launch that is ready to go: the driver's function, which returns 0 on success, and its arguments. `memory` owns
+    what the arguments point to.
+    """
+
+    function: Callable[..., int]
+    arguments: tuple[Any, ...]
+    memory: tuple[Any, ...]
 
 
 def launch_path() -> str:
@@ -73,37 +82,48 @@ def _entry(name: str) -> Callable[..., int] | None:
     return function
 
 
-class TensorMap:
-    """A TMA tensor map without its address. The driver lists dimensions from last to first."""
+class TensorMap(NamedTuple):
+    """A tensor map without its address. `box` is what one copy moves; dimensions are listed from last to first."""
 
-    __slots__ = ("_numbers", "is_small", "tile")
+    element: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+    is_small: bool
 
-    def __init__(self, tile: Tile, meta: Any) -> None:
-        self.tile, rank, size = tile, len(tile.shape), tile.address.dtype.itemsize
-        last = sum((count - 1) * stride for count, stride in zip(tile.shape, tile.strides, strict=True))
-        self.is_small = last * size + 1 < SMALL_BYTES
-        lists = ((ctypes.c_uint64, tile.shape[::-1]), (ctypes.c_uint64, [size * s for s in tile.strides[-2::-1]]),
-                 (ctypes.c_uint32, meta["block_size"][::-1]), (ctypes.c_uint32, [1] * rank))  # fmt: skip
-        constants = map(ctypes.c_int, (NO_INTERLEAVING, meta["swizzle"], PROMOTE_128_BYTES, FILL_ZEROS))
-        self._numbers = (*[(kind * rank)(*numbers) for kind, numbers in lists], *constants)
+    @classmethod
+    def of(cls, tile: Tile, meta: Any) -> TensorMap:
+        """From a tile and the compiler's description of it."""
+        dtype, box = tile.address.dtype, tuple(meta["block_size"][::-1])
+        last = sum((size - 1) * stride for size, stride in zip(tile.shape, tile.strides, strict=True))
+        strides = tuple(dtype.itemsize * stride for stride in tile.strides[-2::-1])
+        is_small = last * dtype.itemsize + 1 < SMALL_BYTES
+        return cls(ELEMENTS[dtype], tile.shape[::-1], strides, box, meta["swizzle"], is_small)
 
-    # A caching allocator hands out the same addresses again and again, in training one set for every layer.
-    @functools.lru_cache(maxsize=MAX_MAPS)  # noqa: B019  (a bounded number of maps outlives its pass)
-    def at(self, address: int) -> tuple[int, ctypes.Array[ctypes.c_char]]:
-        """The map of a tensor at `address`: where it begins, and the memory that holds it."""
-        memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
-        begin = -(-ctypes.addressof(memory) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-        element, rank = ELEMENTS[self.tile.address.dtype], len(self.tile.shape)
-        encode = _entry("cuTensorMapEncodeTiled")
+    def at(self, address: int) -> ctypes.Array[ctypes.c_char]:
+        """Memory that holds the map of a tensor at `address`, starting at its first multiple of MAP_ALIGNMENT."""
+        rank, memory = len(self.shape), ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+        numbers = [
+            (ctypes.c_uint64 * rank)(*self.shape), (ctypes.c_uint64 * rank)(*self.strides),
+            (ctypes.c_uint32 * rank)(*self.box), (ctypes.c_uint32 * rank)(*[1] * rank),
+        ]  # fmt: skip
+        constants = map(ctypes.c_int, (NO_INTERLEAVING, self.swizzle, PROMOTE_128_BYTES, FILL_ZEROS))
+        begin, encode = aligned(memory), _entry("cuTensorMapEncodeTiled")
         assert encode is not None
-        head = (ctypes.c_void_p(begin), ctypes.c_int(element), ctypes.c_int(rank), ctypes.c_void_p(address))
-        error = encode(*head, *self._numbers)
+        head = (ctypes.c_void_p(begin), ctypes.c_int(self.element), ctypes.c_int(rank), ctypes.c_void_p(address))
+        error = encode(*head, *numbers, *constants)
         if error:
-            raise RuntimeError(f"the CUDA driver made no tensor map (error {error}) at address {address}: {self.tile}")
+            raise RuntimeError(f"the CUDA driver made no tensor map (error {error}) at address {address} of {self}")
         if self.is_small and _driver_version() <= LAST_WITH_SMALL_BIT:
             word = ctypes.c_uint64.from_address(begin + WORD)
             word.value &= ~SMALL_BIT
-        return begin, memory
+        return memory
+
+
+def aligned(memory: ctypes.Array[ctypes.c_char]) -> int:
+    """The first aligned address in the memory of a map."""
+    return -(-ctypes.addressof(memory) // MAP_ALIGNMENT) * MAP_ALIGNMENT
 
 
 @functools.cache
@@ -115,18 +135,68 @@ def _driver_version() -> int:
 
 
 class Launch:
-    """One kernel call on one device. `compiled` is None for Triton's interpreter. `is_direct`: the driver can launch it
-    (see `Arguments`); otherwise Triton's own path does (`start`).
+    """One kernel call on one device, complete except for stream and addresses; immutable.
+
+    `compiled` is None for Triton's interpreter. `is_direct`: the driver can launch it (`filled`); otherwise Triton's
+    own path does (`start`).
     """
 
-    __slots__ = ("__weakref__", "call", "compiled", "is_direct")
+    __slots__ = (
+        "__weakref__", "_addresses", "_config", "_first", "_layout", "_maps", "_values", "call", "compiled",
+        "is_direct",
+    )  # fmt: skip
 
     def __init__(self, call: KernelCall, compiled: Any) -> None:
         self.call, self.compiled = call, compiled
         _alive().add(self)
         self.is_direct = compiled is not None and _is_direct(call, compiled)
-        if self.is_direct:
-            _ = compiled.run  # loads the binary on the current device
+        if not self.is_direct:
+            return
+        _ = compiled.run  # loads the binary on the current device
+        self._config = (*call.grid, WARP * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)
+        self._values: list[int | float] = []
+        self._addresses: list[tuple[int, Address]] = []
+        self._maps: list[tuple[int, Address, TensorMap]] = []
+        metas, formats = iter(_descriptions(compiled)), []
+        for at, (kind, value) in enumerate(_parameters(call)):
+            number = value.value if isinstance(value, Multiple) else value
+            if isinstance(value, Tile):
+                self._maps.append((at, value.address, TensorMap.of(value, next(metas))))
+                number = 0
+            elif isinstance(value, Address):
+                self._addresses.append((at, value))
+                number = 0
+            self._values.append(number)
+            formats.append(FORMATS.get(kind, POINTER))
+        count = len(formats) + NUM_SCRATCH
+        self._first = count * WORD
+        self._layout = struct.Struct(f"<{count}{POINTER}{''.join(formats)}{POINTER}{CONFIG}{ATTRIBUTE}")
+
+    def filled(self, stream: int, addresses: Mapping[str, int]) -> Filled:
+        """The launch on a stream, with tensors at these addresses."""
+        values = self._values.copy()
+        for at, address in self._addresses:
+            values[at] = addresses[address.name] + address.offset
+        # Layout: pointers to all parameters, the parameters, a null pointer for scratch memory, the configuration, an
+        # attribute.
+        memory = bytearray(self._layout.size)
+        held = ctypes.c_char.from_buffer(memory)
+        begin = ctypes.addressof(held)
+        first = begin + self._first
+        scratch = first + WORD * len(values)
+        pointers = [*range(first, scratch, WORD), scratch, scratch]
+        maps = []
+        for at, address, tensor_map in self._maps:
+            maps.append(tensor_map.at(addresses[address.name] + address.offset))
+            pointers[at] = aligned(maps[-1])
+        config = scratch + WORD
+        attributes = (config + struct.calcsize(CONFIG), 1) if self.call.overlaps else (0, 0)
+        self._layout.pack_into(memory, 0, *pointers, *values, 0, *self._config, stream, *attributes, *OVERLAPS)
+        function = _entry("cuLaunchKernelEx")
+        assert function is not None
+        # Configuration, kernel, pointers to parameters, no extra options.
+        arguments = tuple(map(POINTER_ARGUMENT, (config, self.compiled.function, begin, 0)))
+        return Filled(function, arguments, (held, maps))
 
     def start(self, stream: int, tensors: Mapping[str, Tensor]) -> None:
         """Launch by Triton's own path, which calls hooks and reports errors; or interpret the kernel."""
@@ -136,54 +206,6 @@ class Launch:
             call.kernel[call.grid](**arguments, **call.options)
         else:
             self.compiled[call.grid](*arguments.values(), stream=stream)
-
-
-class Arguments:
-    """The memory of one direct launch: pointers to the parameters, the parameters, the configuration, an attribute.
-
-    All of it is fixed except the stream and the addresses, which `fill` writes.
-    """
-
-    __slots__ = ("_addresses", "_held", "_maps", "_stream", "_words", "given")
-
-    def __init__(self, launch: Launch, positions: Mapping[str, tuple[int, int]]) -> None:
-        """`positions`: of each tensor, the index of its address in what `fill` is given, and an offset in bytes."""
-        call, about, parameters = launch.call, launch.compiled.metadata, list(_parameters(launch.call))
-        count = len(parameters) + NUM_SCRATCH
-        config, attribute = 2 * count, 2 * count + CONFIG.size // WORD
-        self._words = words = (ctypes.c_uint64 * (attribute + ATTRIBUTE.size // WORD))()
-        self._stream, begin = config + STREAM_WORD, ctypes.addressof(words)
-        self._addresses: list[tuple[int, int, int]] = []
-        self._maps: list[tuple[int, int, int, TensorMap]] = []
-        metas = iter(_descriptions(launch.compiled))
-        # The last parameters, pointers to scratch memory, stay null.
-        words[:count] = list(range(begin + WORD * count, begin + WORD * 2 * count, WORD))
-        for i, (kind, value) in enumerate(parameters):
-            address = value.address if isinstance(value, Tile) else value
-            if not isinstance(address, Address):
-                number = value.value if isinstance(value, Multiple) else value
-                struct.pack_into(FORMATS.get(kind, POINTER), words, WORD * (count + i), number)
-                continue
-            at, offset = positions[address.name]
-            if isinstance(value, Tile):
-                self._maps.append((i, at, offset + address.offset, TensorMap(value, next(metas))))
-            else:
-                self._addresses.append((count + i, at, offset + address.offset))
-        overlaps = (begin + WORD * attribute, 1) if call.overlaps else (0, 0)
-        CONFIG.pack_into(words, WORD * config, *call.grid, WARP * about.num_warps, 1, 1, about.shared, 0, *overlaps)
-        ATTRIBUTE.pack_into(words, WORD * attribute, *OVERLAPS)
-        self._held: list[Any] = [None] * len(self._maps)
-        # What the driver is given: configuration, kernel, pointers to parameters, no extra options.
-        self.given = tuple(map(POINTER_ARGUMENT, (begin + WORD * config, launch.compiled.function, begin, 0)))
-
-    def fill(self, places: Sequence[int]) -> None:
-        """Write the stream, which comes first in `places`, and the addresses."""
-        words = self._words
-        words[self._stream] = places[0]
-        for word, at, offset in self._addresses:
-            words[word] = places[at] + offset
-        for i, (word, at, offset, tensor_map) in enumerate(self._maps):
-            words[word], self._held[i] = tensor_map.at(places[at] + offset)
 
 
 @functools.cache
@@ -240,23 +262,22 @@ def has_parameters(ptx: str, call: KernelCall) -> bool:
     """Whether the compiled kernel has exactly the parameters that are laid out here for the call."""
     entries = ENTRY.findall(ptx)
     found = [int(bits) // 8 * int(count or 1) for text in entries for bits, count in PARAMETER.findall(text)]
-    formats = [f"{MAP_BYTES}x" if isinstance(v, Tile) else FORMATS.get(kind, POINTER) for kind, v in _parameters(call)]
-    sizes = list(map(struct.calcsize, formats))
+    sizes = [MAP_BYTES if isinstance(v, Tile) else SIZES.get(kind, WORD) for kind, v in _parameters(call)]
     return len(entries) == 1 and found == [*sizes, *[WORD] * NUM_SCRATCH]
 
 
-def launched(arguments: Iterable[Arguments]) -> int:
+def queued(filled: Iterable[Filled]) -> int:
     """Launch kernels in order; returns how many the driver accepted before it refused one.
 
     Returns 0 if a profiler has installed launch hooks in Triton: they would not see these launches.
     """
-    runtime, launch = knobs.runtime, _entry("cuLaunchKernelEx")
+    runtime = knobs.runtime
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
     done = 0
     if (before is not None and getattr(before, "calls", True)) or (after is not None and getattr(after, "calls", True)):
         return done
-    for one in arguments:
-        if launch(*one.given):  # type: ignore[misc]
+    for function, arguments, _ in filled:
+        if function(*arguments):
             break
         done += 1
     return done

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.gpu.compilation import compile_call
 from tilewise.backends.gpu.counters import counters_of
-from tilewise.backends.gpu.driver import Arguments, Launch, launched
+from tilewise.backends.gpu.driver import Filled, Launch, queued
 from tilewise.backends.gpu.symbols import ALIGNMENT, KernelCall, aligned_names
 from tilewise.device import DeviceSpec
 from tilewise.operands import Operands
@@ -26,6 +27,9 @@ from tilewise.problem import AttentionProblem
 
 # Passes that a backend caches, one for each combination of problem, strides and alignment: about 20 KiB each.
 MAX_PASSES = 512
+# Laid-out launches that all passes together cache, one for each set of addresses: at most 50 MiB. A caching allocator
+# hands out the same addresses again and again, in training one set for every layer.
+MAX_FILLED = 8192
 # Alignment of tensors that share a block, about that of a caching allocator; and the name of the block.
 STEP, BLOCK = 256, "block"
 # The order of the tensors that a backward pass is given.
@@ -102,30 +106,6 @@ def interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-class Frame:
-    """The memory of the launches of one call, reused by later calls; empty if some launch is not direct."""
-
-    __slots__ = ("_aligned", "arguments", "places")
-
-    def __init__(
-        self, launches: Sequence[Launch], positions: Mapping[str, tuple[int, int]], aligned: Iterable[str]
-    ) -> None:
-        direct = all(launch.is_direct for launch in launches)
-        self.arguments = [Arguments(launch, positions) for launch in launches] if direct else []
-        self._aligned = sorted({positions[name][0] for name in aligned})
-        self.places: tuple[int, ...] = ()
-
-    def fill(self, places: tuple[int, ...]) -> bool:
-        """Write the stream and the addresses. False if an address lacks the alignment that the kernels need."""
-        if any(places[at] % ALIGNMENT for at in self._aligned):
-            return False
-        self.places = ()  # none, should this be interrupted
-        for arguments in self.arguments:
-            arguments.fill(places)
-        self.places = places
-        return True
-
-
 class Pass:
     """The kernels of a call in order. Calling it with the tensors allocates the results and launches the kernels.
 
@@ -134,12 +114,11 @@ class Pass:
     every allocation costs host time. Those in `copied` the kernels cannot address: a contiguous copy of this dtype is
     made first. Kernels find at least `num_counters` zeros in the tensor "counter".
 
-    Immutable except for its free frames. A call takes one, or makes one, and puts it back, so calls of several threads
-    or from a finaliser never share one.
+    Immutable except for the cache of launches by stream and addresses, to which any thread may add.
     """
 
     __slots__ = (
-        "_aligned", "_allocate", "_counters", "_frames", "_given", "_index", "_launches", "_made", "_parts",
+        "_aligned", "_allocate", "_counters", "_filled", "_given", "_index", "_launches", "_made", "_parts",
         "allocations", "captured", "copied", "device", "made", "num_counters",
     )  # fmt: skip
 
@@ -173,7 +152,7 @@ class Pass:
         self._counters = counters_of(index) if num_counters else None
         self._launches = _prepared([call for call in calls if 0 not in call.grid], device, index)
         self._aligned = aligned_names(self.calls)
-        self._frames: list[Frame] = []
+        self._filled: dict[tuple[int, ...], Sequence[Filled]] = {}
         # A pass that CUDA graphs capture instead, if any: kernels chosen without regard to host time.
         self.captured: Pass | None = None
 
@@ -203,15 +182,16 @@ class Pass:
         made = [allocate(shape, strides, dtype) for shape, strides, dtype in self._made]
         used = made if self._counters is None else [*made, self._counters.current(self.num_counters)]
         places = (stream, *places, *[tensor.data_ptr() for tensor in used])
-        try:
-            frame = self._frames.pop()
-        except IndexError:
-            frame = self._frame(tensors)
-        if frame.places != places and not frame.fill(places):
-            self._frames.append(frame)
-            return None
-        done = launched(frame.arguments)
-        self._frames.append(frame)
+        filled = self._filled.get(places)
+        if filled is None:
+            addresses = {name: tensor.data_ptr() for name, tensor in self._named(tensors, used).items()}
+            addresses |= {name: addresses[BLOCK] + begin for name, (begin, _) in self._parts.items()}
+            if any(addresses[name] % ALIGNMENT for name in self._aligned):
+                return None
+            direct = all(launch.is_direct for launch in self._launches)
+            filled = [launch.filled(stream, addresses) for launch in self._launches] if direct else []
+            _remember(self._filled, places, filled)
+        done = queued(filled)
         if done < len(self._launches):  # the driver refused the others, or hooks must see them
             named = self._named(tensors, used)
             for name, (begin, (shape, strides, dtype)) in self._parts.items():
@@ -234,20 +214,11 @@ class Pass:
             for name, t in names
         ]
 
-    def _frame(self, tensors: Sequence[Tensor | None]) -> Frame:
-        given = [name for name, tensor in zip(self._given, tensors, strict=False) if tensor is not None]
-        positions = {name: (at, 0) for at, name in enumerate(("stream", *given, *self._used))}
-        positions |= {name: (positions[BLOCK][0], begin) for name, (begin, _) in self._parts.items()}
-        return Frame(self._launches, positions, self._aligned)
-
-    @property
-    def _used(self) -> tuple[str, ...]:
-        """The names of what is allocated, the block, and the counters."""
-        return (*self.made, *([BLOCK] if self._parts else []), *([] if self._counters is None else ["counter"]))
-
     def _named(self, tensors: Sequence[Tensor | None], used: Sequence[Tensor]) -> dict[str, Tensor]:
+        """All tensors of a call by name: given, allocated, the shared block, and the counters."""
         named = {name: tensor for name, tensor in zip(self._given, tensors, strict=False) if tensor is not None}
-        return named | dict(zip(self._used, used, strict=True))
+        names = (*self.made, *([BLOCK] if self._parts else []), *([] if self._counters is None else ["counter"]))
+        return named | dict(zip(names, used, strict=True))
 
     def followed_by(
         self,
@@ -304,3 +275,19 @@ def _prepared(calls: Iterable[KernelCall], device: DeviceSpec, index: int) -> tu
             return _prepared(calls, device, index)
     plain = interpreted()
     return tuple(Launch(call, None if plain else compile_call(call, device, index)) for call in calls)
+
+
+def _remember(known: dict[tuple[int, ...], Any], places: tuple[int, ...], filled: Sequence[Filled]) -> None:
+    """Cache the launches of a stream and addresses until MAX_FILLED newer ones, of all passes, have been added."""
+    known[places] = filled
+    order = _order()
+    order.append((known, places))
+    while len(order) > MAX_FILLED:
+        others, oldest = order.popleft()
+        others.pop(oldest, None)
+
+
+@functools.cache
+def _order() -> deque[tuple[dict[tuple[int, ...], Any], tuple[int, ...]]]:
+    """The cached entries of all passes, oldest first; any thread may add."""
+    return deque()
