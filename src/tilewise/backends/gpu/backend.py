@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -48,8 +49,7 @@ class GpuBackend:
 
     def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
         """See Binding."""
-        bound: Bound | None = self._launch.bind_forward(problem, operands, want_lse=want_lse)
-        return bound
+        return _bound(self._launch.bind_forward(problem, operands, want_lse=want_lse))
 
     def bind_backward(
         self,
@@ -65,8 +65,7 @@ class GpuBackend:
         if wanted.dbias or wanted.dsinks:
             return None
         given = (dout, dlse, out, lse, *operands)
-        bound: Bound | None = self._launch.bind_backward(problem, given, operands.q, wanted)
-        return bound
+        return _bound(self._launch.bind_backward(problem, given, operands.q, wanted))
 
     def compiler(self) -> str:
         """Which compiler is used and whether a trial kernel compiles, for `tilewise doctor`."""
@@ -75,6 +74,12 @@ class GpuBackend:
     def launch_path(self) -> str:
         """How kernels are launched, for `tilewise doctor`."""
         return str(importlib.import_module("tilewise.backends.gpu.driver").launch_path())
+
+
+def _bound(found: Any) -> Bound | None:
+    """A pass that later calls may use. It is given tensors in the caller's layout, so it must not copy any."""
+    bound: Bound | None = None if found is None or found.copied else found
+    return bound
 
 
 def too_long(problem: AttentionProblem) -> str | None:

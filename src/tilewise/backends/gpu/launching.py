@@ -112,7 +112,7 @@ class Pass:
     `given` names the tensors of a call in order (the last ones may be left out, and the same ones are None in every
     call). `made` are the tensors that it allocates; those that the caller does not `read` share one block, because
     every allocation costs host time. Those in `copied` the kernels cannot address: a contiguous copy of this dtype is
-    made first. Kernels find at least `num_counters` zeros in the tensor "counter".
+    made first, of a canonical tensor. Kernels find at least `num_counters` zeros in the tensor "counter".
 
     Immutable except for the cache of launches by stream and addresses, to which any thread may add.
     """

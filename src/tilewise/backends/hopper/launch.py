@@ -59,6 +59,8 @@ GLUON_DTYPES = {
     torch.int32: gl.int32,
     torch.float8_e4m3fn: gl.float8e4nv,
 }
+# The tile counter of a persistent kernel, or the arrival counters of decoding.
+COUNTER = Address("counter", torch.int32, aligned=False)
 # TMA needs addresses and strides that are multiples of this.
 TMA_BYTES = 16
 # The extra dimensions of a packed descriptor (layouts.tile_at): every coordinate is in bounds, and 2^30 steps of 2^34
@@ -283,10 +285,10 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
     work = Address("work", torch.int32) if config.IS_VARLEN else None
     arguments = _descriptors(problem, config, views) | {
         "lse_ptr": Address("lse", torch.float32),
-        "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
-        "counter_ptr": Address("counter", torch.int32, aligned=False),
+        "sinks_ptr": single_address(views, "sinks"),
+        "counter_ptr": COUNTER,
         "work_ptr": work,
-        "block_table": index_address(views, "block_table"),
+        "block_table": single_address(views, "block_table"),
         "table_stride": views["block_table"].strides[0] if config.IS_PAGED else None,
         "k_page_rows": page_rows(problem, views["k"]) if config.IS_PAGED else None,
         "v_page_rows": page_rows(problem, views["v"]) if config.IS_PAGED else None,
@@ -318,9 +320,9 @@ def _again_call(
         **{f"{name}_ptr": Address(name, views[name].dtype) for name in names},
         "lse_ptr": Address("lse", torch.float32),
         "marks_ptr": Address("lse", torch.int32),
-        "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
-        "cu_seqlens_q": index_address(views, "cu_seqlens_q"),
-        "cu_seqlens_k": index_address(views, "cu_seqlens_k"),
+        "sinks_ptr": single_address(views, "sinks"),
+        "cu_seqlens_q": single_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": single_address(views, "cu_seqlens_k"),
         **{f"{name}_strides": _row_strides(problem, views[name]) for name in names},
         "widths": tuple(Multiple(width, 8) for width in widths),
         "batch": problem.batch,
@@ -437,24 +439,21 @@ def _descriptors(problem: AttentionProblem, config: ForwardConfig, views: dict[s
     return found
 
 
-def index_address(views: dict[str, View], name: str) -> Address | None:
-    """The address of an int32 operand (sequence lengths, block table); None if the problem has none."""
-    return Address(name, torch.int32, aligned=False) if name in views else None
+def single_address(views: dict[str, View], name: str) -> Address | None:
+    """A tensor that is read one element at a time (sinks, lengths, block table); None if the problem has none."""
+    return Address(name, views[name].dtype, aligned=False) if name in views else None
 
 
-def clear_tail_call(
-    name: str, shape: tuple[int, int, int], problem: AttentionProblem, cu_seqlens: str, *, with_lse: bool
-) -> KernelCall:
-    """Zero the packed rows of tensor `name` past the last sequence and set their lse, because no tile covers them."""
-    total, heads, width = shape
+def _clear_tail_call(problem: AttentionProblem) -> KernelCall:
+    """Zero the packed rows of out past the last sequence and set their lse, because no tile covers them."""
     arguments = {
-        "rows_ptr": Address(name, problem.dtype, aligned=False),
-        "lse_ptr": Address("lse", torch.float32, aligned=False) if with_lse else None,
-        "cu_seqlens": Address(cu_seqlens, torch.int32, aligned=False),
+        "rows_ptr": Address("out", problem.dtype, aligned=False),
+        "lse_ptr": Address("lse", torch.float32, aligned=False),
+        "cu_seqlens": Address("cu_seqlens_q", torch.int32, aligned=False),
         "batch": problem.batch,
-        "total": total,
-        "num_heads": heads,
-        "row_width": heads * width,
+        "total": problem.total_q,
+        "num_heads": problem.num_heads,
+        "row_width": problem.num_heads * problem.head_dim_v,
     }
     return KernelCall(clear_tail_kernel, (TAIL_PROGRAMS, 1, 1), arguments)
 
@@ -529,10 +528,7 @@ def decode_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str,
     config = decode_config(problem, packed_queries="cu_seqlens_q" in views)
     programs = num_programs(problem, config, device)
     call = KernelCall(decode_kernel, (programs, 1, 1), decode_arguments(problem, config, programs, views))
-    if not config.PACKED_Q:
-        return [call]
-    shape = (problem.total_q, problem.num_heads, problem.head_dim_v)
-    return [clear_tail_call("out", shape, problem, "cu_seqlens_q", with_lse=True), call]
+    return [_clear_tail_call(problem), call] if config.PACKED_Q else [call]
 
 
 def decode_arguments(
@@ -544,13 +540,13 @@ def decode_arguments(
     return {
         **{f"{name}_desc": _described(problem, config, name, views[name]) for name in ("k", "v")},
         **{name: _rows(problem, name, views[name]) for name in ("q", "out", "lse")},
-        "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
+        "sinks_ptr": single_address(views, "sinks"),
         "parts_ptr": Address("workspace", torch.float32),
         "stats_ptr": Address("workspace", torch.float32, offset=4 * part_sizes(config, programs)[0]),
-        "counters_ptr": Address("counter", torch.int32, aligned=False),
-        "cu_seqlens_q": index_address(views, "cu_seqlens_q"),
-        "cu_seqlens_k": index_address(views, "seqlens_k" if paged else "cu_seqlens_k"),
-        "block_table": index_address(views, "block_table"),
+        "counters_ptr": COUNTER,
+        "cu_seqlens_q": single_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": single_address(views, "seqlens_k" if paged else "cu_seqlens_k"),
+        "block_table": single_address(views, "block_table"),
         "table_stride": views["block_table"].strides[0] if paged else None,
         "k_page_rows": page_rows(problem, views["k"]) if paged else None,
         "v_page_rows": page_rows(problem, views["v"]) if paged else None,
@@ -621,9 +617,9 @@ def fp8_calls(
     arguments = _fp8_descriptors(problem, config, views) | {
         "v_desc": describe_flat(Address("values", E4M3), values_shape, [1, config.D, config.BLOCK_N]),
         "lse_ptr": Address("lse", torch.float32),
-        "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
+        "sinks_ptr": single_address(views, "sinks"),
         **_scales(problem, views),
-        "counter_ptr": Address("counter", torch.int32, aligned=False),
+        "counter_ptr": COUNTER,
         "work_ptr": Address("work", torch.int32) if config.IS_VARLEN else None,
         "tiles_per_head": tiles_per_head,
         "scale_log2": problem.scale * LOG2E,
@@ -669,7 +665,7 @@ def _transposition(
     arguments = {
         "v_ptr": Address("v", torch.int32),
         "out_ptr": Address("values", torch.int32),
-        "cu_seqlens": index_address(views, "cu_seqlens_k"),
+        "cu_seqlens": single_address(views, "cu_seqlens_k"),
         "seqlen": problem.seqlen_k,
         "num_heads": problem.num_kv_heads,
         "tiles_per_head": tiles_per_head,
@@ -735,7 +731,7 @@ def _bound_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "k_ptr": Address("k", problem.dtype),
         "v_ptr": Address("v", problem.dtype),
         "bounds_ptr": plan.at("bounds"),
-        "cu_seqlens": index_address(views, "cu_seqlens_k"),
+        "cu_seqlens": single_address(views, "cu_seqlens_k"),
         "k_strides": _stride_units(views["k"]),
         "v_strides": _stride_units(views["v"]),
         "num_heads": problem.num_kv_heads,
@@ -769,16 +765,16 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
     arguments = {
         "out_ptr": Address("out", problem.dtype),
         "dout_ptr": Address("dout", problem.dtype),
-        "lse_ptr": Address("lse", torch.float32, aligned=False),
-        "dlse_ptr": Address("dlse", torch.float32, aligned=False) if "dlse" in views else None,
+        "lse_ptr": _row_address(views, "lse"),
+        "dlse_ptr": _row_address(views, "dlse"),
         "stats_ptr": plan.stats,
         "units_ptr": plan.at("units"),
         "main_units_ptr": plan.at("main units"),
         "dq_acc_ptr": plan.at("sums"),
         "counts_ptr": plan.at("counts"),
         "bounds_ptr": plan.at("bounds"),
-        "cu_seqlens": index_address(views, "cu_seqlens_q"),
-        "cu_seqlens_k": index_address(views, "cu_seqlens_k") if config.FIXED_POINT else None,
+        "cu_seqlens": single_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": single_address(views, "cu_seqlens_k") if config.FIXED_POINT else None,
         "out_strides": _stride_units(views["out"]),
         "dout_strides": _stride_units(views["dout"]),
         "num_heads": problem.num_heads,
@@ -832,7 +828,7 @@ def _key_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall
     arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=config.WIDE) | _shared(plan)
     arguments |= {
         "stats_desc": describe_flat(plan.stats, (2 * plan.num_rows,), [2 * config.BLOCK_M]),
-        "counter_ptr": Address("counter", torch.int32, aligned=False),
+        "counter_ptr": COUNTER,
         "work_ptr": plan.at("key list"),
         "sizes": plan.main_sizes,
     }
@@ -897,18 +893,22 @@ def _ahead(plan: BackwardPlan, views: dict[str, View]) -> dict[str, Any]:
     """Arguments of the preparer (preparing.py, finishing.py); None for what it does not use."""
     config = plan.config
     rows = {"out": config.BLOCK_M} if config.STATS_AHEAD else {}
-    dlse = Address("dlse", torch.float32, aligned=False) if "dlse" in views else None
     return {
         "out_desc": None,
         **_tiles(plan, views, rows, in_parts=False),
-        "lse_ptr": Address("lse", torch.float32, aligned=False) if config.STATS_AHEAD else None,
-        "dlse_ptr": dlse if config.STATS_AHEAD else None,
+        "lse_ptr": _row_address(views, "lse") if config.STATS_AHEAD else None,
+        "dlse_ptr": _row_address(views, "dlse") if config.STATS_AHEAD else None,
         "stats_ptr": plan.stats if config.STATS_AHEAD else None,
         "dq_ptr": Address("dq", plan.problem.dtype) if config.FINISHES and "dq" in views else None,
         "sums_ptr": plan.at("sums") if config.AHEAD else None,
         "counts_ptr": plan.at("counts"),
         "ahead": _lead(plan, views) if config.AHEAD else None,
     }
+
+
+def _row_address(views: dict[str, View], name: str) -> Address | None:
+    """Of lse or dlse, which the pass gets in fp32."""
+    return Address(name, torch.float32, aligned=False) if name in views else None
 
 
 def _lead(plan: BackwardPlan, views: dict[str, View]) -> Ahead:
@@ -944,8 +944,8 @@ def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "dq_acc_ptr": plan.at("sums"),
         "units_ptr": plan.at("units"),
         "dq_ptr": Address("dq", problem.dtype),
-        "cu_seqlens": index_address(views, "cu_seqlens_q"),
-        "cu_seqlens_k": index_address(views, "cu_seqlens_k") if config.FIXED_POINT else None,
+        "cu_seqlens": single_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": single_address(views, "cu_seqlens_k") if config.FIXED_POINT else None,
         "scale": problem.scale,
         "dq_strides": _stride_units(views["dq"]),
         "num_heads": problem.num_heads,

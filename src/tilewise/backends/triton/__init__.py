@@ -166,7 +166,7 @@ class TritonBackend(GpuBackend):
         """One pass for the own keys (`problem`; of any GPU backend) and the prefixes. It takes the first `count`
         operands and the tensors of a hint, and does not make the results in `unread`.
         """
-        both: Bound | None = importlib.import_module("tilewise.backends.triton.prefix").bind_after(
+        both: Bound = importlib.import_module("tilewise.backends.triton.prefix").bind_after(
             own, prefixes, count, unread, problem
         )
         return both

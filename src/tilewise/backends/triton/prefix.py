@@ -263,14 +263,10 @@ def bind_prefixes(
     return found
 
 
-def bind_after(
-    own: Pass, prefixes: PrefixPass, count: int, unread: Sequence[str], problem: AttentionProblem
-) -> Pass | None:
+def bind_after(own: Pass, prefixes: PrefixPass, count: int, unread: Sequence[str], problem: AttentionProblem) -> Pass:
     """Both passes in one, the own keys (`problem`) first. Takes the first `count` operands and the tensors of the hint,
-    which has the tables of both. `unread` are results that the caller does not want. None if operands must be copied.
+    which has the tables of both. `unread` are results that the caller does not want.
     """
-    if own.copied:
-        return None
     apart = _after(own, prefixes, count, unread)
     if not is_quick(problem, prefixes.problem):
         return apart
