@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
-from pathlib import Path
 
-import pytest
-
-from suite import command
-from suite import compile_ahead as ahead
-from suite.__main__ import main
 from suite.cases import Case
 from suite.compile_ahead import compile_ahead
 from suite.cpu_cases import cpu_cases
-from suite.results import CaseResult
 
 PLAIN = dataclasses.replace(cpu_cases("x86_64")[0], batch=1, seqlen_q=70, seqlen_k=70, implementations=("sdpa",))
 COMPILED = dataclasses.replace(PLAIN, name="other", measure="backward", implementations=("sdpa", "flex"))
@@ -53,30 +45,3 @@ def test_a_process_that_ends_is_said() -> None:
     ended = ("other", "flex", 0.0, "its process ended with exit code 7")
     after = dataclasses.replace(COMPILED, name="after")
     assert compile_ahead((fatal, after), 1, 60.0) == [ended, ("after", "flex", 0.0, "every process had ended")]
-
-
-def test_the_report_says_what_was_not_compiled_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    found = [ahead.Compiled("a", "flex", 3.0), ahead.Compiled("b", "flex", 1.0, "RuntimeError: no compiler")]
-    monkeypatch.setattr(command, "compile_ahead", lambda *_: found)
-    monkeypatch.setattr(command, "run", lambda cases, *_: (CaseResult(case, None, ()) for case in cases))
-    path = tmp_path / "run.json"
-    for arguments in (["--device", "cpu", "--only", "overhead", "--output"], ["--results"]):
-        assert main([*arguments, str(path)]) == 0
-        said = capsys.readouterr().out
-        assert "flex not compiled first: RuntimeError: no compiler (" in said
-        assert said.count("not compiled first") == 1
-
-
-def test_the_bench_compiles_first_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def ask(cases: Sequence[Case], workers: int, _: float) -> list[ahead.Compiled]:
-        asked.append((len(cases), workers))
-        return []
-
-    monkeypatch.setattr(command, "compile_ahead", ask)
-    monkeypatch.setattr(command, "run", lambda cases, *_: (CaseResult(case, None, ()) for case in cases))
-    assert main(["--device", "cpu", "--only", "overhead", "--compile-first", "3", "--output", "/dev/null"]) == 0
-    assert asked == [(len(command.chosen_cases(command.Options("cpu", ("overhead",)))), 3)]
