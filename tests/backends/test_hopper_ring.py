@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from test_hopper_protocol import emulated  # noqa: F401  (a fixture)
 from tilewise import device
 from tilewise.problem import AttentionProblem
 
@@ -85,7 +84,7 @@ def later_numbers(plan: Any) -> Iterator[str]:
                 yield f"head {item}: tile {first} waits for the share of number {tiles[before][-1] + lag}"
 
 
-def test_the_order_of_tiles_is_the_kernels(emulated: Any) -> None:  # noqa: F811
+def test_the_order_of_tiles_is_the_kernels(emulated: Any) -> None:
     for queries, keys, items in ((1024, 4224, 11), (8192, 256, 5), (64, 1024, 3)):
         sizes = plan_of(queries, keys, items, 7).key_sizes
         places = [emulated("schedule").place_of(tile, sizes, False) for tile in range(sizes.num_tiles)]
@@ -121,11 +120,3 @@ def test_a_ring_of_part_of_a_wave_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         plan = plan_of(1024, 16384, 64, num_sms)
         assert plan.key_sizes.items_per_wave == 8
         assert any("waits for the share" in complaint for complaint in later_numbers(plan))
-
-
-def test_a_short_lag_and_a_short_front_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of(1024, 4224, 40, 132)
-    for name, complaint in (("lag", "waits for tile"), ("front_items", "waits for preparers")):
-        with monkeypatch.context() as patch:
-            patch.setattr(backward_plan.BackwardPlan, name, property(lambda _: 1))
-            assert any(complaint in found for found in later_numbers(plan))
