@@ -92,7 +92,7 @@ def test_a_gradient_that_jumps_excuses_itself_alone() -> None:
 
 def test_a_dozen_models_are_right(tmp_path: Path) -> None:
     """In a process of its own: models warn, and warnings are errors here."""
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "integrations"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "zoo", "--types", ",".join(RIGHT + OWN_ATTENTION), "--jobs", "2"]
     done = subprocess.run(
         [*command, "--output", str(tmp_path / "found.json")],
