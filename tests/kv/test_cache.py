@@ -181,82 +181,11 @@ def test_prompts_behind_a_shared_prefix() -> None:
     shadow.check(batch, counts, exact=False)
 
 
-def test_the_plan_says_what_becomes_of_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    shadow, requests = shared_batch()
-    shadow.step(requests)
-    q = torch.randn(5, HEADS, DIM)
-    small = shadow.cache.explain(q)
-    assert small.cascade is not None
-    assert small.cascade.startswith("no: reading the shared keys once saves")
-    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
-    plan = shadow.cache.explain(q)
-    assert plan.cascade is not None
-    assert plan.cascade.startswith("96 keys once for 3 queries of 3 sequences, 48 keys once for 2 queries of 2")
-    assert "cascade" in str(plan)
-    assert plan.to_dict()["cascade"] == plan.cascade
-    refused = shadow.cache.explain(q, window=(30, 0)).cascade
-    assert refused == "no: a window ends in another place of the prefix for every sequence"
-    slopes = torch.ones(HEADS)
-    assert (
-        shadow.cache.explain(q, alibi_slopes=slopes).cascade
-        == "no: alibi_slopes is another one for every sequence of a group"
-    )
-
-
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("flags", [{"window": (30, 0)}, {"alibi_slopes": torch.linspace(0.1, 1, HEADS)}])
 def test_what_cannot_be_shared_is_computed_as_ever(flags: dict[str, Any]) -> None:
     shadow, requests = shared_batch()
     shadow.check(requests, shadow.step(requests, dict.fromkeys(requests, 8)), **flags)
-
-
-def test_the_mirror_on_a_device_follows_the_host() -> None:
-    shadow, requests = shared_batch()
-    cache = shadow.cache
-    mirror = StagedTables(cache.book, cache.device)
-    steps: list[tuple[list[int], dict[int, int]]] = [
-        (requests[:4], dict.fromkeys(requests[:4], 1)),
-        (requests[3::-1], dict.fromkeys(requests[:4], 2)),
-        ([requests[1], shadow.add([7] * 40)], {requests[1]: 5}),
-        *(([shadow.fork(requests[0]), requests[0]], {}) for _ in range(20)),
-    ]
-    cache.free(requests.pop())
-    for batch, ids in steps:
-        shadow.step(batch, ids)
-        step = cache._step
-        assert step is not None
-        mine, theirs = cache._batch, mirror.batch(step)
-        assert mine is not None
-        columns = -(-int(cache.seqlens().max()) // 16)
-        assert torch.equal(mine.block_table[:, :columns], theirs.block_table[:, :columns])
-        for name in ("seqlens_k", "cu_seqlens_q", "slots"):
-            a, b = getattr(mine, name), getattr(theirs, name)
-            assert (a is None and b is None) or (torch.equal(a, b) and a.dtype == b.dtype)
-        shared = cache.shared_prefix()
-        if shared is not None:
-            groups = tw_groups(cache)
-            for a, b in zip(shared, mirror.shared(step, groups), strict=True):
-                assert torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
-
-
-def test_a_gathered_table_is_not_kept_past_a_fixed_step() -> None:
-    cache = tw.PagedKVCache(
-        16, 2, 1, 1, 4, dtype=torch.float32, device="cpu", max_requests=2, max_seqlen=16, prefix_sharing=False
-    )
-    cache._tables = StagedTables(cache.book, cache.device)
-    requests = [cache.add([n] * 4) for n in range(2)]
-    for number in range(10):
-        rows = cache.step(requests, fixed=number % 2 == 1)
-        cache.append(*torch.zeros(2, rows, 1, 4).unbind())
-        columns = -(-cache.length(requests[0]) // 2)
-        assert cache.block_table()[:, :columns].tolist() == [cache.book.pages_of(request) for request in requests]
-
-
-def tw_groups(cache: tw.PagedKVCache) -> Any:
-    from tilewise.kv.groups import find_groups
-
-    assert cache._step is not None
-    return find_groups(cache.book.table, cache._step.rows, cache._step.before // cache.book.page_size)
 
 
 def random_step(shadow: Shadow, rng: random.Random, live: list[int]) -> bool:
@@ -353,18 +282,6 @@ def test_heads_that_nobody_attends_are_refused_at_once(wide: dict[str, Any]) -> 
         tw.PagedKVCache(4, 4, 1, 1, dtype=torch.float32, device="cpu", **wide)
 
 
-def test_steps_take_lists_of_requests_and_ids_in_tensors() -> None:
-    cache = tw.PagedKVCache(4, 4, 1, 1, 8, dtype=torch.float32, device="cpu")
-    request = cache.add([1, 2, 3])
-    with pytest.raises(tw.InvalidProblem, match="requests: expected a list of request numbers, got 0"):
-        cache.step(cast("Any", request))
-    cache.step([request])
-    cache.append(torch.ones(3, 1, 8), torch.ones(3, 1, 8))
-    with pytest.raises(tw.InvalidProblem, match="length: expected an integer between 0 and 3"):
-        cache.truncate(request, cast("Any", 1.5))
-    assert cache.step([request], tokens=torch.tensor([4])) == 1
-
-
 BAD: dict[str, tuple[Callable[[tw.PagedKVCache], object], str]] = {
     "rows": (lambda c: c.append(rows_of(3), rows_of(3, DIM_V)), "k: expected shape .4, 2, 16."),
     "dtype": (lambda c: c.append(rows_of(4).double(), rows_of(4, DIM_V)), "k: expected dtype torch.float32"),
@@ -447,28 +364,6 @@ def test_nothing_is_appended_to_a_step_whose_requests_are_finished() -> None:
     shadow.cache.free(other)
     with pytest.raises(tw.InvalidProblem, match="step: expected a step with a request that goes on"):
         shadow.cache.append(rows_of(5), rows_of(5, DIM_V), layer=0)
-
-
-def test_a_device_that_fails_in_a_step_leaves_no_unwritten_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables could not be sent: the step's requests can only be freed, and the mirror catches up."""
-    shadow = Shadow(4, torch.float32)
-    cache = shadow.cache
-    mirror = StagedTables(cache.book, cache.device)
-    monkeypatch.setattr(cache, "_tables", mirror)
-    steady, doomed = shadow.add(list(range(6))), shadow.add(list(range(50, 55)))
-    shadow.step([steady, doomed])
-    with monkeypatch.context() as broken:
-        broken.setattr(mirror, "_send", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
-        with pytest.raises(RuntimeError, match="out of memory"):
-            cache.step([doomed], [8])
-    for call in (lambda: cache.step([steady]), cache.block_table, lambda: cache.fork(doomed)):
-        with pytest.raises(tw.InvalidProblem, match="step: expected"):
-            call()
-    child = shadow.fork(steady)
-    cache.free(doomed)
-    for _ in range(3):
-        shadow.check([steady, child], shadow.step([steady, child], {steady: 1, child: 2}), exact=False)
-        assert cache.block_table()[:, :2].tolist() == [cache.book.pages_of(r)[:2] for r in (steady, child)]
 
 
 def test_out_of_pages_leaves_everything_as_it_was() -> None:

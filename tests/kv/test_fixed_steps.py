@@ -98,17 +98,6 @@ def test_a_fixed_batch_while_requests_grow_come_and_go(tables: type[Tables]) -> 
     assert min(cache.length(request) for request in (b, c, d, e)) > 2 * PAGE
 
 
-def test_everybody_may_rest() -> None:
-    served = Served(HostTables)
-    cache = served.cache
-    assert cache.step([], fixed=True) == SEATS
-    for layer in range(LAYERS):
-        cache.append(*torch.zeros(2, SEATS, KV_HEADS, DIM).unbind(), layer=layer)
-        assert not cache.attention(torch.zeros(SEATS, HEADS, DIM), layer=layer).any()
-    assert bool(cache.k.isnan().all())
-    assert bool(cache.v.isnan().all())
-
-
 def test_a_replayed_step_is_marked_as_written() -> None:
     served = Served(HostTables)
     cache = served.cache
@@ -203,13 +192,6 @@ def test_a_copy_lives_a_life_of_its_own(tables: type[Tables]) -> None:
     for token in range(2 * PAGE):  # both take pages that they were not copied with, each its own
         served.decode(requests, token)
         clone.decode(requests[::-1], token + 50)
-
-
-def test_a_cache_says_what_it_is() -> None:
-    served = Served(HostTables)
-    served.prefill([1, 2, 3, 4, 5])
-    sizes = f"64 pages of {PAGE} tokens, {LAYERS} layers of {KV_HEADS} x {DIM}, torch.float32 on cpu"
-    assert repr(served.cache) == f"<PagedKVCache: {sizes}; 1 requests hold 2 pages>"
 
 
 @pytest.mark.parametrize("tables", [HostTables, StagedTables])
