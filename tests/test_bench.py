@@ -194,17 +194,6 @@ def test_verdicts(bar: Bar, value: float | None, passed: bool | None) -> None:
 # --- output
 
 
-def series() -> Results:
-    found = [
-        result_of(small(name=f"n{n}", seqlen_q=n, seqlen_k=n), tilewise=n * 1e-6, sdpa=n * 2e-6) for n in (64, 128, 256)
-    ]
-    memory = [
-        result_of(small(name=f"m{n}", measure="memory", seqlen_q=n, seqlen_k=n), tilewise=n * 64.0, naive=n * n * 4.0)
-        for n in (64, 128)
-    ]
-    return whole(*found, *memory)
-
-
 def test_text_command_runs_and_reports_a_stored_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.json"
     common = ["--device", "cpu", "--only", "overhead", "--seconds-per-case", "0.05"]

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise
-from concurrently import run_concurrently
 from tilewise import calls, fp8, settings, validation
 from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
 from tilewise.operands import Options
@@ -263,20 +262,6 @@ def test_saved_tensors_may_come_back_with_other_strides() -> None:
     torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), dout), want)
 
 
-def test_gradients_of_some_and_through_lse() -> None:
-    q, k, v = tensors(grad=True)
-    doubled = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    for _ in range(2):
-        for wanted in ((0,), (1, 2), (0, 1, 2)):
-            found: list[Tensor] = []
-            want: list[Tensor] = []
-            for given, into, backend in (([q, k, v], found, "cpu"), (doubled, want, "reference")):
-                out, lse = call(*given, causal=True, return_lse=True, backend=backend)
-                loss = out.square().sum() + lse.sin().sum()
-                into += [g.float() for g in torch.autograd.grad(loss, [given[i] for i in wanted])]
-            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_tensors_are_refused_also_after_others(layout: torch.layout) -> None:
@@ -313,15 +298,3 @@ def test_a_nested_tensor_is_refused_in_every_place(place: str) -> None:
         with pytest.raises(InvalidProblem):
             tilewise.attention(**{**arguments, place: nested})
         tilewise.attention(**arguments)
-
-
-def test_threads_share_calls(judged: list[Any]) -> None:
-    q, k, v = tensors(grad=True)
-    want = torch.autograd.grad(call(q, k, v).sum(), (q, k, v))
-
-    def work() -> None:
-        for _ in range(20):
-            torch.testing.assert_close(torch.autograd.grad(call(q, k, v).sum(), (q, k, v)), want)
-
-    run_concurrently(work)
-    assert len(judged) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise as tw
-from tilewise.backends.base import TileShape
 from tilewise.device import DeviceSpec
 from tilewise.masks import Band, TileGrid, TileKind
 from tilewise.plan import Plan, cost
 from tilewise.plan.cost import Traffic
-from tilewise.problem import AttentionProblem
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -207,46 +204,6 @@ def test_refused_problems_still_print_with_every_reason() -> None:
     assert "needs fp64" in text
 
 
-class Absent:
-    """A backend for GPUs whose compiler is not on this machine."""
-
-    name = "absent"
-
-    def unavailable(self) -> str | None:
-        return "not on this machine"
-
-    def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
-        return None if device.type == "cuda" and problem.head_dim == 24 else "needs a GPU"
-
-    def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
-        return TileShape(64, 32 if device.type == "cuda" else problem.seqlen_k)
-
-    def forward(self, *_: Any) -> Any:
-        raise AssertionError("absent")
-
-    backward = forward
-
-
-@pytest.fixture
-def absent_backend() -> Iterator[None]:
-    tw.register_backend(Absent(), before="hopper")
-    yield
-    tw.unregister_backend("absent")
-
-
-@pytest.mark.usefixtures("absent_backend")
-def test_availability_here_does_not_count_for_another_device() -> None:
-    q = meta(1, 1, 96, 24)
-    there = tw.explain(q, q, q, device="h200")
-    assert (there.backend, there.tile, there.rejected) == ("absent", TileGrid(64, 32), ())
-    assert there.tiles.visited == 2 * 3
-    exact = q.double()  # the only dtype for which the reference is taken unasked
-    here = tw.explain(exact, exact, exact)
-    assert here.backend == "reference"
-    assert here.rejected[0] == ("absent", "not on this machine")
-    assert "not absent" in str(here)
-
-
 def test_plans_pickle_hash_and_serialise() -> None:
     plan = tw.explain(meta(1, 4, 512, 64, grad=True), meta(1, 2, 512, 64), meta(1, 2, 512, 32), device="b200")
     assert pickle.loads(pickle.dumps(plan)) == plan
@@ -293,6 +250,17 @@ def test_bad_input_is_refused_by_name(flags: dict[str, Any], argument: str) -> N
     with pytest.raises(tw.InvalidProblem) as error:
         tw.explain(q, q, q, **flags)
     assert error.value.argument == argument
+
+
+def test_flags_of_other_calls_are_refused() -> None:
+    q, cu = torch.zeros(4, 1, 8), torch.tensor([0, 4], dtype=torch.int32)
+    pages, table, lengths = torch.zeros(1, 4, 1, 8), torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4]).int()
+    with pytest.raises(tw.InvalidProblem, match="layout"):
+        tw.explain(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, layout="bshd")
+    with pytest.raises(tw.InvalidProblem, match="dropout"):
+        tw.explain(q[:1], pages, pages, block_table=table, seqlens_k=lengths, dropout=0.1)
+    with pytest.raises(tw.InvalidProblem, match="cu_seqlens_k"):
+        tw.explain(q, pages, pages, block_table=table, seqlens_k=lengths, cu_seqlens_k=cu)
 
 
 @pytest.mark.parametrize("batch", [0, 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,15 @@ def test_profile_refuses_before_it_measures(
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith(message)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_without_matplotlib_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(profiling, "_call", pytest.fail)
+    arguments = ("--trace", str(tmp_path / "run.json"), "--plot", str(tmp_path / "run.svg"))
+    result = invoke("profile", *arguments)
+    assert result.exit_code == 2
+    assert "tilewise[bench]" in result.stderr
 
 
 @pytest.mark.parametrize(

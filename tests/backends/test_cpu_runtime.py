@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-import multiprocessing
-import os
 import resource
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +23,7 @@ from tilewise.backends.cpu.cache import cache_state, warmup
 from tilewise.device import named
 from tilewise.numerics import merge_partials
 from tilewise.problem import AttentionProblem
+from tilewise.testing.threads import one_thread
 
 pytestmark = pytest.mark.slow
 
@@ -224,29 +222,11 @@ def test_gil_is_released() -> None:
     assert seen >= 3
 
 
-def _child(queue: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
-    queue.put((threads.num_threads(), tw.attention(*inputs(), causal=True, backend="cpu").detach().numpy()))
-
-
 def test_pool_takes_over_without_openmp(monkeypatch: pytest.MonkeyPatch, thread_count: int) -> None:
     expected = results(causal=True)
     monkeypatch.setattr(threads, "_openmp_parallel", lambda: None)
     torch.set_num_threads(3)
     assert all(torch.equal(a, b) for a, b in zip(expected, results(causal=True), strict=True))
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter with tilewise on its path."""
-    source = Path(tw.__file__).parents[1]
-    variables = os.environ | {"PYTHONPATH": str(source)} | environment
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=variables,
-        check=False,
-    )
 
 
 CALL = """
@@ -258,25 +238,6 @@ for _ in range(2):
     out = tw.attention(q, q, q, backend="cpu")
 print("sum", out.sum().item())
 """
-
-
-def test_cache_is_filled_and_read(tmp_path: Path) -> None:
-    first = run_python(CALL, TILEWISE_CACHE_DIR=str(tmp_path / "new" / "dir"))
-    assert first.stdout.strip() == "sum 320.0", first.stderr
-    kept = list((tmp_path / "new" / "dir").iterdir())
-    assert [file.name.split("-")[0] for file in kept] == ["forward"]
-    watch = CALL + "import sys; print('tilewise.backends.cpu.compiler' in sys.modules)"
-    second = run_python(watch, TILEWISE_CACHE_DIR=str(tmp_path / "new" / "dir"))
-    assert second.stdout.split() == ["sum", "320.0", "False"], second.stderr
-
-
-@pytest.mark.slow
-def test_unwritable_cache_warns_once_and_works(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("not a directory")
-    done = run_python(CALL, TILEWISE_CACHE_DIR=str(blocked))
-    assert done.stdout.strip() == "sum 320.0", done.stderr
-    assert done.stderr.count("TILEWISE_CACHE_DIR") == 1
 
 
 def test_cache_state_and_warmup_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,3 +265,40 @@ def test_refusals_say_why() -> None:
     double = AttentionProblem("dense", torch.float64, 1, 4, 4, 4, 4, 1, 1, 8, 8, 1.0)
     assert "float64" in (BACKEND.supports(double, named("cpu")) or "")
     assert "cuda" in (BACKEND.supports(double, named("h100")) or "")
+
+
+LOOSE = 2**31 - 1
+CUTS = torch.tensor([0, 5, 5, 74], dtype=torch.int32)
+
+
+def gradients(flags: dict[str, Any]) -> list[torch.Tensor]:
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(74, 2, 32, generator=make).requires_grad_() for _ in range(3))
+    out, lse = tw.attention_varlen(q, k, v, CUTS, CUTS, **flags)
+    return [out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))]
+
+
+@pytest.mark.parametrize("flags", [{}, {"causal": True, "alibi_slopes": torch.ones(2)}], ids=["full", "alibi"])
+@pytest.mark.parametrize("bounds", ["max_seqlen_k", "max_seqlen_q"])
+@pytest.mark.parametrize("threads", [1, 5])
+def test_a_loose_bound_asks_for_no_memory(threads: int, bounds: str, flags: dict[str, Any]) -> None:
+    """dk and dv of 2^31 - 1 keys would take 550 GB a thread; 5 threads run two passes, 1 thread runs one."""
+    flags = flags | {"return_lse": True, "backend": "cpu"}
+    expected = gradients(flags)
+    with one_thread():
+        torch.set_num_threads(threads)
+        found = gradients(flags | {bounds: LOOSE})
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+SUITE = Path(__file__).parent / "test_conformance.py"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("table", ["NEON", "AVX2", "GENERIC"])
+def test_kernels_of_other_processors_conform(table: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(SUITE), "--backend", "cpu", "--isa", table]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "passed" in done.stdout

@@ -283,6 +283,23 @@ def test_the_ordinary_path_hands_over_the_same(gpu: Any, h200: FakeCuda, monkeyp
     driver._entry.cache_clear()
 
 
+def test_the_driver_hears_which_kernel_may_start_early(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost rows are computed again by a kernel that waits for the forward itself; no other kernel may overlap."""
+    for scratch, is_direct in ((2, True), (3, False)):
+        monkeypatch.setattr(driver, "NUM_SCRATCH", scratch)
+        for keys, overlaps in ((8192, True), (128, False)):
+            problem, ready = problem_of(operands_of(keys), causal=True)
+            kernels = hopper_launch.forward_pass.__wrapped__(
+                problem, devices.named("h200"), -1, launching.raw_views(ready)
+            ).kernels
+            assert [call.overlaps for call in kernels.calls] == ([False, True] if overlaps else [False])
+            assert {launch.is_direct for launch in kernels._launches} == {is_direct}
+            h200.expect()
+            kernels(ready)
+            assert h200.seen().launches == len(kernels.calls)
+            assert h200.seen().overlaps == overlaps
+
+
 @pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])
 def test_a_launch_that_the_driver_refuses_is_started_in_the_public_way(gpu: Any, h200: FakeCuda) -> None:
     """A thread may have no context yet, which the public way makes current; other errors it has words for."""
@@ -317,6 +334,40 @@ def test_bound_passes_refuse_addresses_that_are_not_aligned(h200: FakeCuda) -> N
     assert bound is not None
     assert bound(ready[:3]) is not None
     assert bound(unaligned[:3]) is not None
+
+
+def test_what_nobody_reads_lies_in_one_block(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the call alone: one that comes between its kernels (of a thread, a hook, a finaliser) has another."""
+    q, k = torch.zeros(1, 8, 1, 64, dtype=BF16), torch.zeros(1, 2, 4096, 64, dtype=BF16)
+    problem, ready = problem_of(Operands(q, k, k))
+    given: list[int] = []
+    inner: list[Any] = []
+    plain, queued = driver.Launch.filled, launching.queued
+    for gpu in (HOPPER, TRITON):
+        bound: Any = gpu.bind_forward(problem, ready, want_lse=False)
+        assert bound.made == ("out",)
+        given.clear()
+        inner.clear()
+
+        def noted(launch: Any, stream: int, addresses: Any) -> Any:
+            given.append(addresses["workspace"])
+            return plain(launch, stream, addresses)
+
+        def between(filled: Any, bound: Any = bound) -> int:
+            if not inner:
+                inner.append(None)
+                bound(ready)
+            return int(queued(filled))
+
+        monkeypatch.setattr(driver.Launch, "filled", noted)
+        monkeypatch.setattr(launching, "queued", between)
+        made = bound(ready)
+        assert made is not None
+        assert len(made) == 2  # out and the block
+        assert all(made[1].data_ptr() <= at < made[1].data_ptr() + made[1].nbytes for at in given[: len(bound.calls)])
+        assert len(set(given)) == 2
+        monkeypatch.undo()
+    assert HOPPER.bind_forward(problem, ready, want_lse=True).made == ("out", "lse")  # type: ignore[union-attr]
 
 
 def test_threads_share_prepared_launches(h200: FakeCuda, compiled: Compiled) -> None:

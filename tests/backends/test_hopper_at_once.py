@@ -146,6 +146,28 @@ def test_sinks_beside_sums_of_any_size(
         torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("sink", SINKS)
+def test_rows_without_a_key_beside_sinks(
+    sink: float,
+    emulated: Emulated,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first 100 queries see no key; of others, some sums are lost."""
+    MODE.late_loads = False
+    for tile in ("D64_BANDED_AT_ONCE", "D64_QUAD_MENDED"):
+        case = Case(seqlens=(300, 200), heads=(1, 1), causal=True, sinks=True, rising=2000.0, dtype=dtype_of(tile))
+        given = case.inputs()._replace(sinks=torch.full((1,), sink))
+        ref, ref_lse = expected(case, given)
+        use(tile, emulated, monkeypatch)
+        out, lse = emulated("launch").run_forward(case.problem, given)
+        empty, seen = slice(0, 100), slice(100, None)
+        assert torch.equal(out[:, :, empty].float().isnan(), ref[:, :, empty].isnan())
+        if not math.isnan(sink):
+            assert not out[:, :, empty].any()
+        torch.testing.assert_close(out[:, :, seen].double(), ref[:, :, seen], atol=0.03, rtol=0.02, equal_nan=True)
+        torch.testing.assert_close(lse.double(), ref_lse, atol=1e-3, rtol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("tile", TILES)
 def test_rows_beside_lost_ones_keep_their_bits(tile: str, emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of both heads and warpgroups are lost, one by one and all of the last ones; no other row changes."""
@@ -188,3 +210,14 @@ def test_values_that_are_not_finite_reach_no_block_of_rows_before_them(
     before = slice(0, (key - 50) // 64 * 64)
     torch.testing.assert_close(out[:, :, before].double(), ref[:, :, before], atol=0.02, rtol=0.02)
     assert bool((out[:, :, key - 50 :, 3] == math.inf).all())
+
+
+def test_marked_rows_of_one_block_may_be_of_several_heads(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """37 rows each: blocks of 64 rows of lse begin within a head, and everything is lost."""
+    MODE.late_loads = False
+    use("D64_AT_ONCE", emulated, monkeypatch)
+    case = Case(seqlens=(37, 200), heads=(5, 5), batch=2, rising=2000.0)
+    for programs in (1, 2, 100):
+        monkeypatch.setattr(emulated("launch"), "AGAIN_PROGRAMS", programs)
+        emulated("launch").forward_pass.cache_clear()
+        check_forward(case, emulated)

@@ -59,6 +59,26 @@ def test_heads_behind_the_front(case: Case, late_loads: bool, waves_of_one: Call
     check_backward(case, waves_of_one)
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
+def test_nothing_is_used_before_it_is_prepared(
+    waits: bool, waves_of_one: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MODE.late_loads = False
+    preparing, prepare = waves_of_one("preparing"), waves_of_one("preparing").prepare_share.function
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(1.0)
+        return prepare(*args)
+
+    monkeypatch.setattr(preparing, "prepare_share", slowly)
+    if waits:
+        check_backward(CASES["d128, few queries"], waves_of_one)
+        return
+    monkeypatch.setattr(waves_of_one("backward"), "await_prepared", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check_backward(CASES["d128, few queries"], waves_of_one)
+
+
 def test_too_short_a_front_is_a_deadlock(waves_of_one: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tiles are not taken from the counter and belong to the first head: nobody would prepare it."""
     MODE.late_loads = False

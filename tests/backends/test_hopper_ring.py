@@ -120,3 +120,11 @@ def test_a_ring_of_part_of_a_wave_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         plan = plan_of(1024, 16384, 64, num_sms)
         assert plan.key_sizes.items_per_wave == 8
         assert any("waits for the share" in complaint for complaint in later_numbers(plan))
+
+
+def test_a_short_lag_and_a_short_front_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(1024, 4224, 40, 132)
+    for name, complaint in (("lag", "waits for tile"), ("front_items", "waits for preparers")):
+        with monkeypatch.context() as patch:
+            patch.setattr(backward_plan.BackwardPlan, name, property(lambda _: 1))
+            assert any(complaint in found for found in later_numbers(plan))

@@ -71,3 +71,16 @@ def test_addresses_are_aligned_as_they_say() -> None:
                 address = argument.address if isinstance(argument, symbols.Tile) else argument
                 if isinstance(address, symbols.Address) and address.aligned:
                     assert address.offset % symbols.ALIGNMENT == 0, (call.kernel, problem)
+
+
+def test_only_rows_whose_units_wait_for_bounds_start_early() -> None:
+    """What starts while the kernel before it ends waits for that one itself: of these kernels one does."""
+    for problem in problems():
+        plan = launch_backward.backward_plan(problem, H200)
+        views = offline.operand_views(problem, packed_queries=True)
+        views |= {name: made.view for name, made in launch.result_allocations(problem).items()}
+        views["dout"] = views["out"]
+        views |= {name: made.view for name, made in launch_backward.gradient_allocations(problem).items()}
+        for call in launch_backward.backward_calls(plan, views):
+            waits = call.arguments.get("bounds_ptr") is not None and "units_ptr" in call.arguments
+            assert call.overlaps == waits, (call.kernel, problem)

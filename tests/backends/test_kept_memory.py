@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from concurrently import run_concurrently
+
 CPU = torch.device("cpu")
 
 
@@ -79,3 +81,34 @@ def test_counters_of_streams_and_graphs(gpu: Any, stream: FakeStream) -> None:
     ends = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in taken]
     assert all(end <= begin for (_, end), (begin, _) in zip(sorted(ends), sorted(ends)[1:], strict=False))
     assert [len(tensor) for tensor in taken] == [1, 8, 8, 3, 3]
+
+
+def test_more_counters_than_there_are(gpu: Any, stream: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then they are made anew: zero, and kept by the stream; a graph clears its own in every replay."""
+    monkeypatch.setattr(gpu, "COUNTERS_PER_DEVICE", 4)
+    counters = gpu.Counters(CPU)
+    many = counters.current(100)
+    assert (len(many), int(many.sum())) == (128, 0)
+    assert counters.current(100).data_ptr() == many.data_ptr()
+    stream.capturing = True
+    assert counters.current(100).data_ptr() != many.data_ptr()
+
+
+def test_no_more_streams_have_counters_than_allowed(
+    gpu: Any, stream: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "MAX_STREAMS", 3)
+    counters = gpu.Counters(CPU)
+    for handle in range(10):
+        stream.handle = handle
+        counters.current()
+    assert list(counters.by_stream) == [7, 8, 9]
+
+
+def test_threads_take_different_counters(gpu: Any, stream: FakeStream) -> None:
+    counters = gpu.Counters(CPU)
+    counters.current()
+    stream.capturing = True
+    taken: list[int] = []
+    run_concurrently(lambda: taken.extend([counters.current(2).data_ptr() for _ in range(100)]))
+    assert len(set(taken)) == len(taken)

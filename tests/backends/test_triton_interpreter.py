@@ -39,7 +39,7 @@ HERE = Path(__file__)
 LARGE = ("special_cases", "single_features", "fp8", "left_alone", "outside_the_lengths")
 PARTS = (*LARGE, f"not ({' or '.join(LARGE)})")
 # A few tests of the small suite for the fast run, one for each kernel and loader; all of it with `-m exhaustive`.
-SAMPLE = "gqa or varlen_padding or paged_prefill_page_3 or paged_decode_strided or fp32_bias_and_sinks"
+SAMPLE = "gqa or varlen_padding or paged_decode_strided or fp32_bias_and_sinks"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
 from tilewise.explorer import chapter_names, exported_page
 from tilewise.simulator import Workload, counts_after_each, schedule
 from tilewise.simulator.events import Algorithm, Trace
-from tilewise.simulator.pipeline import Pipeline, busy_share, timeline
 
 # One browser for all of them.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
@@ -66,16 +63,6 @@ WALK = """(expression) => {
 def walk(page: Page, expression: str) -> list[Any]:
     found: list[Any] = page.evaluate(WALK, expression)
     return found
-
-
-def rows_of(panel: str) -> str:
-    """The caption and the state of the rows of a panel of Tiles."""
-    return f"""(() => {{
-      const panel = document.querySelector('section[aria-label="{panel}"]');
-      const rows = Array.from(panel.querySelectorAll(".rows-table tbody tr"), (row) =>
-        Array.from(row.children, (cell) => cell.textContent));
-      return {{text: panel.querySelector(".caption").textContent, rows}};
-    }})()"""
 
 
 def caption(page: Page) -> str:
@@ -151,12 +138,6 @@ def test_back_stays_in_the_page_and_keeps_the_step(open_page: Any) -> None:
     expect(page.locator(".step-counter")).to_have_text("step 5 of 27")
 
 
-def test_an_unknown_address_opens_the_first_chapter(open_page: Any) -> None:
-    page: Page = open_page("chapter-99?step=3")
-    expect(page.locator("article")).to_have_attribute("data-chapter", "memory")
-    expect(page.locator(".step-counter")).to_have_text("step 0 of 4")
-
-
 # --- what captions say
 
 
@@ -206,74 +187,6 @@ def test_pictures_count_what_the_simulator_counts(open_page: Any, exported: Path
             # What a screen reader is told is what the picture says.
             spoken = numbers(page.locator(".scene svg").get_attribute("aria-label") or "")
             assert spoken[-2:] == shown, (place, at)
-
-
-def test_fa1_says_by_what_l_and_o_are_multiplied(open_page: Any) -> None:
-    page: Page = open_page("tiles")
-    seen = 0
-    for found in walk(page, rows_of("FA-1 order")):
-        text, rows = found["text"], found["rows"]
-        if "first keys these rows see" in text:
-            # Nothing to correct, and no factor beside it.
-            assert [(row[2], row[4]) for row in rows] == [("–", "–")] * 2
-        if "rises from" not in text:
-            continue
-        seen += 1
-        row, old, new, *_, alpha, old_sum, together = numbers(text.replace("e^", ""))
-        assert alpha == pytest.approx(math.exp(old - new), abs=2e-3)
-        assert together == pytest.approx(old_sum * alpha, abs=2e-3)
-        shown = next(cells for cells in rows if int(cells[0]) == row)
-        assert (shown[2], shown[4]) == (f"×{alpha:.3f}", f"×{together:.3f}")
-    assert seen > 0
-
-
-def test_online_softmax_with_values_is_attention(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("online-softmax", base=exported.as_uri())
-    values = np.array([[1, 0], [0, 2], [1, 1], [2, 0], [0, 1], [1, 2]], dtype=float)
-    row = np.array([2.0, 8, 1, 9, 3, 7])
-    page.keyboard.press("End")
-    weights = np.exp(row - row.max())
-    expected = weights @ values / weights.sum()
-    assert numbers(caption(page))[-2:] == pytest.approx(list(expected), abs=1e-4)
-    for at in range(steps(page) + 1):
-        seek(page, at)
-        spoken = page.locator(".scene svg").get_attribute("aria-label") or ""
-        panel = svg_text(page, ".value.large.end")
-        assert f"m = {panel[0]}, l = {panel[1]}" in spoken
-        if at > 0 and "is read" not in caption(page):
-            assert panel[1] in caption(page) or panel[0] in caption(page), at
-
-
-def test_the_pipeline_says_what_the_simulator_says(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("fa3", base=exported.as_uri())
-    for ping_pong in (True, False):
-        for dtype, cycles in (("fp16", 512), ("fp8", 256)):
-            go(page, f"fa3?pingpong={int(ping_pong)}&dtype={dtype}")
-            page.keyboard.press("End")
-            spans = timeline(Pipeline(ping_pong=ping_pong, load=cycles, product=cycles))
-            end = max(span.stop for span in spans)
-            share = f"{busy_share(spans):.0%}".replace("%", " %")
-            assert f"takes {end:,} cycles" in caption(page)
-            assert f"busy {share} of the time" in caption(page)
-            assert page.locator(".scene .span").count() == len(spans) + 4 * 2 * 2
-
-
-def test_a_split_is_weighed_as_the_text_says(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("split-decoding", base=exported.as_uri())
-    seek(page, 4)
-    weights = numbers(caption(page).split("=")[1])
-    lses = [numbers(text)[-1] for text in svg_text(page, ".note.mid") if text.startswith("lse")]
-    assert weights == pytest.approx([math.exp(lse - max(lses)) for lse in lses], abs=0.01)
-    page.keyboard.press("End")
-    shares = numbers(caption(page).split(":")[0])
-    assert sum(shares) == pytest.approx(1, abs=2e-3)
-    assert shares == pytest.approx([one / sum(weights) for one in weights], abs=2e-3)
-    # The bench shows both, the weight and the share.
-    go(page, "paging")
-    rows = page.get_by_role("region", name="Parts and their merge").locator("tbody tr").all()
-    found = [numbers(" ".join(row.locator("td").all_inner_texts()[2:4])) for row in rows[:-1]]
-    assert max(weight for weight, _ in found) == 1
-    assert sum(share for _, share in found) == pytest.approx(1, abs=2e-3)
 
 
 # --- the picture moves, and fits
@@ -431,19 +344,6 @@ COLOURS = """(canvas) => {
   const sorted = Object.values(counts).sort((one, other) => other - one);
   return {distinct: sorted.length, largest: sorted[0] / (data.length / 4)};
 }"""
-
-
-@pytest.mark.parametrize("place", ["tiles?step=4", "backward?step=9"])
-def test_canvases_keep_their_lines_in_imposed_colours(open_page: Any, exported: Path, place: str) -> None:
-    page: Page = open_page(place, base=exported.as_uri(), forced_colors="active")
-    page.wait_for_timeout(100)
-    before = page.locator("canvas").last.get_attribute("aria-label")
-    found = page.locator("canvas").last.evaluate(COLOURS)
-    assert found["distinct"] > 5
-    # Mostly background, not a solid figure.
-    assert 0.5 < found["largest"] < 0.99
-    page.keyboard.press("ArrowRight")
-    assert page.locator("canvas").last.get_attribute("aria-label") != before
 
 
 # A chapter, a bench, a form and the notes; every place takes a minute.

@@ -134,20 +134,6 @@ def test_bad_input_is_named_and_changes_nothing(open_page: Any) -> None:
     expect(page.get_by_text("4,096 tiles are more than")).to_be_visible()
 
 
-def test_too_many_tiles_by_link_are_refused_and_nothing_breaks(open_page: Any) -> None:
-    page: Page = open_page("tiles?n=128&bm=1&bn=1")
-    expect(page.get_by_text("16,384 tiles are more than the 1,024")).to_be_visible()
-    expect(page.get_by_role("button", name="Play or pause")).to_be_disabled()
-    press(page, " ", "ArrowRight", "End")
-    page.get_by_label("Query block").fill("16")
-    page.get_by_label("Key block").fill("16")
-    press(page, "Tab", "Escape")
-    expect(page.locator("[data-summary]")).to_contain_text("64 tiles")
-    page.evaluate("location.hash = 'backward?n=64&bm=1&bn=1'")
-    expect(page.get_by_text("4,096 tiles are more than the 1,024")).to_be_visible()
-    press(page, " ", "ArrowRight")
-
-
 def test_the_defaults_show_the_thesis_and_a_sentence_says_when_it_fails(open_page: Any) -> None:
     page: Page = open_page("tiles")
     expect(page.locator("[data-verdict]")).to_contain_text("moves 192 elements, FA-1 132, FA-2 96.")
@@ -305,17 +291,6 @@ def test_my_problem_shows_what_explain_says(open_page: Any) -> None:
     expect(page.get_by_text("must be a multiple of K/V heads (7). Shown for 4 K/V heads.")).to_be_visible()
 
 
-def test_a_long_plan_says_that_it_is_being_made(open_page: Any) -> None:
-    page: Page = open_page("softmax")
-    held: list[Any] = []
-    page.route("**/api/plan", lambda route: held.append(route))
-    page.evaluate("location.hash = 'problem?context=4194304'")
-    expect(page.get_by_text("Planning 4,194,304 tokens …")).to_be_visible()
-    held[0].continue_()
-    expect(page.locator("[data-fact=backend]")).to_have_text("hopper", timeout=60_000)
-    expect(page.get_by_text("Planning")).to_be_hidden()
-
-
 def test_three_ways_on_one_device(open_page: Any, exported: Path) -> None:
     page: Page = open_page("problem", base=exported.as_uri())
     plan = plan_of(Question(1, 8192, 32, 32, 128, "bfloat16", "h100", "prefill", True, None))
@@ -375,22 +350,6 @@ def test_the_address_keeps_the_state(open_page: Any) -> None:
     expect(page.locator(".step-counter")).to_have_text("step 9 of 150")
     page.evaluate("location.hash = '#softmax?step=5'")
     assert value(page, "softmax-l") == "1.5069"
-
-
-def test_an_address_typed_while_the_page_writes_its_own_is_followed(open_page: Any) -> None:
-    page: Page = open_page("tiles")
-    # The page writes its own address 400 ms after a change; a busy browser tells it of the visitor's only after that.
-    page.add_init_script("""
-      const add = window.addEventListener;
-      window.addEventListener = (type, act) => {
-        add.call(window, type, type === "hashchange" ? (event) => setTimeout(() => act(event), 800) : act);
-      };
-    """)
-    page.reload()
-    page.locator("#to-traffic").click()
-    page.evaluate("location.hash = 'matmul'")
-    expect(here(page)).to_have_attribute("id", "to-matmul")
-    expect(page).to_have_url(re.compile(r"#matmul"))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

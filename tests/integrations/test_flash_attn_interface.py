@@ -7,18 +7,11 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from making import int32, randn
 from tilewise.integrations import flash_attn as fa2
 from tilewise.integrations import flash_attn_interface as fa3
 
 pytestmark = pytest.mark.slow
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 31 * sum(shape)))
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def pair(result: Any) -> tuple[Tensor, Tensor]:
@@ -94,19 +87,6 @@ def test_varlen_with_used_lengths_and_chunks(chunk: int, flags: dict[str, Any]) 
         close(lse[:, rows], expected[1][0])
     assert (out[~seen] == 0).all()
     assert (lse[:, ~seen] == -torch.inf).all()
-
-
-def test_equals_fa2_where_they_share() -> None:
-    q, k, v = randn(2, 5, 4, 8), randn(2, 7, 2, 8), randn(2, 7, 2, 8, seed=1)
-    flags: dict[str, Any] = {"causal": True, "window_size": (3, 0), "softcap": 1.5}
-    tuning: dict[str, Any] = {"num_splits": 3, "pack_gqa": True, "sm_margin": 8}
-    mine, theirs = fa3.flash_attn_func(q, k, v, 0.3, **flags, **tuning), fa2.flash_attn_func(q, k, v, 0.0, 0.3, **flags)
-    assert torch.equal(mine, theirs)  # type: ignore[arg-type]
-    qkv = randn(2, 5, 3, 4, 8)
-    packed = fa3.flash_attn_qkvpacked_func(qkv, causal=True)
-    assert torch.equal(packed, fa2.flash_attn_qkvpacked_func(qkv, causal=True))  # type: ignore[arg-type]
-    stacked = fa3.flash_attn_qkvpacked_func(qkv.flatten(2, 3), causal=True, num_heads_q=4)
-    assert torch.equal(stacked, packed)  # type: ignore[arg-type]
 
 
 def test_qv_adds_to_the_scores() -> None:
@@ -218,11 +198,6 @@ def test_nothing_to_attend_to_or_from(batch: int, seqlen_q: int, seqlen_k: int, 
         assert (out.shape, out.dtype, lse.shape) == (q.shape, torch.bfloat16, (batch, 4, seqlen_q))
         assert seqlen_k or not out.any()
         assert seqlen_k or bool((lse == -torch.inf).all())
-
-
-def test_descales_of_other_dtypes_are_ignored_as_in_fa3() -> None:
-    q = randn(1, 3, 2, 8)
-    assert torch.equal(fa3.flash_attn_func(q, q, q, q_descale=torch.full((1, 2), 7.0)), fa3.flash_attn_func(q, q, q))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("chunk", [0, 4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import cascade
-from tilewise.kv.tables import HostTables, StagedTables, Tables
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS = 4, 2, 16, 24, 2
 Rows = tuple[Tensor, Tensor]
@@ -186,90 +184,6 @@ def test_prompts_behind_a_shared_prefix() -> None:
 def test_what_cannot_be_shared_is_computed_as_ever(flags: dict[str, Any]) -> None:
     shadow, requests = shared_batch()
     shadow.check(requests, shadow.step(requests, dict.fromkeys(requests, 8)), **flags)
-
-
-def random_step(shadow: Shadow, rng: random.Random, live: list[int]) -> bool:
-    """Chunks of prompts and single tokens of some requests, checked; False if the pages did not suffice."""
-    cache = shadow.cache
-    batch = [r for r in rng.sample(live, min(len(live), 8)) if cache.pending(r) or cache.length(r) < 12 * PAGE]
-    counts = [rng.randint(1, max(1, cache.pending(request))) for request in batch]
-    ids = {request: rng.randrange(2) for request in batch if not cache.pending(request)}
-    known = {request: list(shadow.tokens[request]) for request in batch}
-    try:
-        shadow.step(batch, ids, counts=counts)
-    except tw.OutOfPages:
-        shadow.tokens |= known
-        return False
-    if batch:
-        q = torch.randn(sum(counts), HEADS, DIM)
-        for layer in range(LAYERS):
-            rows = [shadow.rows(request, layer) for request in batch]
-            dense, _ = dense_attention(q, rows, counts, torch.float32)
-            torch.testing.assert_close(cache.attention(q, layer=layer), dense)
-    return True
-
-
-PAGE = 3
-
-
-def offend(cache: tw.PagedKVCache, finished: int) -> None:
-    """What every moment of a cache's life refuses, without a change to its books, its tables or its pages."""
-    step = cache._running()
-    seen = cache.stats(), cache.k.clone(), cache.v.clone(), *(t.clone() for t in step if t is not None)
-    q, pages = torch.zeros(len(step.slots), HEADS, DIM), cache.pages()
-    calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: cache.free(finished), "which is finished"),
-        (lambda: cache.step([finished]), "which is finished|every layer of the step before appended"),
-        (lambda: cache.step([10**6]), "request: expected|every layer of the step before appended"),
-        (lambda: cache.append(q[1:], q[1:]), "k: expected shape|all finished"),
-        (lambda: tw.attention_paged(q, *pages, step.block_table.to("meta"), step.seqlens_k), "block_table: expected"),
-        (lambda: tw.attention_paged(q, *pages, step.block_table, step.seqlens_k.to("meta")), "seqlens_k: expected"),
-    ]
-    for call, message in calls:
-        with pytest.raises(tw.InvalidProblem, match=message):
-            call()
-    now = cache.stats(), cache.k, cache.v, *(t for t in cache._running() if t is not None)
-    for before, after in zip(seen, now, strict=True):
-        if isinstance(before, Tensor) and isinstance(after, Tensor):
-            torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
-        else:
-            assert after == before
-
-
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("tables", [HostTables, StagedTables])
-def test_random_lives_equal_dense_attention(tables: type[Tables]) -> None:
-    """Forks, truncated requests, equal prompts and evictions: every layer's pages hold what their requests wrote."""
-    rng, shadow = random.Random(1), Shadow(PAGE, torch.float32, num_pages=40, max_seqlen=12 * PAGE)
-    cache, shared = shadow.cache, 0
-    cache._tables = tables(cache.book, cache.device)
-    finished = shadow.add([0])
-    shadow.step([finished])
-    cache.free(finished)
-    del shadow.tokens[finished]
-    for number in range(80):
-        if number % 4 == 0:
-            offend(cache, finished)
-        live, choice = list(shadow.tokens), rng.random()
-        request = rng.choice(live) if live else shadow.add([0])
-        if choice < 0.2:
-            shadow.add([rng.randrange(2) for _ in range(rng.randint(1, 6 * PAGE))])
-        elif choice < 0.3:
-            shadow.fork(request)
-        elif choice < 0.36:
-            length = rng.randint(0, cache.length(request))
-            cache.truncate(request, length)
-            del shadow.tokens[request][length:]
-        elif choice < 0.5 or not random_step(shadow, rng, list(shadow.tokens)):
-            cache.free(request)
-            del shadow.tokens[request]
-        else:
-            shared += cache.shared_prefix() is not None
-    for request in shadow.tokens:
-        cache.free(request)
-    stats = cache.stats()
-    assert cache.available_pages() == stats.num_pages
-    assert min(shared, stats.copies, stats.evictions, stats.hit_tokens) > 0
 
 
 def rows_of(count: int, dim: int = DIM, **options: Any) -> Tensor:
