@@ -268,6 +268,25 @@ def test_explain_takes_every_feature() -> None:
     assert read("explain", *flags)["features"] == ["alibi", "softcap", "bias", "mask", "sinks", "dropout"]
 
 
+@pytest.mark.parametrize("queries", [1, 5])
+def test_explain_takes_pages(queries: int) -> None:
+    pages = torch.empty(3 * 65, 16, 2, 64, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(3 * queries, 8, 64, dtype=torch.bfloat16, device="meta")
+    table, lengths, cu = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((3, 65), (3,), (4,)))
+    packed: dict[str, Any] = {} if queries == 1 else {"cu_seqlens_q": cu, "max_seqlen_q": 5}
+    plan = tw.explain(q, pages, pages, block_table=table, seqlens_k=lengths, causal=True, device="h200", **packed)
+    sizes = f"--batch 3 --seqlen-q {queries} --seqlen-k 1025 --heads 8 --kv-heads 2 --head-dim 64 --page-size 16"
+    assert succeed("explain", *sizes.split(), "--causal", "--device", "h200") == f"{plan}\n"
+
+
+@pytest.mark.parametrize("short", ["fp16", "bf16", "fp32", "fp64"])
+def test_explain_takes_short_names_of_dtypes(short: str) -> None:
+    long_name = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}[short]
+    plan = read("explain", "--device", "cpu", "--dtype", short)
+    assert plan == read("explain", "--device", "cpu", "--dtype", long_name)
+    assert plan["problem"]["dtype"] == long_name
+
+
 def test_explain_fails_where_no_backend_takes_the_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch.load("reference"), "supports", lambda *_: "not today")
     for flags in ((), ("--json",)):

@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
 from tilewise import InvalidProblem, Unsupported, fp8
+from tilewise.fp8.container import E4M3
 from tilewise.fp8.rotation import parts, signs
+from tilewise.fp8.scales import inverse_of, scale_of
 
 GRANULARITIES = ("tensor", "head", "block")
 
@@ -61,6 +64,19 @@ def test_a_group_s_largest_magnitude_is_448_of_its_scale() -> None:
         rows = slice(128 * block, 128 * (block + 1))
         assert torch.equal(made.scale[:, :, block], x[:, :, rows].abs().amax((2, 3)) / 448.0)
     assert float(made.data.float().abs().max()) == 448.0
+
+
+def test_scales_are_quotients_that_are_rounded_once() -> None:
+    """As the GPU's kernel divides; by a number torch may multiply with its reciprocal."""
+    amax = torch.rand(4096, generator=torch.Generator().manual_seed(0)) * 100 + 1e-3
+    largest = np.float32(448.0)
+    assert np.array_equal(scale_of(amax).numpy(), amax.numpy() / largest)
+    assert np.array_equal(inverse_of(amax).numpy(), largest / amax.numpy())
+
+
+def test_beyond_a_given_scale_values_saturate() -> None:
+    x = torch.tensor([1e30, -1e30, 500.0, 3.0]).reshape(1, 1, 1, 4)
+    assert fp8.quantize(x, scale=1.0).dequantize().flatten().tolist() == [448.0, -448.0, 448.0, 3.0]
 
 
 def test_nan_and_infinities_become_nan_and_leave_the_scale_alone() -> None:
@@ -134,6 +150,15 @@ def test_rotated_rows_keep_their_largest_channel(head_dim: int, left: float) -> 
     assert everywhere < 1.02 * plain_everywhere
 
 
+def test_a_rotated_row_of_zeros_or_of_infinities_stays_one() -> None:
+    x = with_outliers(1, 1, 3, 64)
+    x[0, 0, 0], x[0, 0, 1, 5] = 0.0, torch.inf
+    back = fp8.quantize(x, rotation=True).dequantize()[0, 0]
+    assert torch.equal(back[0], torch.zeros(64))
+    assert torch.isnan(back[1]).all()
+    assert torch.isfinite(back[2]).all()
+
+
 def test_quantising_what_needs_a_gradient_is_refused() -> None:
     x = torch.randn(1, 1, 4, 4, requires_grad=True)
     with pytest.raises(Unsupported, match="no gradient"):
@@ -189,6 +214,13 @@ def test_quantize_judges_running_totals_as_attention_does(name: str, granularity
         fp8.quantize(torch.randn(6, 2, 16), granularity=granularity, **given)
 
 
+def test_quantize_takes_totals_of_int64() -> None:
+    x, cu = torch.randn(6, 2, 16), totals(0, 2, 6)
+    wide, narrow = (fp8.quantize(x, cu_seqlens=t, granularity="block", block=2) for t in (cu.long(), cu))
+    assert torch.equal(wide.data.view(torch.uint8), narrow.data.view(torch.uint8))
+    assert torch.equal(wide.scale, narrow.scale)
+
+
 SCALES: dict[str, tuple[Any, type[Exception], str]] = {
     **{
         f"{number}": (number, InvalidProblem, "scale: expected a tensor or a number")
@@ -213,6 +245,12 @@ def test_quantize_judges_given_scales(name: str) -> None:
         fp8.quantize(torch.randn(2, 3, 6, 16), scale=scale)
 
 
+@pytest.mark.parametrize("scale", [2, 2.0, np.float64(2.0), torch.tensor(2.0), torch.full((3, 1), 2.0)], ids=repr)
+def test_quantize_takes_scales_of_every_spelling(scale: Any) -> None:
+    x = torch.randn(2, 3, 6, 16)
+    assert torch.equal(fp8.quantize(x, scale=scale).dequantize(), fp8.quantize(x, scale=2.0).dequantize())
+
+
 def test_quantize_refuses_what_is_no_dense_tensor_of_numbers() -> None:
     x = torch.randn(2, 3, 6, 16)
     jagged = torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged)
@@ -228,6 +266,13 @@ def test_quantize_refuses_what_is_no_dense_tensor_of_numbers() -> None:
     for block in (True, 2.0, 0):
         with pytest.raises(InvalidProblem, match="block: expected a positive number of rows"):
             fp8.quantize(x.detach(), granularity="block", block=block)  # type: ignore[arg-type]
+
+
+def test_the_container_moves_and_counts_its_bytes() -> None:
+    made = fp8.quantize(torch.randn(2, 3, 300, 8), granularity="tensor")
+    assert made.nbytes == 2 * 3 * 300 * 8 + 4
+    assert made.to("meta").scale.shape == (2, 3, 1)
+    assert made.data.dtype == E4M3
 
 
 def small(**options: Any) -> tuple[fp8.Fp8Tensor, fp8.Fp8Tensor, fp8.Fp8Tensor]:

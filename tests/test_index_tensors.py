@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise.integrations import flash_attn, flash_attn_interface
 
 TABLE = torch.tensor([[4, 1, 0], [2, 3, 5]], dtype=torch.int32)
 LENGTHS = torch.tensor([10, 3], dtype=torch.int32)
@@ -84,3 +86,29 @@ def test_entries_that_are_not_read_may_be_anything() -> None:
     garbage[1, 1:] = 2**40
     expected = tw.attention_paged(queries(), pages(), pages(), TABLE, LENGTHS)
     assert torch.equal(tw.attention_paged(queries(), pages(), pages(), garbage, LENGTHS.long()), expected)
+
+
+def through_fa2(table: Tensor, lengths: Tensor, starts: Tensor) -> Any:
+    del starts
+    return flash_attn.flash_attn_with_kvcache(
+        queries()[:, None], pages(), pages(), cache_seqlens=lengths, block_table=table
+    )
+
+
+def through_fa3(table: Tensor, lengths: Tensor, starts: Tensor) -> Any:
+    return flash_attn_interface.flash_attn_with_kvcache(
+        queries(5), pages(), pages(), cache_seqlens=lengths, page_table=table, cu_seqlens_q=starts, max_seqlen_q=3
+    )
+
+
+def through_varlen(table: Tensor, lengths: Tensor, starts: Tensor) -> Any:
+    totals = torch.nn.functional.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0))
+    return flash_attn.flash_attn_varlen_func(
+        queries(5), pages(), pages(), starts, totals, 3, 10, block_table=table, causal=True
+    )
+
+
+@pytest.mark.parametrize("call", [through_fa2, through_fa3, through_varlen])
+def test_the_drop_ins_take_int64(call: Callable[..., Any]) -> None:
+    expected = call(TABLE, LENGTHS, STARTS)
+    assert torch.equal(call(TABLE.long(), LENGTHS.long(), STARTS.long()), expected)

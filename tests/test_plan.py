@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise as tw
+from tilewise import device
 from tilewise.device import DeviceSpec
 from tilewise.masks import Band, TileGrid, TileKind
 from tilewise.plan import Plan, cost
@@ -147,6 +148,14 @@ def test_paged_keys_are_counted_by_their_lengths() -> None:
     assert prefill.flops_forward == 4 * 8 * 2 * ((4 + 5) + (15 + 16 + 17))
 
 
+def test_unreadable_lengths_are_bounded() -> None:
+    q, cu = meta(100, 2, 8), meta(4, dtype=torch.int32)
+    plan = tw.explain(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=40, max_seqlen_k=40)
+    assert not plan.lengths_read
+    assert plan.flops_forward == 4 * 8 * 2 * (40 * 40 + 40 * 40 + 20 * 20)
+    assert "lengths unknown" in str(plan)
+
+
 @pytest.mark.parametrize("kind", ["dense", "varlen", "paged"])
 def test_fake_tensors(kind: str) -> None:
     with FakeTensorMode():
@@ -174,6 +183,14 @@ def test_explaining_draws_no_random_numbers_and_reads_autocast() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_gradients_are_planned_only_where_they_would_be_taken() -> None:
+    q, k = meta(1, 1, 64, 8, grad=True), meta(1, 1, 64, 8)
+    assert tw.explain(q, k, k).problem.needs_grad
+    assert tw.explain(k, k, k).flops_backward == 0
+    with torch.no_grad():
+        assert not tw.explain(q, k, k).problem.needs_grad
+
+
 def test_a_backward_that_does_not_repeat_is_named() -> None:
     q, k = meta(1, 8, 512, 128, grad=True), meta(1, 8, 512, 128)
     assert "dq" in str(tw.explain(q, k, k, device="h200").unordered)
@@ -192,6 +209,24 @@ def test_the_cpu_is_measured() -> None:
     assert plan.device.bandwidth > 1e8
     assert plan.tiled.seconds is not None
     assert tw.explain(q, q, q, device="cpu").device == tw.explain(q, q, q, device=torch.device("cpu")).device
+
+
+def test_every_named_device_makes_a_plan() -> None:
+    q = meta(1, 4, 512, 64, dtype=torch.float16)
+    for name in device.DEVICES:
+        plan = tw.explain(q, q, q, device=name)
+        assert plan.device == device.DEVICES[name]
+        assert plan.tiled.seconds is not None
+        assert plan.naive.seconds is not None
+        assert plan.naive.seconds > plan.tiled.seconds
+
+
+def test_unknown_rates_give_no_time() -> None:
+    q = meta(1, 1, 64, 8)
+    plan = tw.explain(q, q, q, device=DeviceSpec("odd", "xpu", None, 1, 0, 0, 0, 1.0, {}))
+    assert plan.tiled.seconds is None
+    assert plan.tiled.bound is None
+    assert "unknown" in str(plan)
 
 
 def test_refused_problems_still_print_with_every_reason() -> None:

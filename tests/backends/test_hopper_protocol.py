@@ -438,7 +438,7 @@ def test_fixed_point_does_not_depend_on_the_order(name: str, emulated: Callable[
     case = replace(BACKWARD[name], deterministic=True)
     operands = case.inputs()
     given = backward_inputs(case, operands)
-    first, *others = [run_backward(case, operands, given, emulated) for _ in range(4)]
+    first, *others = [run_backward(case, operands, given, emulated) for _ in range(3)]
     for other in others:
         for a, b in zip(first[:3], other[:3], strict=True):
             torch.testing.assert_close(a, b, atol=0.0, rtol=0.0)

@@ -49,6 +49,30 @@ def test_numbers_that_add_up_in_the_end_are_refused_too() -> None:
         bert_padding.unpad_input(x, ones, 2 * ones)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_tokens_both_used_and_unused_are_packed_once(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).to(dtype)
+    _, indices, cu_seqlens, longest, used = bert_padding.unpad_input(torch.zeros(2, 3, 4), mask, mask)
+    assert (indices.tolist(), cu_seqlens.tolist(), longest, used.tolist()) == ([0, 1, 3], [0, 2, 3], 2, [2, 1])
+
+
+def test_unpad_compiles_whole() -> None:
+    x, mask = randn(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    options = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch._dynamo.config.patch(options):
+        compiled = torch.compile(bert_padding.unpad_input, fullgraph=True, backend="eager")
+        found = compiled(x, mask)
+    for got, wanted in zip(found, bert_padding.unpad_input(x, mask), strict=True):
+        assert torch.equal(torch.as_tensor(got), torch.as_tensor(wanted))
+
+
+def test_unpad_leaves_room_for_unused_tokens() -> None:
+    x = randn(2, 4, 3)
+    mask, unused = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), torch.tensor([[0, 0, 1, 0], [0, 1, 1, 0]])
+    packed, _, cu_seqlens, longest, used = bert_padding.unpad_input(x, mask, unused)
+    assert (len(packed), cu_seqlens.tolist(), longest, used.tolist()) == (6, [0, 3, 6], 3, [2, 1])
+
+
 def by_hand(x: Tensor, cos: Tensor, sin: Tensor, position: int, interleaved: bool) -> Tensor:
     """One token (heads, dim), feature by feature."""
     out = x.clone()

@@ -230,9 +230,11 @@ def compiled_operators(function: Callable[..., Any], *inputs: Tensor) -> tuple[A
     return compiled(*inputs), names
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("where", ["around", "within"])
-@pytest.mark.parametrize("name", ["encoder layer", "encoder", "decoder layer"])
+@pytest.mark.parametrize(
+    ("name", "where", "training"),
+    [("encoder layer", "around", True), ("encoder layer", "within", False), ("encoder", "within", True),
+     ("decoder layer", "around", False)],
+)  # fmt: skip
 def test_compiled_transformer_layers(name: str, where: str, training: bool) -> None:
     model, inputs, count = MODELS[name]()
     model.train(training)

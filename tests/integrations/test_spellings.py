@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
 from tilewise.integrations import flash_attn as fa2
 from tilewise.integrations import flash_attn_interface as fa3
 from tilewise.integrations import sdpa
+from tilewise.integrations.flash_attn.layers.rotary import apply_rotary_emb
 
 X = torch.randn(2, 8, 4, 16, generator=torch.Generator().manual_seed(0))
 ROWS = X[:, :3].flatten(0, 1)
@@ -91,6 +93,23 @@ def test_numbers_without_dimensions_are_numbers(module: Any, name: str, how: str
         assert torch.equal(found, want)
 
 
+@pytest.mark.parametrize("how", SPELLINGS)
+@pytest.mark.parametrize("probs", [False, True])
+def test_dropout_without_dimensions_is_a_number(how: str, probs: bool) -> None:
+    results: list[Any] = []
+    for dropout in (0.3, SPELLINGS[how](0.3), SPELLINGS[how](0.0), 0.0):
+        torch.manual_seed(0)
+        results.append(fa2.flash_attn_func(X, X, X, dropout, return_attn_probs=probs))
+        torch.manual_seed(0)
+        results.append(
+            fa2.flash_attn_varlen_func(ROWS, ROWS, ROWS, TOTALS, TOTALS, 4, 4, dropout, return_attn_probs=probs)
+        )
+    first, first_packed, second, second_packed, off, off_packed, none, none_packed = results
+    for one, other in ((first, second), (first_packed, second_packed), (off, none), (off_packed, none_packed)):
+        pairs = zip(one, other, strict=True) if probs else ((one, other),)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
 @pytest.mark.parametrize("name", ["softmax_scale", "softcap", "dropout_p"])
 def test_numbers_that_require_a_gradient_are_refused(name: str) -> None:
     number = torch.tensor(0.3, requires_grad=True)
@@ -140,3 +159,26 @@ def test_what_is_no_argument_is_named(name: str) -> None:
     call, argument = NAMED[name]
     with pytest.raises(tw.InvalidProblem, match=rf"^{argument}: expected"):
         call()
+
+
+def test_numbers_of_numpy_place_tokens() -> None:
+    x, angles = torch.randn(2, 3, 4, 8), torch.randn(16, 4)
+    twos: tuple[Any, ...] = (2, np.int64(2))
+    turned = [apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=two) for two in twos]
+    assert torch.equal(*turned)
+    q, k_cache, v_cache = torch.randn(3, 4, 8), torch.randn(2, 16, 4, 8), torch.randn(2, 16, 4, 8)
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32)
+    lengths = torch.tensor([5, 6], dtype=torch.int32)
+    found: list[Any] = [
+        fa3.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, cu_seqlens_q=starts, max_seqlen_q=two)
+        for two in twos
+    ]
+    assert torch.equal(*found)
+
+
+def test_rows_in_use_of_fake_tensors_are_not_read() -> None:
+    with FakeTensorMode():
+        q = torch.randn(6, 4, 8)
+        starts, used = torch.tensor([0, 3, 6], dtype=torch.int32), torch.tensor([2, 3], dtype=torch.int32)
+        out: Any = fa3.flash_attn_varlen_func(q, q, q, starts, starts, 3, 3, seqused_k=used)
+    assert out.shape == q.shape
