@@ -72,7 +72,7 @@ def use(tile: str | None, emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("case", "rising"),
     [
-        pytest.param(case, rising, id=f"{name}, {how}", marks=marks_of(number % 4 == which + 1))
+        pytest.param(case, rising, id=f"{name}, {how}", marks=marks_of(number % 2 == which))
         for number, (name, case) in enumerate(CASES.items())
         for which, (how, rising) in enumerate(RISES.items())
     ],
