@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -305,3 +305,9 @@ def test_empty_problems_have_plans(batch: int) -> None:
     assert plan.tiled.flops == 0
     assert plan.tiles.visited == 0
     assert str(plan)
+
+
+def test_a_device_that_is_none() -> None:
+    q = torch.empty(1, 2, 8, 16, device="meta")
+    with pytest.raises(tw.InvalidProblem, match="device: expected a device, the name of one, or a DeviceSpec, got 3"):
+        tw.explain(q, q, q, device=cast("Any", 3))

@@ -185,3 +185,12 @@ def test_a_picture_without_matplotlib_is_refused_first(tmp_path: Path, monkeypat
 )
 def test_categories_of_events(event: str, fused: bool, expected: str) -> None:
     assert category(event, fused=fused) == expected
+
+
+def test_the_reference_is_no_fused_kernel(tmp_path: Path) -> None:
+    result = invoke("profile", *TINY, "--dtype", "fp64", "--calls", "1", "--trace", str(tmp_path / "run.json"))
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "Only the reference takes this problem here" in text
+    assert "Mean of 1 call under" in text
+    assert re.search(r"fused kernel, all at once - -", text)

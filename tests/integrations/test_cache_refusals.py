@@ -333,3 +333,13 @@ def test_what_turns_nothing_is_named_before_the_cache_is_written(name: str) -> N
             Q, cache, cache.clone(), new, new, cache_seqlens=int32([5, 4]), **{**TABLES, **ROTARY[name]}
         )
     assert not cache.any()
+
+
+def test_new_tokens_of_a_left_padded_cache_that_is_not_contiguous() -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(2, 16, 2, 16)
+    new, q = torch.randn(2, 1, 2, 16), torch.randn(2, 1, 4, 16)
+    flags: dict[str, Any] = {"cache_seqlens": int32([5, 4]), "cache_leftpad": int32([1, 2])}
+    want = fa2.flash_attn_with_kvcache(q, wide[:, :8].clone(), wide[:, :8].clone(), new, new, **flags)
+    found = fa2.flash_attn_with_kvcache(q, wide[:, :8], wide[:, :8].clone(), new, new, **flags)
+    assert torch.equal(found, want)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -302,6 +303,19 @@ def test_errors_name_the_arguments_of_flash_attn(name: str, count: int, flags: d
         getattr(fa, f"flash_attn_{name}")(*[torch.zeros(1, 8, 4, 16)] * count, **flags)
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"causal": np.True_, "deterministic": np.bool_(True)}, {"causal": True, "deterministic": True}),
+        ({"causal": None}, {"causal": False}),
+        ({"softmax_scale": np.float32(0.5), "softcap": np.float32(2)}, {"softmax_scale": 0.5, "softcap": 2.0}),
+    ],
+)
+def test_flags_of_numpy_and_none(given: dict[str, Any], meant: dict[str, Any]) -> None:
+    q = randn(1, 4, 2, 8)
+    assert torch.equal(fa.flash_attn_func(q, q, q, **given), fa.flash_attn_func(q, q, q, **meant))  # type: ignore[arg-type]
+
+
 ints = functools.partial(torch.tensor, dtype=torch.int32)
 ROW = torch.zeros(2, 1, 2, 16)
 # What would be written to memory that is not the cache's, or into another sequence.
@@ -332,3 +346,8 @@ def test_nothing_is_written_beside_the_cache(name: str) -> None:
     with pytest.raises(tw.InvalidProblem, match=re.escape(message)):
         fa.flash_attn_with_kvcache(torch.zeros(2, 1, 4, 16), **given)
     assert not k_cache.any()
+
+
+def test_masks_of_another_length_are_not_taken_for_the_rows() -> None:
+    with pytest.raises(tw.InvalidProblem, match=re.escape("attention_mask: expected shape (2, 4), got (2, 3)")):
+        fa.bert_padding.unpad_input(torch.zeros(2, 4, 8), torch.ones(2, 3))

@@ -89,6 +89,19 @@ def test_varlen_with_used_lengths_and_chunks(chunk: int, flags: dict[str, Any]) 
     assert (lse[:, ~seen] == -torch.inf).all()
 
 
+def test_equals_fa2_where_they_share() -> None:
+    q, k, v = randn(2, 5, 4, 8), randn(2, 7, 2, 8), randn(2, 7, 2, 8, seed=1)
+    flags: dict[str, Any] = {"causal": True, "window_size": (3, 0), "softcap": 1.5}
+    tuning: dict[str, Any] = {"num_splits": 3, "pack_gqa": True, "sm_margin": 8}
+    mine, theirs = fa3.flash_attn_func(q, k, v, 0.3, **flags, **tuning), fa2.flash_attn_func(q, k, v, 0.0, 0.3, **flags)
+    assert torch.equal(mine, theirs)  # type: ignore[arg-type]
+    qkv = randn(2, 5, 3, 4, 8)
+    packed = fa3.flash_attn_qkvpacked_func(qkv, causal=True)
+    assert torch.equal(packed, fa2.flash_attn_qkvpacked_func(qkv, causal=True))  # type: ignore[arg-type]
+    stacked = fa3.flash_attn_qkvpacked_func(qkv.flatten(2, 3), causal=True, num_heads_q=4)
+    assert torch.equal(stacked, packed)  # type: ignore[arg-type]
+
+
 def test_qv_adds_to_the_scores() -> None:
     q, qv, k, v = randn(2, 3, 4, 8), randn(2, 3, 4, 16), randn(2, 5, 2, 8), randn(2, 5, 2, 16)
     out = fa3.flash_attn_func(q, k, v, qv=qv, causal=True)

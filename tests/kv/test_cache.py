@@ -179,6 +179,28 @@ def test_prompts_behind_a_shared_prefix() -> None:
     shadow.check(batch, counts, exact=False)
 
 
+def test_the_plan_says_what_becomes_of_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    shadow, requests = shared_batch()
+    shadow.step(requests)
+    q = torch.randn(5, HEADS, DIM)
+    small = shadow.cache.explain(q)
+    assert small.cascade is not None
+    assert small.cascade.startswith("no: reading the shared keys once saves")
+    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
+    plan = shadow.cache.explain(q)
+    assert plan.cascade is not None
+    assert plan.cascade.startswith("96 keys once for 3 queries of 3 sequences, 48 keys once for 2 queries of 2")
+    assert "cascade" in str(plan)
+    assert plan.to_dict()["cascade"] == plan.cascade
+    refused = shadow.cache.explain(q, window=(30, 0)).cascade
+    assert refused == "no: a window ends in another place of the prefix for every sequence"
+    slopes = torch.ones(HEADS)
+    assert (
+        shadow.cache.explain(q, alibi_slopes=slopes).cascade
+        == "no: alibi_slopes is another one for every sequence of a group"
+    )
+
+
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("flags", [{"window": (30, 0)}, {"alibi_slopes": torch.linspace(0.1, 1, HEADS)}])
 def test_what_cannot_be_shared_is_computed_as_ever(flags: dict[str, Any]) -> None:

@@ -194,6 +194,13 @@ def test_a_copy_lives_a_life_of_its_own(tables: type[Tables]) -> None:
         clone.decode(requests[::-1], token + 50)
 
 
+def test_a_cache_says_what_it_is() -> None:
+    served = Served(HostTables)
+    served.prefill([1, 2, 3, 4, 5])
+    sizes = f"64 pages of {PAGE} tokens, {LAYERS} layers of {KV_HEADS} x {DIM}, torch.float32 on cpu"
+    assert repr(served.cache) == f"<PagedKVCache: {sizes}; 1 requests hold 2 pages>"
+
+
 @pytest.mark.parametrize("tables", [HostTables, StagedTables])
 @pytest.mark.parametrize("inference", [False, True])
 def test_gradients_of_a_fixed_step_are_taken_before_the_next_one(tables: type[Tables], inference: bool) -> None:
