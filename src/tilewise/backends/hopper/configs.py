@@ -58,6 +58,10 @@ class ForwardTile:
     VOTES: bool = False
     AT_ONCE: bool = False
     MENDS_P: bool = False
+    CHECKED: bool = False
+    SINK_EARLY: bool = False
+    TAMES: bool = False
+    BOUND: str = "0f42800000"
     RESCALE_EARLY: bool = False
     SPLIT_SUM: bool = True
     OUT_IN_Q: bool = False

@@ -52,12 +52,14 @@ from tilewise.backends.hopper.schedule import (
 )
 from tilewise.backends.hopper.scores import (
     capped,
+    checked,
     finish_rows,
     lost_rows,
     mask_scores,
     mended,
     no_rows,
     soften,
+    spread_of,
     whole_rows,
 )
 from tilewise.backends.hopper.signals import let_next_start
@@ -155,6 +157,13 @@ def take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C: gl.constexpr)
 
 
 @gluon.jit
+def first_at(block, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
+    """SINK_EARLY: when the first key tile is taken, as the first one that no row of the CTA masks."""
+    begin, _ = whole_tiles(block * (64 * C.NUM_WARPGROUPS), last, count, seqlen_q, seqlen_k, sizes, C, C.IS_LAZY)
+    return begin
+
+
+@gluon.jit
 def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe, C: gl.constexpr):
     """Feed the rings. With MERGE_KV, K_i and V_{i-1}, which are used together, share a slot and its barriers."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
@@ -187,29 +196,33 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
         q_at = q_at.next()
         if not C.TAKES_LATE:
             tile = take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C)
+        sink_at = first_at(block, last, count, q_span[2], kv_span[2], sizes, C)
+        v_row = last * BLOCK_N
         for i in range(1, count):
             row = (last - i) * BLOCK_N
+            if C.SINK_EARLY:
+                row = gl.where(i == sink_at, last + 1 - count, gl.where(i > sink_at, last + 1 - i, last - i)) * BLOCK_N
             v_at = kv_at
             kv_at = kv_at.next()
             if C.MERGE_KV:
                 ready = pipe.k_ring.acquire(kv_at, K_BYTES + V_BYTES)
                 load_keys(k_desc, pipe.k_smem, kv_at.slot, ready, paging, kv_span, kv_head, row, C)
-                load_values(v_desc, pipe.v_smem, kv_at.slot, ready, paging, kv_span, kv_head, row + BLOCK_N, C)
+                load_values(v_desc, pipe.v_smem, kv_at.slot, ready, paging, kv_span, kv_head, v_row, C)
             else:
                 ready = pipe.k_ring.acquire(kv_at, K_BYTES)
                 load_keys(k_desc, pipe.k_smem, kv_at.slot, ready, paging, kv_span, kv_head, row, C)
                 ready = pipe.v_ring.acquire(v_at, V_BYTES)
-                load_values(v_desc, pipe.v_smem, v_at.slot, ready, paging, kv_span, kv_head, row + BLOCK_N, C)
+                load_values(v_desc, pipe.v_smem, v_at.slot, ready, paging, kv_span, kv_head, v_row, C)
+            v_row = row
         if C.TAKES_LATE:
             tile = take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C)
         tile_turn = tile_turn.next()
-        row = (last + 1 - count) * BLOCK_N
         if C.MERGE_KV:
             kv_at = kv_at.next()
             ready = pipe.k_ring.acquire(kv_at, V_BYTES)
         else:
             ready = pipe.v_ring.acquire(kv_at, V_BYTES)
-        load_values(v_desc, pipe.v_smem, kv_at.slot, ready, paging, kv_span, kv_head, row, C)
+        load_values(v_desc, pipe.v_smem, kv_at.slot, ready, paging, kv_span, kv_head, v_row, C)
         kv_at = kv_at.next()
         if C.IS_VARLEN:
             tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
@@ -242,19 +255,22 @@ def attend_first(
     scores = warpgroup_mma_wait(0, deps=[issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)])
     pipe.k_ring.release(at)
     scores = mask_scores(capped(scores, cap_scale, C), row, n_block, seqlen_q, seqlen_k, sizes, C)
+    spread = 0.0
+    if C.TAMES:
+        spread = spread_of(scores, scale_log2)
     row_ref, row_sum = no_rows(C)
     p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, True, C)
     acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
     acc_rest = 0
     if DV_REST:
         acc_rest = gl.zeros([64, DV_REST], gl.float32, accumulator_layout(DV_REST))
-    return acc, acc_rest, p, factor, row_ref, row_sum
+    return acc, acc_rest, p, factor, row_ref, row_sum, spread
 
 
 @gluon.jit
 def attend(
     n_block, row, q_slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-    seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
+    seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr, FAST: gl.constexpr = True,
 ):  # fmt: skip
     """One key tile: issue S = Q K_i^T and O += P_{i-1} V_{i-1} together; the softmax of tile i overlaps the second one.
 
@@ -274,7 +290,8 @@ def attend(
     if C.RESCALE_EARLY:
         acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
     acc, acc_rest = issue_output(p_operand, pipe.v_smem, v_at.slot, acc, acc_rest, C)
-    if MASKED:  # masked tiles are few: give up the overlap to save registers
+    ALONE: gl.constexpr = MASKED or (not FAST and C.NUM_WARPGROUPS == 3)
+    if ALONE:  # such tiles are few: give up the overlap to save registers
         scores = warpgroup_mma_wait(0, deps=[issued_scores])
         acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
     else:
@@ -284,14 +301,19 @@ def attend(
     scores = capped(scores, cap_scale, C)
     if MASKED:
         scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
-    p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
+    p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, MASKED, C, FAST)
     if not MASKED:
-        if C.MENDS_P and C.PIN_EXP:  # its branch also pins the exponentials
+        if C.CHECKED and FAST and C.PIN_EXP:  # its branch also pins the exponentials
+            p, factor, row_ref, row_sum = checked(p, factor, row_ref, row_sum, C)
+        elif C.MENDS_P and FAST and C.PIN_EXP:
             p, factor, row_ref, row_sum = mended(p, row_ref, row_sum, C)
-        elif C.PIN_EXP:
+        elif C.PIN_EXP and (FAST or C.NUM_WARPGROUPS == 2):
             row_sum = pin(row_sum)
-        acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
-        if C.MENDS_P and not C.PIN_EXP:
+        if not ALONE:
+            acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
+        if C.CHECKED and FAST and not C.PIN_EXP:
+            p, factor, row_ref, row_sum = checked(p, factor, row_ref, row_sum, C)
+        if C.MENDS_P and FAST and not C.PIN_EXP:
             p, factor, row_ref, row_sum = mended(p, row_ref, row_sum, C)
     if C.MERGE_KV:
         pipe.k_ring.release(at)
@@ -365,7 +387,7 @@ def consumer(
             for _ in range(hidden):
                 at = pass_over(at, pipe, C)
         pipe.q_ring.wait(q_lane)
-        acc, acc_rest, p, factor, row_ref, row_sum = attend_first(
+        acc, acc_rest, p, factor, row_ref, row_sum, spread = attend_first(
             last - hidden, row, q_lane.slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C)  # fmt: skip
         begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C, C.IS_LAZY)
         if C.HAS_RIGHT:
@@ -373,7 +395,17 @@ def consumer(
                 acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                     last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
                     seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
-        for i in range(begin, end):
+        fast = begin
+        if C.SINK_EARLY or C.TAMES:
+            if C.SINK_EARLY:
+                fast = min(first_at(block, last, count, seqlen_q, seqlen_k, sizes, C) + 1, end)
+            if C.TAMES:
+                fast = gl.where(spread > 256.0, end, fast)
+            for i in range(begin, fast):
+                acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
+                    last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
+                    seqlen_q, seqlen_k, sizes, pipe, False, C, False)  # fmt: skip
+        for i in range(fast, end):
             acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                 last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
                 seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip

@@ -45,6 +45,7 @@ from tilewise.backends.hopper.schedule import (
 )
 from tilewise.backends.hopper.scores import (
     capped,
+    checked,
     finish_rows,
     lost_rows,
     mask_scores,
@@ -122,7 +123,9 @@ def attend(
     if MASKED:
         scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
     p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
-    if C.MENDS_P and not MASKED:
+    if C.CHECKED and not MASKED:
+        p, factor, row_ref, row_sum = checked(p, factor, row_ref, row_sum, C)
+    elif C.MENDS_P and not MASKED:
         p, factor, row_ref, row_sum = mended(p, row_ref, row_sum, C)
     acc, _ = rescale_output(acc, 0, factor, C)
     p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), P_LAYOUT)

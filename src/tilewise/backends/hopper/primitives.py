@@ -25,6 +25,7 @@ __all__ = [
     "log2",
     "pin",
     "power_over",
+    "relative_to_top",
     "renormalised",
     "rounded_product",
     "tanh",
@@ -297,3 +298,55 @@ def renormalised(total, MENDS: gl.constexpr = False):
     return gl.inline_asm_elementwise(
         ASM, "=&f,=&f,=&f,=&f,r,r", [total], dtype=(gl.float32, gl.float32), is_pure=False, pack=2
     )
+
+
+@gluon.constexpr_function
+def _relative_asm(count, bound):
+    """PTX: registers $0.. of P divided by their rows' maxima, if a sum ($3count and $3count+2) of the warp exceeds bound.
+
+    $count, $count+1: growth and factor of the first row; $count+2, $count+3: of the second. Other outputs are unused.
+    """
+    steps = ""
+    for row in (0, 2):
+        mine = [i + j for i in range(row, count, 4) for j in (0, 1)]
+        first, second, rest = mine[0], mine[1], mine[2:]
+        steps += f"max.f32 a, ${first}, ${second}; " + "".join(f"max.f32 a, a, ${i}; " for i in rest)
+        steps += (
+            "shfl.sync.bfly.b32 b, a, 1, 0x1f, 0xffffffff; max.f32 a, a, b; "
+            "shfl.sync.bfly.b32 b, a, 2, 0x1f, 0xffffffff; max.f32 a, a, b; max.f32 a, a, 0f3F800000; "
+            f"lg2.approx.ftz.f32 ${count + row}, a; rcp.approx.ftz.f32 ${count + row + 1}, a; "
+        )
+        steps += "".join(f"mul.f32 ${i}, ${i}, ${count + row + 1}; " for i in mine)
+    sums = (3 * count, 3 * count + 2)
+    return (
+        f"{{ .reg .pred p, q; .reg .f32 a, b; mov.b32 ${count}, 0; mov.b32 ${count + 2}, 0; "
+        f"mov.b32 ${count + 1}, 0f3F800000; mov.b32 ${count + 3}, 0f3F800000; "
+        f"setp.gtu.f32 p, ${sums[0]}, {bound}; setp.gtu.or.f32 q, ${sums[1]}, {bound}, p; "
+        f"vote.sync.any.pred q, q, 0xffffffff; @!q bra.uni DONE; {steps} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _relative_constraints(count):
+    return ",".join(["=f"] * count + ["=&f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def _first(a, b):
+    return a
+
+
+@gluon.jit
+def relative_to_top(p, sums, COUNT: gl.constexpr, BOUND: gl.constexpr):
+    """(P, growth, factor): P of rows divided by their largest one, which is then exactly 1, where that exceeds 1.
+
+    Only a warp does so that has a sum above BOUND. `sums` are broadcast over P, which is in quads; growth = log2 and
+    factor = 1 / largest are [64, 4]. Not pure: it stays ahead of the next wait for products.
+    """
+    ASM: gl.constexpr = _relative_asm(COUNT, BOUND)
+    CONSTRAINTS: gl.constexpr = _relative_constraints(COUNT)
+    p, pairs = gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, [p, sums], dtype=(gl.float32, gl.float32), is_pure=False, pack=COUNT
+    )
+    growth, factor = gl.split(gl.reduce(pairs, 1, _first))
+    return p, growth, factor

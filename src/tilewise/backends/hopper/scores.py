@@ -45,6 +45,7 @@ from tilewise.backends.hopper.primitives import (
     exp2,
     growth_of,
     power_over,
+    relative_to_top,
     renormalised,
     rounded_product,
     tanh,
@@ -54,6 +55,7 @@ from tilewise.backends.hopper.schedule import right_of
 
 __all__ = [
     "capped",
+    "checked",
     "finish_rows",
     "lost_rows",
     "mask_scores",
@@ -62,6 +64,7 @@ __all__ = [
     "rescale",
     "sink_weight",
     "soften",
+    "spread_of",
     "sum_rows",
     "through_cap",
     "whole_rows",
@@ -160,7 +163,7 @@ def no_rows(C: gl.constexpr):
 
 
 @gluon.jit
-def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.constexpr):
+def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.constexpr, FAST: gl.constexpr = True):
     """One tile of the online softmax: (P, factor that rescales O so far, row_ref, row_sum).
 
     Not MASKED: every row must have seen a key before.
@@ -168,16 +171,16 @@ def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.con
     BLOCK_N: gl.constexpr = C.BLOCK_N
     LAYOUT: gl.constexpr = row_sum.type.layout
     x = quads(scores, BLOCK_N)
-    if C.MENDS_P and not MASKED:  # `mended` rescales later, together with P
+    if (C.MENDS_P or C.CHECKED) and not MASKED and FAST:  # `mended` rescales later, together with P
         new_ref = row_ref
         factor = gl.full([64, 4], 1.0, gl.float32, LAYOUT)
         x = x * scale_log2 - over(row_ref, x)
-    elif C.AT_ONCE and not MASKED:
+    elif C.AT_ONCE and not MASKED and FAST:
         growth, factor = renormalised(gl.cast(row_sum, gl.int32, bitcast=True))
         growth, factor = gl.convert_layout(growth, LAYOUT), gl.convert_layout(factor, LAYOUT)
         new_ref = row_ref + growth
         x = x * scale_log2 - over(new_ref, x)
-    elif C.VOTES and not MASKED:
+    elif C.VOTES and not MASKED and FAST:
         x = x * scale_log2 - over(row_ref, x)
         growth, factor = growth_of(gl.max(gl.max(gl.cast(x, gl.int32, bitcast=True), axis=3), axis=1))
         growth, factor = gl.convert_layout(growth, LAYOUT), gl.convert_layout(factor, LAYOUT)
@@ -186,7 +189,7 @@ def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.con
     else:
         top = gl.max(scores, axis=1)
         top = beside(top * row_scale(top * scale_log2, scale_log2, C), row_sum)
-        if C.IS_LAZY and not MASKED:
+        if C.IS_LAZY and not MASKED and FAST:
             grows = top > row_ref + 8.0
             new_ref = gl.where(grows, top, row_ref)
             shift = new_ref
@@ -202,6 +205,8 @@ def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.con
             x = x * over(row_scale(new_ref, scale_log2, C), x) - over(shift, x)
     p = gl.convert_layout(gl.reshape(exp2(x), [64, BLOCK_N]), accumulator_layout(BLOCK_N))
     tile_sum = sum_rows(p, C) if C.SPLIT_SUM else beside(gl.sum(p, axis=1), row_sum)
+    if C.CHECKED and not MASKED and FAST:
+        return p, tile_sum, new_ref, row_sum
     return p, factor, new_ref, row_sum * factor + tile_sum
 
 
@@ -216,6 +221,25 @@ def mended(p, row_ref, row_sum, C: gl.constexpr):
     x = unless_neutral(x, over(factor, x), "mul", "0f3F800000", BLOCK_N // 2)
     p = gl.convert_layout(gl.reshape(x, [64, BLOCK_N]), accumulator_layout(BLOCK_N))
     return p, factor, row_ref + growth, row_sum * factor
+
+
+@gluon.jit
+def spread_of(scores, scale_log2):
+    """The largest distance (log2) of two keys' scores in a row of a masked tile, over all rows: a scalar."""
+    least = gl.min(gl.where(scores == NEG_INF, -NEG_INF, scores), axis=1)
+    return gl.max((gl.max(scores, axis=1) - least) * scale_log2, axis=0)
+
+
+@gluon.jit
+def checked(p, tile_sum, row_ref, row_sum, C: gl.constexpr):
+    """(P, factor that rescales O so far, row_ref, row_sum): P relative to the row's maximum where a tile outgrows it."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    LAYOUT: gl.constexpr = row_sum.type.layout
+    x = quads(p, BLOCK_N)
+    x, growth, factor = relative_to_top(x, over(tile_sum, x), BLOCK_N // 2, C.BOUND)
+    growth, factor = gl.convert_layout(growth, LAYOUT), gl.convert_layout(factor, LAYOUT)
+    p = gl.convert_layout(gl.reshape(x, [64, BLOCK_N]), accumulator_layout(BLOCK_N))
+    return p, factor, row_ref + growth, (row_sum + tile_sum) * factor
 
 
 @gluon.jit
