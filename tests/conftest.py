@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterable, Iterator
 
@@ -13,7 +14,6 @@ from tilewise import dispatch
 from tilewise.backends import NAMES
 from tilewise.backends.cpu import isa
 from tilewise.testing import Case
-from tilewise.testing.generation import capped
 from tilewise.testing.threads import one_thread
 
 # What `--size small` leaves: interpreted kernels take seconds for 65 x 65 scores.
@@ -106,3 +106,14 @@ def _small(cases: Iterable[Case]) -> list[Case]:
     """Cut the cases down, merge those that become equal, and thin out what is still too many."""
     distinct = list(dict.fromkeys(capped(c, SMALL_SEQLEN, SMALL_HEAD_DIM) for c in cases))
     return distinct[:: 1 + len(distinct) // SMALL_COUNT]
+
+
+def capped(case: Case, seqlen: int, head_dim: int) -> Case:
+    """The case with its lengths and head dimensions cut down, for slow implementations such as interpreters."""
+    return dataclasses.replace(
+        case,
+        seqlens_q=tuple(min(n, seqlen) for n in case.seqlens_q),
+        seqlens_k=tuple(min(n, seqlen) for n in case.seqlens_k),
+        head_dim=min(case.head_dim, head_dim),
+        head_dim_v=min(case.head_dim_v, head_dim),
+    )

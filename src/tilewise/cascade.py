@@ -26,7 +26,7 @@ from tilewise import dispatch, ops, settings, tracing, validation
 from tilewise.backends.base import Serving
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem
-from tilewise.numerics import merge_partials
+from tilewise.numerics import merge_rows
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
 
@@ -352,20 +352,8 @@ def _merged(
     out: Tensor, lse: Tensor, prefix_out: Tensor, prefix_lse: Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`out` (rows, heads, dim) and `lse` (heads, rows) merged in place with the results of the prefixes."""
-    merge = _merger(out, lse, prefix_out)
-    if merge is not None:
-        merge(out, lse, prefix_out, prefix_lse, rows)
-        return out, lse
-    rows = torch.arange(len(prefix_out), device=out.device) if rows is None else rows
-    both, both_lse = merge_partials(out[rows], lse[:, rows].mT, prefix_out, prefix_lse.mT)
-    out.index_copy_(0, rows, both)
-    lse.index_copy_(1, rows, both_lse.mT)
+    kernel = out.dtype in MERGE_DTYPES and ops.is_plain_eager((out, lse, prefix_out))
+    backend = dispatch.serving(out.device.type) if kernel else None
+    merge = merge_rows if backend is None else backend.merge_rows
+    merge(out, lse, prefix_out, prefix_lse, rows)
     return out, lse
-
-
-def _merger(out: Tensor, *others: Tensor) -> Callable[..., None] | None:
-    """The kernel that merges such results. None if torch must merge: observed calls, or dtypes without a kernel."""
-    if out.dtype not in MERGE_DTYPES or not ops.is_plain_eager((out, *others)):
-        return None
-    backend = dispatch.serving(out.device.type)
-    return None if backend is None else backend.merge_rows

@@ -16,6 +16,7 @@ from llvmlite import binding, ir
 import tilewise as tw
 from tilewise.backends.cpu import isa
 from tilewise.backends.cpu.compiler import Part, build_module, compile_object, driver, kernel, optimise, part_of
+from tilewise.backends.cpu.decode import stream_scores, stream_values
 from tilewise.backends.cpu.emit import (
     BF16,
     E4M3,
@@ -27,9 +28,7 @@ from tilewise.backends.cpu.emit import (
     Value,
 )
 from tilewise.backends.cpu.features import drop, philox
-from tilewise.backends.cpu.intrinsics import load_f32, store_f32
-from tilewise.backends.cpu.isa import Isa
-from tilewise.backends.cpu.matrix import (
+from tilewise.backends.cpu.forward_matrix import (
     matrix_scores,
     matrix_values,
     pack_weights,
@@ -39,9 +38,10 @@ from tilewise.backends.cpu.matrix import (
     transpose_queries,
     transpose_values,
 )
+from tilewise.backends.cpu.intrinsics import load_f32, store_f32
+from tilewise.backends.cpu.isa import Isa
 from tilewise.backends.cpu.microkernels import accumulate_keys, scores, softmax, weigh_values
 from tilewise.backends.cpu.packing import transpose_panel
-from tilewise.backends.cpu.streaming import stream_scores, stream_values
 from tilewise.numerics import philox_4x32
 
 LANES = isa.host().lanes

@@ -23,7 +23,6 @@ import torch
 import tilewise as tw
 from tilewise import settings
 from tilewise.backends.cpu import BACKEND, cache, threads
-from tilewise.backends.cpu.cache import cache_state, warmup
 from tilewise.device import named
 from tilewise.numerics import merge_partials
 from tilewise.problem import AttentionProblem
@@ -344,10 +343,12 @@ def test_cache_state_and_warmup_report(tmp_path: Path, monkeypatch: pytest.Monke
     told: list[tuple[str, int, int]] = []
     monkeypatch.setattr(cache, "program", lambda name: (tmp_path / cache.file_name(name)).write_bytes(b"12345"))
     with settings.overridden(cache_dir=tmp_path):
-        assert cache_state() == (tmp_path, True, 0, 0, None)
-        state = warmup(lambda name, done, total: told.append((name, done, total)))
-    assert state.entries == len(cache.programs()) == len(told)
-    assert state.size == 5 * state.entries
+        empty = BACKEND.cache_state()
+        BACKEND.warmup(lambda name, done, total: told.append((name, done, total)))
+        full = BACKEND.cache_state()
+    assert (empty["path"], empty["writable"], empty["entries"], empty["refused"]) == (str(tmp_path), True, 0, None)
+    assert full["entries"] == full["entries_when_full"] == len(told)
+    assert full["size_bytes"] == 5 * full["entries"]
     assert told[0] == ("forward", 0, len(cache.programs()))
 
 

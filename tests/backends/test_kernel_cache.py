@@ -245,7 +245,7 @@ compiler.compile_object = garbage
         "code[:-100]",
         "code[:64] + bytes(range(256)) * 20",
         "code[:18] + (243).to_bytes(2, 'little') + code[20:]",
-        "code.replace(b'tilewise_write_rows', b'tilewise_merge_rows')",
+        "code.replace(b'tilewise_write_rows', b'tilewise_other_rows')",
     ],
     ids=["empty", "bytes", "truncated", "header alone", "another machine", "another program"],
 )
@@ -260,9 +260,9 @@ def test_garbage_with_a_right_checksum_is_compiled_again(run_python: Run, made: 
 def test_a_program_under_another_s_name_is_compiled_again(tmp_path: Path) -> None:
     load(tmp_path)
     file = only_file(tmp_path)
-    file.rename(tmp_path / file.name.replace(PROGRAM, "merge_rows"))
+    file.rename(tmp_path / file.name.replace(PROGRAM, "append_quantised"))
     with settings.overridden(cache_dir=tmp_path):
-        assert cache._loaded.__wrapped__("merge_rows").address != 0
+        assert cache._loaded.__wrapped__("append_quantised").address != 0
 
 
 @pytest.mark.parametrize("place", [0, 20, 40, 1000, -1])
@@ -392,7 +392,7 @@ def test_a_fork_during_a_compilation_does_not_hang(run_python: Run, tmp_path: Pa
     child = os.fork()
     if child == 0:
         signal.alarm(30)
-        os._exit(0 if cache.program("merge_rows").address else 1)
+        os._exit(0 if cache.program("append_quantised").address else 1)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
     assert run_python(code, tmp_path).stdout.split() == ["0"]

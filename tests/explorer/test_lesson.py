@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pipeline_model import Pipeline, busy_share, timeline
 from playwright.sync_api import Page, expect
 
 from tilewise.explorer import chapter_names, exported_page
 from tilewise.simulator import Workload, counts_after_each, schedule, simulate
 from tilewise.simulator.events import Algorithm, Trace
 from tilewise.simulator.online import online_softmax
-from tilewise.simulator.pipeline import Pipeline, busy_share, timeline
 
 # One browser for all of them.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]

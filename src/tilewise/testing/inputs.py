@@ -146,9 +146,7 @@ class _Factory:
         return q, dout, dlse.to(self.device)
 
     def block_table(self) -> tuple[Tensor, int]:
-        """Pages in random order, garbage past each sequence's last one. With sharing, full pages of the first sequence
-        are the prefix of all.
-        """
+        """Random pages, garbage past a sequence's last one. Shared: the first sequence's full pages come first."""
         case = self.case
         needed = [math.ceil(length / case.page_size) for length in case.seqlens_k]
         num_pages = sum(needed) + SPARE_PAGES

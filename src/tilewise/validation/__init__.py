@@ -29,7 +29,7 @@ from tilewise.validation.flags import (
     seed_tensor,
 )
 from tilewise.validation.foreign import unexpected
-from tilewise.validation.quantised import taken_apart, unwrapped, with_scales
+from tilewise.validation.quantised import taken_apart, unwrapped
 from tilewise.validation.tensors import FLOATS, TensorSpec, describe, public_names
 from tilewise.validation.values import check_values, longest_sequences
 
@@ -52,8 +52,6 @@ __all__ = [
     "require_tensors",
     "taken_apart",
     "unexpected",
-    "unwrapped",
-    "with_scales",
 ]
 
 
@@ -75,7 +73,7 @@ def checked(
 
     Without `cast`, the caller applies autocast. `needs_grad` is derived from the tensors unless it is given.
     """
-    (q, k, v), scales = unwrapped(*operands[:3], *_LAYOUTS.get(kind, (options.layout,)))
+    (q, k, v), (scales, blocks) = unwrapped(*operands[:3], *_LAYOUTS.get(kind, (options.layout,)))
     operands = Operands(q, k, v, *operands[3:])
     shown = public_names(kind)
     named = {shown.get(name, name): getattr(operands, name) for name in _PASSED[kind]}
@@ -86,7 +84,8 @@ def checked(
         needs_grad = any_needs_grad(q, k, v, operands.bias, operands.sinks)
     flags = normalise(options, needs_grad=needs_grad)
     seed = seed_tensor(seed, options.dropout)
-    return with_scales(Operands(q, k, v, *operands[3:11], seed), flags, scales)
+    operands = Operands(q, k, v, *operands[3:11], seed)
+    return (operands._replace(**scales), flags._replace(**blocks)) if scales else (operands, flags)
 
 
 def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:

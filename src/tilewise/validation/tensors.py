@@ -23,6 +23,7 @@ __all__ = ["FLOATS", "TensorSpec", "describe", "public_names"]
 SEED_WITH_ORIGIN = 5
 E4M3 = torch.float8_e4m3fn
 # Index tensors may be int32 or int64; int64 is converted in every call.
+INDICES = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k")
 INTEGERS = (torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -69,13 +70,8 @@ SHAPES: dict[str, dict[str, str]] = {
 
 # The dtypes each operand may have, and the advice for another one.
 DTYPES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
-    "q_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
-    "k_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
-    "v_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
-    "cu_seqlens_q": (INTEGERS, "Convert it with .to(torch.int32)."),
-    "cu_seqlens_k": (INTEGERS, "Convert it with .to(torch.int32)."),
-    "block_table": (INTEGERS, "Convert it with .to(torch.int32)."),
-    "seqlens_k": (INTEGERS, "Convert it with .to(torch.int32)."),
+    **dict.fromkeys(SCALES, ((torch.float32,), "Scales are fp32: see tilewise.fp8.")),
+    **dict.fromkeys(INDICES, (INTEGERS, "Convert it with .to(torch.int32).")),
     "bias": (FLOATS, "A boolean tensor belongs in mask= (True = attend)."),
     "mask": (
         (torch.bool,),
@@ -120,9 +116,10 @@ def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], f
     lengths = _lengths(kind, sizes, specs, flags)
     _check_lengths(kind, lengths)
     scores = (lengths["batch"], sizes["num_heads"], lengths["seqlen_q"], lengths["seqlen_k"])
-    _check_broadcast(specs, scores, bounds_known=_bounds_known(kind, specs, flags))
+    bounds_known = _bounds_known(kind, specs, flags)
+    _check_broadcast(specs, scores, bounds_known=bounds_known)
     _check_per_head(specs, lengths["batch"], sizes["num_heads"])
-    if _bounds_known(kind, specs, flags) or specs["q"].device.type != "cpu":
+    if bounds_known or specs["q"].device.type != "cpu":
         _check_scales(kind, sizes, lengths, flags)
     return _problem(kind, sizes, lengths, specs, flags)
 

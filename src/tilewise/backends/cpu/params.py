@@ -2,7 +2,7 @@
 
 Pointers are addresses, strides are bytes, floats are the bits of an fp32. A pointer of 0 means "not there". Constants
 named `WS_*` are offsets within one thread's workspace. The constants below are positions in the block, counted in
-the order of their declaration; `new_block` builds it.
+the order of their declaration; `new_block` builds it. After them come the layouts of what kernels keep in a workspace.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import itertools
 import struct
 from array import array
 from collections.abc import Mapping
-
-__all__ = ["BLOCK_FIELDS", "float_bits", "new_block"]
 
 _positions = itertools.count(1)
 
@@ -90,6 +88,16 @@ CHANGES_SCORES = HAS_SOFTCAP | HAS_ALIBI | HAS_BIAS | HAS_MASK
 NEEDS_ROW_TABLE = HAS_ALIBI | HAS_BIAS | HAS_MASK | HAS_DROPOUT
 
 UNBOUNDED = 1 << 40
+
+# Schedule entries, int64 each: (batch, first row, number of rows, chunk of keys, number of chunks), and in the backward
+# (first batch, end batch, first row, end row, first key, end key).
+ENTRY_BYTES, BACKWARD_ENTRY_BYTES = 40, 48
+# Row table of a panel: fields of a 4-byte number per query, the last two of 8-byte addresses.
+ROW_LAST, ROW_FIRST, ROW_POSITION, ROW_SLOPE, ROW_INDEX, ROW_HEAD, ROW_BIAS, ROW_MASK = 0, 1, 2, 3, 4, 5, 6, 8
+ROW_FIELDS = 10
+# Panel bounds: the key ranges common to the rows of a panel, and (backward) the part of the current tile it sees.
+MIN_FIRST, MAX_FIRST, MIN_LAST, MAX_LAST, TILE_BEGIN, TILE_END = range(0, 48, 8)
+PANEL_BYTES = 48
 
 # After the block, a cache line each: the counters of a run (workspaces taken, items taken).
 COUNTER_FIELDS = 16

@@ -1,6 +1,6 @@
-"""Quantises rows of K and V into e4m3 pages; tilewise/kv/quantised.py defines the bits.
+"""Writes rows of K and V into pages: copies, or quantised to e4m3 (tilewise/kv/quantised.py defines the bits).
 
-A work item is a few rows. The thread with the first row that goes to a page does all heads of the page.
+A work item is a few rows. To quantise, the thread with the first row that goes to a page does all heads of the page.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from tilewise.backends.cpu import launch_quantising as f
+from tilewise.backends.cpu import launch_pages as f
 from tilewise.backends.cpu.compiler import driver, kernel
-from tilewise.backends.cpu.emit import BF16, F32, FP16, FP32, I8, I32, ITEM_BYTES, Emitter, Value
+from tilewise.backends.cpu.emit import BF16, F32, FP16, FP32, I8, I32, I64, ITEM_BYTES, Emitter, Value
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_f32, load_i64, store_f32
 from tilewise.backends.cpu.packing import by_dtype
-
-__all__ = ["append_quantised"]
 
 SOURCES = (FP32, BF16, FP16)
 AMAX_FLOOR = 2.0**-96
@@ -23,6 +21,44 @@ E4M3_MAX = 448.0
 INFINITE, NAN_CODE, LARGEST_BITS = 0x7F800000, 0x7F, 0x43E00000
 # Below 2^-6, codes count steps of 2^-9.
 NORMAL_BITS = 0x3C800000
+
+
+@kernel("iii")
+def copy_bytes(e: Emitter, source: Value, target: Value, count: Value) -> None:
+    """target[count] = source[count], bytes that do not overlap."""
+    pointer, flag = I8.as_pointer(), ir.IntType(1)
+    copy = e.declared("llvm.memcpy.p0.p0.i64", ir.FunctionType(ir.VoidType(), [pointer, pointer, I64, flag]))
+    e.b.call(copy, [e.b.inttoptr(target, pointer), e.b.inttoptr(source, pointer), count, ir.Constant(flag, 0)])
+
+
+@driver
+def write_row(p: int, tensor: int, row: int, slot: int) -> None:
+    """Copy one row of K (or V) into its slot: at once if its heads are adjacent on both sides, else head by head."""
+    size, page_size = field(p, tensor + f.SIZE), field(p, f.PAGE_SIZE)
+    source = field(p, tensor + f.SOURCE) + row * field(p, tensor + f.SOURCE_ROW)
+    target = field(p, tensor + f.PAGES) + slot // page_size * field(p, tensor + f.PAGES_PAGE)
+    target += slot % page_size * field(p, tensor + f.PAGES_SLOT)
+    if field(p, tensor + f.SOURCE_HEAD) == size and field(p, tensor + f.PAGES_HEAD) == size:
+        copy_bytes(source, target, size * field(p, f.NUM_HEADS))
+    else:
+        for head in range(field(p, f.NUM_HEADS)):
+            place = source + head * field(p, tensor + f.SOURCE_HEAD)
+            copy_bytes(place, target + head * field(p, tensor + f.PAGES_HEAD), size)
+
+
+@driver
+def write_rows(p: int) -> None:
+    """The entry point of each thread: take items until none is left."""
+    rows = field(p, f.NUM_ROWS)
+    while True:
+        first = atomic_add(p + 8 * f.BLOCK_FIELDS + f.NEXT_ITEM, f.ROWS_PER_ITEM)
+        if first >= rows:
+            break
+        for row in range(first, min(rows, first + f.ROWS_PER_ITEM)):
+            slot = load_i64(field(p, f.SLOTS) + 8 * row)
+            if slot >= 0:
+                write_row(p, f.K, row, slot)
+                write_row(p, f.V, row, slot)
 
 
 def _vectors(e: Emitter, count: Value, body: Callable[[Value, int], None]) -> None:
@@ -65,27 +101,37 @@ def _store_codes(e: Emitter, address: Value, codes: Value, sign: Value, nan: Val
     e.store(address, e.b.trunc(kept, ir.VectorType(I8, lanes)), align=1)
 
 
-@kernel("iii", "f")
-def row_amax(e: Emitter, source: Value, dtype: Value, dim: Value) -> Value:
-    """The largest finite magnitude of `dim` elements."""
-    b, zero = e.b, ir.Constant(I32, 0)
-    found = b.alloca(I32)
-    b.store(zero, found)
+def _source_words(
+    e: Emitter, source: Value, dtype: Value, dim: Value, body: Callable[[Value, Value, Value], None]
+) -> None:
+    """`body(index, bits, bits without sign)` of the fp32 values of `dim` elements."""
 
     def of_dtype(code: int) -> None:
         def part(i: Value, lanes: int) -> None:
-            value = _words(e, e.load_as_f32(b.add(source, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes))
-            size = b.and_(value, e.i32s(0x7FFFFFFF, lanes))
-            size = b.select(b.icmp_signed("<", size, e.i32s(INFINITE, lanes)), size, e.i32s(0, lanes))
-            # Magnitudes are ordered like their bits.
-            kind = ir.FunctionType(I32, [size.type])
-            top = b.call(e.declared(f"llvm.vector.reduce.smax.v{lanes}i32", kind), [size])
-            before = b.load(found)
-            b.store(b.select(b.icmp_signed(">", top, before), top, before), found)
+            value = _words(e, e.load_as_f32(e.b.add(source, e.b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes))
+            body(i, value, e.b.and_(value, e.i32s(0x7FFFFFFF, lanes)))
 
         _vectors(e, dim, part)
 
     by_dtype(e, dtype, SOURCES, of_dtype)
+
+
+@kernel("iii", "f")
+def row_amax(e: Emitter, source: Value, dtype: Value, dim: Value) -> Value:
+    """The largest finite magnitude of `dim` elements."""
+    b, found = e.b, e.b.alloca(I32)
+    b.store(ir.Constant(I32, 0), found)
+
+    def part(_i: Value, value: Value, size: Value) -> None:
+        lanes = value.type.count
+        size = b.select(b.icmp_signed("<", size, e.i32s(INFINITE, lanes)), size, e.i32s(0, lanes))
+        # Magnitudes are ordered like their bits.
+        kind = ir.FunctionType(I32, [size.type])
+        top = b.call(e.declared(f"llvm.vector.reduce.smax.v{lanes}i32", kind), [size])
+        before = b.load(found)
+        b.store(b.select(b.icmp_signed(">", top, before), top, before), found)
+
+    _source_words(e, source, dtype, dim, part)
     return b.bitcast(b.load(found), F32)
 
 
@@ -94,17 +140,13 @@ def encode_row(e: Emitter, source: Value, dtype: Value, dim: Value, target: Valu
     """target[dim] = e4m3(source[dim] * factor). NaN if the source is not finite."""
     b = e.b
 
-    def of_dtype(code: int) -> None:
-        def part(i: Value, lanes: int) -> None:
-            value = _words(e, e.load_as_f32(b.add(source, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes))
-            size = b.and_(value, e.i32s(0x7FFFFFFF, lanes))
-            nan = b.icmp_signed(">=", size, e.i32s(INFINITE, lanes))
-            sign = b.lshr(value, e.i32s(24, lanes))
-            _store_codes(e, b.add(target, i), _codes(e, _scaled(e, size, factor)), sign, nan)
+    def part(i: Value, value: Value, size: Value) -> None:
+        lanes = value.type.count
+        nan = b.icmp_signed(">=", size, e.i32s(INFINITE, lanes))
+        sign = b.lshr(value, e.i32s(24, lanes))
+        _store_codes(e, b.add(target, i), _codes(e, _scaled(e, size, factor)), sign, nan)
 
-        _vectors(e, dim, part)
-
-    by_dtype(e, dtype, SOURCES, of_dtype)
+    _source_words(e, source, dtype, dim, part)
 
 
 @kernel("iif")
@@ -135,7 +177,7 @@ def power_of_two(e: Emitter, number: Value) -> Value:
 @driver
 def append_head(p: int, tensor: int, row: int, count: int, page: int, place: int, head: int) -> None:
     """Write `count` rows of K (or V) into slots `place` .. of one (page, head)."""
-    dim, dtype, stride = field(p, tensor + f.DIM), field(p, tensor + f.DTYPE), field(p, tensor + f.SOURCE_ROW)
+    dim, dtype, stride = field(p, tensor + f.SIZE), field(p, tensor + f.DTYPE), field(p, tensor + f.SOURCE_ROW)
     source = field(p, tensor + f.SOURCE) + row * stride + head * field(p, tensor + f.SOURCE_HEAD)
     codes = field(p, tensor + f.PAGES) + page * field(p, tensor + f.PAGES_PAGE) + head * field(p, tensor + f.PAGES_HEAD)
     step, scale_at = field(p, tensor + f.PAGES_SLOT), field(p, tensor + f.SCALES)
