@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from suite import measuring
 from tilewise import device as devices
 from tilewise.backends.gpu import launching as kernels
 from tilewise.backends.gpu.compilation import compile_call
@@ -445,7 +446,7 @@ def main() -> None:
     began = time.time()
     facts = {
         "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": options.commit or machine.commit(),
+        "commit": options.commit or measuring.commit(),
         "machine": machine.machine(),
         "versions": machine.versions(),
     }

@@ -21,9 +21,9 @@ from suite.first_call import first_call_seconds
 from suite.gpu_cases import gpu_cases
 from suite.implementations import Implementation, NotApplicable, Prepared
 from suite.inputs import Inputs
+from suite.measuring import extra_memory
 from suite.peers import implementations
 from suite.results import CaseResult, Measured, Results
-from tilewise.bench.memory import extra_memory
 from tilewise.errors import InvalidProblem, TilewiseError
 from tilewise.figures import INK
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 
 import tilewise as tw
 from tilewise import figures
-from tilewise.cli import build_app, profiling
-from tilewise.cli.profiling import category
+from tilewise.cli import build_app, profile
+from tilewise.cli.profile import category
 from tilewise.device import DEVICES
 from tilewise.masks import TileGrid
 from tilewise.plan.plots import draw_plan, traffic_by_length
@@ -200,7 +200,7 @@ def test_profile_refuses_before_it_measures(
     arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(profiling, "_call", pytest.fail)
+    monkeypatch.setattr(profile, "_call", pytest.fail)
     result = invoke("profile", *arguments)
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith(message)
@@ -209,7 +209,7 @@ def test_profile_refuses_before_it_measures(
 
 def test_a_picture_without_matplotlib_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(profiling, "_call", pytest.fail)
+    monkeypatch.setattr(profile, "_call", pytest.fail)
     arguments = ("--trace", str(tmp_path / "run.json"), "--plot", str(tmp_path / "run.svg"))
     result = invoke("profile", *arguments)
     assert result.exit_code == 2

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from tilewise import InvalidProblem
 from tilewise.cli import build_app
-from tilewise.distributed.forecast import forecast
 from tilewise.distributed.scaling import (
     LINKS,
     METHODS,
@@ -20,6 +19,7 @@ from tilewise.distributed.scaling import (
     Scenario,
     best_method,
     compare,
+    forecast,
     link_between,
     memory_bytes,
     predict,

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tilewise.kv.book
 import tilewise.kv.rows
-import tilewise.kv.written
 from tilewise.errors import InvalidProblem, OutOfPages
 from tilewise.kv import PageBook
 
@@ -235,7 +235,7 @@ def test_ten_thousand_operations_against_the_model(
     page_size: int, collide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if more pages were filled in a step than are entered into the index at once.
-    monkeypatch.setattr(tilewise.kv.written, "LEAST_AT_ONCE", 1 if collide else 64)
+    monkeypatch.setattr(tilewise.kv.book, "LEAST_AT_ONCE", 1 if collide else 64)
     monkeypatch.setattr(tilewise.kv.rows, "NOTED", 8)
     monkeypatch.setattr(tilewise.kv.rows, "SPREAD", 4)
     model = play(7 * page_size, 10_000, num_pages=40, page_size=page_size, sharing=True, collide=collide)
@@ -360,7 +360,7 @@ def test_pages_of_a_step_are_shared_only_once_they_are_written() -> None:
 
 
 def test_pages_that_wait_to_be_remembered_are_missed_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tilewise.kv.written, "LEAST_AT_ONCE", 1)
+    monkeypatch.setattr(tilewise.kv.book, "LEAST_AT_ONCE", 1)
     book = PageBook(12, 4)
     requests = [book.add([*range(16), n]) for n in range(2)]
     advance(book, requests)

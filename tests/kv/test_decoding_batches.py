@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tilewise as tw
-import tilewise.kv.written
+import tilewise.kv.book
 from tilewise.errors import InvalidProblem, OutOfPages
 from tilewise.kv import PageBook
 from tilewise.kv.tables import HostTables, StagedTables, Tables, round_columns
@@ -165,7 +165,7 @@ def test_pages_made_in_inference_mode_serve_outside_of_it(dtype: torch.dtype) ->
 def test_ids_are_known_after_many_steps(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than are noted, moved to their requests in between."""
     if late:
-        monkeypatch.setattr(tilewise.kv.written, "LEAST_AT_ONCE", 0)
+        monkeypatch.setattr(tilewise.kv.book, "LEAST_AT_ONCE", 0)
     book = PageBook(400, PAGE)
     requests = [book.add([n, n]) for n in range(2)]
     first, second = ([n, n, *((3 + step) % modulus for step in range(700))] for n, modulus in ((0, 11), (1, 13)))
