@@ -24,7 +24,7 @@ import tilewise as tw
 from tilewise import device as devices
 from tilewise import fp8, validation
 from tilewise.backends.gpu.launching import Pass, raw_views
-from tilewise.backends.hopper import launch_fp8
+from tilewise.backends.hopper import launch
 from tilewise.backends.hopper.fp8_configs import Fp8Tile
 from tilewise.operands import Operands, Options
 from tilewise.testing import BackendImplementation, check
@@ -157,10 +157,10 @@ def prepared(
     operands, flags = validation.checked("dense", Operands(*containers), Options(causal=causal))
     problem = validation.problem_of("dense", operands, flags)
     device, index = devices.of(operands.q.device), operands.q.get_device()
-    ready = launch_fp8.fp8_pass(problem, device, index, raw_views(operands), tile=tile).kernels
-    assert ready is not None
+    ready = launch.fp8_pass(problem, device, index, raw_views(operands), tile=tile)
     # Everything lies where it did, so that the last kernel alone has what V's transposition left for it.
-    made = Pass(ready.calls, Operands._fields, ready.allocations, device, index, num_counters=1).run(operands)
+    room = ready.allocations
+    made = Pass(ready.calls, Operands._fields, room, device, index, read=room, num_counters=1).run(operands)
     names = (*Operands._fields, *made)
     alone = Pass(ready.calls[-1:], names, {}, device, index, num_counters=1)
     tensors = (*operands, *made.values())

@@ -45,12 +45,12 @@ PAGED = {
 
 @pytest.fixture
 def decode(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:  # noqa: F811
-    launch = importlib.import_module(f"{PACKAGE}.launch_decode")
+    launch = importlib.import_module(f"{PACKAGE}.launch")
     counters = torch.zeros(64, dtype=torch.int32)
     monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: counters)
 
     def run(problem: AttentionProblem, operands: Operands) -> Any:
-        out, lse = launch.run_decode(problem, operands)
+        out, lse = launch.run_forward(problem, operands)
         assert not counters.any(), "counters must come back to zero"
         return out, lse
 

@@ -59,10 +59,10 @@ def quantised(case: Case, qk: Any, v: Any) -> tuple[AttentionProblem, Operands]:
 def test_forward(name: str, late: bool, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     MODE.late_loads = late
     problem, operands = quantised(*CASES[name])
-    launch = importlib.import_module(f"{PACKAGE}.launch_fp8")
+    launch = importlib.import_module(f"{PACKAGE}.launch")
     counter = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: counter)
-    out, lse = launch.run_fp8_forward(problem, operands)
+    out, lse = launch.run_forward(problem, operands)
     expected, expected_lse = reference().forward(replace(problem, dtype=torch.float64), operands)
     assert int(counter) == 0
     assert torch.equal(torch.isfinite(lse), torch.isfinite(expected_lse))

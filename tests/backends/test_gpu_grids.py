@@ -18,8 +18,8 @@ from tilewise.backends.hopper import BACKEND
 from tilewise.problem import AttentionProblem
 
 pytest.importorskip("triton", minversion="3.6")
-quantising = pytest.importorskip("tilewise.backends.triton.launch_quantising")
-offline = pytest.importorskip("tilewise.backends.hopper.offline")
+quantising = pytest.importorskip("tilewise.backends.triton.quantising")
+launch = pytest.importorskip("tilewise.backends.hopper.launch")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 
@@ -66,7 +66,7 @@ def test_of_attention(name: str, package: str) -> None:
     module = importlib.import_module(f"tilewise.backends.{package}")
     if module.BACKEND.supports(problem, HOPPER) is not None:
         pytest.skip("not taken")
-    assert_fits(importlib.import_module(f"tilewise.backends.{package}.offline").calls_of(problem, HOPPER))
+    assert_fits(importlib.import_module(f"tilewise.backends.{package}.launch").calls_of(problem, HOPPER))
 
 
 @pytest.mark.parametrize("mode", ["own", "shared"])
@@ -124,7 +124,7 @@ def test_of_whatever_is_taken() -> None:
         fits = 4 * rows * (problem.head_dim + problem.head_dim_v) <= MEMORY
         if not fits or BACKEND.supports(problem, chip) is not None:
             continue
-        calls = offline.calls_of(problem, chip)
+        calls = launch.calls_of(problem, chip)
         assert_fits(calls)
         for call in calls:
             compilation.types_of(call)

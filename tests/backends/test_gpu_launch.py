@@ -36,8 +36,6 @@ symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 triton_launch = pytest.importorskip("tilewise.backends.triton.launch")
 gpu_counters = pytest.importorskip("tilewise.backends.gpu.counters")
 hopper_launch = pytest.importorskip("tilewise.backends.hopper.launch")
-hopper_backward = pytest.importorskip("tilewise.backends.hopper.launch_backward")
-hopper_decode = pytest.importorskip("tilewise.backends.hopper.launch_decode")
 
 pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
@@ -56,7 +54,7 @@ class Compiled(NamedTuple):
 def h200(monkeypatch: pytest.MonkeyPatch, fake_cuda: FakeCuda) -> Iterator[FakeCuda]:
     """Every device is an H200, nothing is prepared yet."""
     kept = (triton_launch._kept_forward, triton_launch._kept_backward, hopper_launch.forward_pass)
-    caches = (*kept, hopper_backward.backward_pass, hopper_decode.decode_pass, compilation._compiled)
+    caches = (*kept, hopper_launch.backward_pass, hopper_launch.decode_pass, compilation._compiled)
     for cache in caches:
         cache.cache_clear()
     counter = torch.zeros(1, dtype=torch.int32)
@@ -185,6 +183,8 @@ def test_hopper_copies_what_tma_cannot_address(h200: FakeCuda, compiled: Compile
         h200.expect()
         HOPPER.forward(problem, ready)
         assert h200.seen().launches == 1
+        # A bound pass is given the caller's layout, in which it could not copy.
+        assert (HOPPER.bind_forward(problem, ready, want_lse=True) is None) == (q is not operands.q)
     assert compiled.names == ["forward_quad_kernel"]
 
 
@@ -195,8 +195,8 @@ def test_what_is_compiled_offline_is_what_runs(gpu: Any, h200: FakeCuda, compile
     train(gpu, operands, causal=True)
     before = list(compiled.names)
     problem, _ = problem_of(operands, causal=True, needs_grad=True)
-    offline = importlib.import_module(f"tilewise.backends.{gpu.name}.offline")
-    calls = offline.calls_of(problem, devices.named("h200"))
+    launch = importlib.import_module(f"tilewise.backends.{gpu.name}.launch")
+    calls = launch.calls_of(problem, devices.named("h200"))
     for call in calls:
         compilation.compile_call(call, devices.named("h200"), -1)
     assert compiled.names == before
@@ -247,7 +247,7 @@ def test_packed_rows_reach_the_driver_in_boxes(h200: FakeCuda) -> None:
     problem, spec = validation.problem_of("varlen", operands, Flags(causal=True)), devices.named("h200")
     ready = canonical(problem, operands)
     forward = triton_launch.forward_pass(problem, spec, -1, launching.raw_views(ready))
-    alone = launching.Pass(forward.calls[1:], Operands._fields, forward.allocations, spec, -1)
+    alone = launching.Pass(forward.calls[1:], Operands._fields, forward.allocations, spec, -1, read=("out", "lse"))
     results: list[dict[str, Tensor]] = []
     got = launched_parameters(h200, alone, lambda: results.append(alone.run(ready)))
     out = results[0]["out"]
@@ -261,7 +261,7 @@ def test_the_driver_gets_the_descriptors_of_hopper_kernels(h200: FakeCuda) -> No
     problem, ready = problem_of(operands_of(300, heads=4, batch=2), causal=True)
     forward = hopper_launch.forward_pass(problem, devices.named("h200"), -1, launching.raw_views(ready))
     results: list[tuple[Tensor, Tensor]] = []
-    got = launched_parameters(h200, forward.kernels, lambda: results.append(HOPPER.forward(problem, ready)))
+    got = launched_parameters(h200, forward, lambda: results.append(HOPPER.forward(problem, ready)))
     ((out, lse),) = results
     shape, strides = (2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)
     assert got["k_desc"] == (ready.k.data_ptr(), *shape, *strides)
@@ -317,7 +317,7 @@ def test_the_driver_hears_which_kernel_may_start_early(h200: FakeCuda, monkeypat
             problem, ready = problem_of(operands_of(keys), causal=True)
             kernels = hopper_launch.forward_pass.__wrapped__(
                 problem, devices.named("h200"), -1, launching.raw_views(ready)
-            ).kernels
+            )
             assert [call.overlaps for call in kernels.calls] == ([False, True] if overlaps else [False])
             assert {launch.is_direct for launch in kernels._launches} == {is_direct}
             h200.expect()

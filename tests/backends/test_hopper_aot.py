@@ -24,8 +24,7 @@ compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 offline = pytest.importorskip("tilewise.backends.gpu.offline")
 launching = pytest.importorskip("tilewise.backends.gpu.launching")
 launch = pytest.importorskip("tilewise.backends.hopper.launch")
-launch_decode = pytest.importorskip("tilewise.backends.hopper.launch_decode")
-quantising = pytest.importorskip("tilewise.backends.triton.launch_quantising")
+quantising = pytest.importorskip("tilewise.backends.triton.quantising")
 
 SMEM_LIMIT = 227 * 1024
 # The Triton of constraints.txt, whose hot loops touch no local memory. Those of other releases may load and store a few
@@ -113,7 +112,7 @@ def test_tokens_far_apart_are_found_by_64_bits() -> None:
     kinds = []
     for token_stride in (views["q"].strides[2], 1 << 29):
         views["q"] = views["q"]._replace(strides=(32 * 128, 128, token_stride, 1))
-        (call,) = launch_decode.decode_calls(problem, aot.HOPPER, views)
+        (call,) = launch.decode_calls(problem, aot.HOPPER, views)
         kinds.append(compilation.types_of(call).signature[0])
     assert kinds == [("*bf16", "i32", "i32", "i32"), ("*bf16", "i32", "i32", "i64")]
 
@@ -132,7 +131,7 @@ def test_every_conversion_of_p_is_a_hardware_one() -> None:
 )
 def test_quantising_spills_nothing(head_dim: int, rotation: bool) -> None:
     """Tiles are small so that all of it fits into registers."""
-    job = quantising.Job("own", 1, 2, 4096, head_dim, "bhsd", 128, False, rotation)
+    job = quantising.Job("own", 1, 2, 4096, head_dim, "bhsd", 128, False, rotation, True)
     shape, small = (1, 2, 4096, head_dim), launching.Allocation.contiguous
     basis = {"signs": torch.float32, "sizes": torch.int32, "norms": torch.float32, "directions": torch.bfloat16}
     made = {
@@ -142,7 +141,7 @@ def test_quantising_spills_nothing(head_dim: int, rotation: bool) -> None:
     }
     made |= {name: small((head_dim,), dtype) for name, dtype in basis.items() if rotation}
     found = tuple(tuple(made[name].view) if name in made else None for name in quantising.NAMES)
-    (call,) = quantising.quantising_calls(job, found, hardware=True)
+    (call,) = quantising.quantising_calls(job, found)
     assert aot.resources(compilation.compile_call(call, aot.HOPPER, -1)).spill_bytes == 0
 
 

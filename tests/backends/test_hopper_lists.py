@@ -53,7 +53,7 @@ def listed(
         total_k=sum(lengths[1]) + 2, num_heads=2, num_kv_heads=1, head_dim=64, head_dim_v=64, scale=1.0,
         page_size=64 if paged else None,
     )  # fmt: skip
-    listing = module("listing")
+    listing = module("work_list")
     cu = [torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in lengths]
     tensors = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "seqlens_k": torch.tensor(lengths[1]).to(torch.int32)}
     tensors |= others or {}
@@ -127,7 +127,7 @@ def test_bounds_that_are_too_small_leave_no_entry_unwritten(
     lengths, most = ([9000, 3, 4097, 700], [9000, 5, 4096, 800]), 4096
     bounds = (100 - 9000, 100 - 9000)
     said = torch.full((len(lengths[0]) * 2,), -1, dtype=torch.int32)
-    beside = (emulated("listing").Address("said", torch.int32), 40) if of_keys else None
+    beside = (emulated("work_list").Address("said", torch.int32), 40) if of_keys else None
     options: Any = {"together": together, "of_keys": of_keys, "beside": beside}
     entries = listed(lengths, emulated, {"said": said}, slack=bounds, **options)
     wanted = [(i, b) for i, n in enumerate(lengths[of_keys]) for b in range(-(-min(n, most) // BLOCK))]
@@ -173,7 +173,7 @@ def test_what_is_prepared_beside_is_handed_out_before_it_is_waited_for(
 ) -> None:
     """Whoever takes tile t from the counter prepares tile t + lead (preparing.py)."""
     said = torch.full((len(lengths[0]) * heads * 2,), -1, dtype=torch.int32)
-    beside = (emulated("listing").Address("said", torch.int32), lead)
+    beside = (emulated("work_list").Address("said", torch.int32), lead)
     entries = listed(lengths, emulated, {"said": said}, together=together, of_keys=True, heads=heads, beside=beside)
     assert not said.view(-1, 2)[:, 1].any()
     marks = said.view(-1, heads, 2)[:, :, 0].tolist()

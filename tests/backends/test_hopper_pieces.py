@@ -31,7 +31,7 @@ CASES = {
 @pytest.fixture
 def cut(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:  # noqa: F811
     """Whatever is to be gained, and pieces of any length."""
-    prepared = emulated("launch_backward").backward_pass
+    prepared = emulated("launch").backward_pass
     monkeypatch.setattr(emulated("configs"), "prepares_ahead", lambda _: False)
     monkeypatch.setattr(emulated("backward_plan"), "cuts_last_round", lambda _: True)
     monkeypatch.setattr(emulated("backward_plan"), "PIECES_GAIN", 1)

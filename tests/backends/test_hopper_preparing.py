@@ -34,7 +34,7 @@ CASES = {
 @pytest.fixture
 def waves_of_one(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:  # noqa: F811
     """A tile of one head after the other."""
-    prepared = emulated("launch_backward").backward_pass
+    prepared = emulated("launch").backward_pass
     monkeypatch.setattr(emulated("configs"), "prepares_ahead", lambda _: True)
     monkeypatch.setattr(emulated("configs"), "ENDING_SEQLEN_K", (300, 1024))
     monkeypatch.setattr(emulated("backward_plan"), "AHEAD_HEADS", 1)
@@ -146,7 +146,7 @@ def test_packed_sequences_behind_the_front(
     MODE.late_loads = late_loads
     monkeypatch.setattr(emulated("backward_plan").BackwardPlan, "together", lambda *_, **__: together)
     monkeypatch.setattr(emulated("configs"), "prepares_listed", lambda _: True)
-    prepared = emulated("launch_backward").backward_pass
+    prepared = emulated("launch").backward_pass
     prepared.cache_clear()
     heads = set()
     prepare = emulated("preparing").prepare_tiles.function

@@ -51,8 +51,7 @@ def emulated() -> Iterator[Callable[[str], Any]]:
     try:
         with device.overridden(replace(device.named("h200"), num_sms=3)):
             counter = torch.zeros(1, dtype=torch.int32)
-            for name in ("launch", "launch_backward"):
-                importlib.import_module(f"{PACKAGE}.{name}")
+            importlib.import_module(f"{PACKAGE}.launch")
             vars(sys.modules[f"{SHARED}.counters"])["HostCounters"].current = lambda *_: counter
             yield lambda name: sys.modules.get(f"{PACKAGE}.{name}") or sys.modules[f"{SHARED}.{name}"]
     finally:
@@ -405,7 +404,7 @@ def backward_inputs(case: Case, operands: Operands) -> Backward:
 
 def run_backward(case: Case, operands: Operands, given: Backward, emulated: Callable[[str], Any]) -> Gradients:
     out, lse, dout, dlse = given
-    run = emulated("launch_backward").run_backward
+    run = emulated("launch").run_backward
     got: Gradients = run(
         case.problem, operands, out.bfloat16(), lse.float(), dout, dlse.float(), Wanted(dsinks=case.sinks)
     )

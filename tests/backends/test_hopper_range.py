@@ -64,7 +64,7 @@ def both_ways(
         out, lse = emulated("launch").run_forward(problem, operands)
     else:
         out, lse = reference().forward(replace(problem, dtype=torch.float64), in_double(operands))
-    run = emulated("launch_backward").run_backward
+    run = emulated("launch").run_backward
     given = (operands, out.to(x.q.dtype), lse.float(), x.dout, x.dlse, Wanted())
     found = [run(replace(problem, deterministic=deterministic), *given).dq for deterministic in (False, True)]
     return found[0], found[1]
@@ -163,7 +163,7 @@ def test_keys_that_a_tile_does_not_meet_take_nothing_from_it(
     rows = slice(first_q, first_q + lengths[0][sequence])
     for tensor in (spoilt.k, spoilt.v):
         (tensor if case.lengths else tensor[0].transpose(0, 1))[first_k + key, 0, 5] = size
-    run = emulated("launch_backward").run_backward
+    run = emulated("launch").run_backward
     whole, found = (run(problem, x, *given).dq for x in (operands, spoilt))
     whole, found = (t if case.lengths else t[0].transpose(0, 1) for t in (whole, found))
     kept = torch.ones(sum(lengths[0]), dtype=torch.bool)

@@ -15,7 +15,7 @@ from torch import Tensor
 from emulated_asm import units_counted
 from test_hopper_protocol import emulated  # noqa: F401  (a fixture)
 
-# As backward_rows.COUNT_BIAS and launch_backward.NO_EDGE.
+# As backward_rows.COUNT_BIAS and launch.NO_EDGE.
 COUNT_BIAS, NO_EDGE = 0x40400000, 1 << 30
 LANES, COUNT = 32, 32
 

@@ -30,7 +30,6 @@ launching = pytest.importorskip("tilewise.backends.gpu.launching")
 launch = pytest.importorskip("tilewise.backends.triton.launch")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
 operand_views = pytest.importorskip("tilewise.backends.gpu.offline").operand_views
-passes = pytest.importorskip("tilewise.backends.triton.passes")
 planning = pytest.importorskip("tilewise.backends.triton.planning")
 pytestmark = [
     pytest.mark.slow,
@@ -169,7 +168,7 @@ def calls_with(kind: Literal["dense", "varlen"], operands: Operands, device: str
     given = launching.raw_views((out, None, out, lse, *operands))
     wanted = Wanted(dbias=operands.bias is not None, dsinks=operands.sinks is not None)
     backward = launch.backward_pass(problem, spec, -1, given, wanted)
-    return [*forward.calls, *backward.kernels.calls]
+    return [*forward.calls, *backward.calls]
 
 
 def assert_fits(built: Built, device: str) -> None:
@@ -345,10 +344,10 @@ def test_three_products_of_tf32(device: str) -> None:
     """fp32 is multiplied by no matrix unit; asked for, every product becomes three of TF32 parts."""
     problem, spec = problem_of("fp32", 64), devices.named(device)
     views = operand_views(problem, packed_queries=True)
-    views |= {name: made.view for name, made in launch.result_allocations(problem, views).items()}
+    views |= {name: made.view for name, made in launch.result_allocations(problem).items()}
     products = {}
     for precision in ("ieee", "tf32", "tf32x3"):
-        (call,) = passes.forward_calls(planning.plan_for(problem, spec, False, precision), views)
+        (call,) = launch.tiled_calls(planning.plan_for(problem, spec, False, precision), views)
         built = build(call, device)
         products[precision] = len(re.findall(r"\bw?g?mma\S*\.f32\.tf32\.tf32", built.ptx))
         assert built.spilled == 0

@@ -29,7 +29,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
 quantised = pytest.importorskip("tilewise.backends.triton.quantised")
-offline = pytest.importorskip("tilewise.backends.triton.offline")
+launch = pytest.importorskip("tilewise.backends.triton.launch")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -218,7 +218,7 @@ def test_compiled_decoding_keeps_its_pipeline(device: str, page_size: int | None
     tiles are not read byte by byte.
     """
     spec = devices.named(device)
-    call = offline.calls_of(decoding(page_size, e4m3=e4m3), spec)[0]
+    call = launch.calls_of(decoding(page_size, e4m3=e4m3), spec)[0]
     compiled = compilation.compile_call(call, spec, -1)
     tile = call.arguments["BLOCK_N"] * 128 * (1 if e4m3 else 2)
     assert compiled.metadata.shared >= 2 * (call.num_stages - 1) * tile
@@ -250,5 +250,5 @@ def test_compiled_e4m3_fits_everywhere(device: str, head_dim: int, dtype: torch.
     for page_size, tokens in itertools.product((16, 256), (1, 300)):
         problem = decoding(page_size, e4m3=True, dtype=dtype, head_dim=head_dim)
         problem = dataclasses.replace(problem, seqlen_q=tokens, total_q=16 * tokens)
-        for call in offline.calls_of(problem, spec):
+        for call in launch.calls_of(problem, spec):
             assert compilation.compile_call(call, spec, -1).metadata.shared <= spec.smem_bytes

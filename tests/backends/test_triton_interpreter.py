@@ -26,10 +26,10 @@ tl = pytest.importorskip("triton.language")
 primitives = pytest.importorskip("tilewise.backends.triton.primitives")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
 symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
-traits = pytest.importorskip("tilewise.backends.triton.traits")
+planning = pytest.importorskip("tilewise.backends.triton.planning")
 key_range, query_range = primitives.key_range, primitives.query_range
 sequence_of = primitives.sequence_of
-DeviceBand, Traits = traits.Band, traits.Traits
+DeviceBand, Traits = planning.Band, planning.Traits
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -226,16 +226,16 @@ def test_boxes(causal: bool, joined: bool, most_programs: int, monkeypatch: pyte
     programs.
     """
     torch.manual_seed(0)
-    passes = importlib.import_module("tilewise.backends.triton.passes")
-    monkeypatch.setattr(passes, "MAX_GRID_SIDE", most_programs)
-    plain: Any = passes.box_descriptors
+    launch = importlib.import_module("tilewise.backends.triton.launch")
+    monkeypatch.setattr(launch, "MAX_GRID_SIDE", most_programs)
+    plain: Any = launch.box_descriptors
     made: list[dict[str, Any]] = []
 
     def noted(*arguments: Any) -> dict[str, Any]:
         made.append(plain(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(passes, "box_descriptors", noted)
+    monkeypatch.setattr(launch, "box_descriptors", noted)
     q, k, v = torch.randn(2, 2, 37, 16), torch.randn(2, 1, 53, 16), torch.randn(2, 1, 53, 16)
     starts = torch.tensor([0, 5, 5, 38, 55], dtype=torch.int32)
     row_q, row_k, row_v = (torch.randn(58, 4, 16) for _ in range(3))

@@ -22,7 +22,7 @@ from tilewise.problem import AttentionProblem
 from tilewise.validation import problem_of
 
 triton = pytest.importorskip("triton")
-launch_prefix = pytest.importorskip("tilewise.backends.triton.launch_prefix")
+prefix = pytest.importorskip("tilewise.backends.triton.prefix")
 triton_backend = pytest.importorskip("tilewise.backends.triton").BACKEND
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 gpu_offline = pytest.importorskip("tilewise.backends.gpu.offline")
@@ -135,9 +135,9 @@ def followed_hints(splits: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Hints are followed, by so many splits; what is attended without a bound pass is noted in the list."""
     monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
     monkeypatch.setattr(dispatch, "SERVING", {"cpu": "triton"})
-    monkeypatch.setattr(launch_prefix, "num_splits", lambda *_: splits)
+    monkeypatch.setattr(prefix, "num_splits", lambda *_: splits)
     # What calls of equal looks were found to be, with another number of splits.
-    for kept in (launch_prefix.prefix_pass, calls._family, calls._slot):
+    for kept in (prefix.prefix_pass, calls._family, calls._slot):
         kept.cache_clear()
     attended, directly = list[int](), triton_backend.attend_prefixes
 
@@ -258,8 +258,8 @@ def test_interpreted_passes_of_own_keys_and_prefixes_as_one(
     """One call of the pass that `bind_after` makes gives what fp64 gives, in memory full of NaN, for other queries in
     other places as well.
     """
-    monkeypatch.setattr(launch_prefix, "num_splits", lambda *_: splits)
-    launch_prefix.prefix_pass.cache_clear()
+    monkeypatch.setattr(prefix, "num_splits", lambda *_: splits)
+    prefix.prefix_pass.cache_clear()
     batch = Batch(case)
     both, given, (exact_k, exact_v) = own_and_prefixes(batch, unread)
     both._allocate = poisoned
@@ -268,7 +268,7 @@ def test_interpreted_passes_of_own_keys_and_prefixes_as_one(
     assert both.made == ("out", "lse")[: 2 - len(unread)]
     # Few splits are merged by the program that comes last, many by a kernel for that.
     names = [call.kernel.__name__ for call in both.calls]
-    assert names[-1] == ("prefix_kernel" if splits <= launch_prefix.JOINED_SPLITS else "merge_prefix_kernel")
+    assert names[-1] == ("prefix_kernel" if splits <= prefix.JOINED_SPLITS else "merge_prefix_kernel")
     flags: dict[str, Any] = {"softcap": case.softcap, "return_lse": True, "backend": "reference"}
     for number in range(2):
         given[0] = q = torch.randn(batch.q.shape, generator=torch.Generator().manual_seed(number)).to(case.dtype)
@@ -281,7 +281,7 @@ def test_interpreted_passes_of_own_keys_and_prefixes_as_one(
             torch.testing.assert_close(made[1].double(), want_lse, atol=1e-4, rtol=1e-5)
         # Whoever came last has left none for the next call on this stream.
         assert not counters.any()
-    launch_prefix.prefix_pass.cache_clear()
+    prefix.prefix_pass.cache_clear()
 
 
 @pytest.mark.slow
@@ -307,7 +307,7 @@ def test_kernels_fit_the_device(device: str, dim: int, page_size: int, e4m3: boo
     for name, shape, dtype in (("out", (80, 32, dim), BF16), ("lse", (32, 80), FP32), ("rows", (80,), torch.int64)):
         views[name] = launching.Allocation.contiguous(shape, dtype).view
     spec = devices.named(device)
-    calls = launch_prefix.prefix_calls(problem, 80, spec, views, joined=joined)
+    calls = prefix.prefix_calls(problem, 80, spec, views, joined=joined)
     for call in calls:
         compiled = compilation.compile_call(call, spec, -1)
         assert compiled.metadata.shared <= spec.smem_bytes
@@ -326,13 +326,13 @@ def test_keys_are_split_until_the_device_is_full() -> None:
     )  # fmt: skip
 
     def splits(rows: int, **changes: Any) -> int:
-        return int(launch_prefix.num_splits(dataclasses.replace(problem, seqlen_q=rows, **changes), rows, spec))
+        return int(prefix.num_splits(dataclasses.replace(problem, seqlen_q=rows, **changes), rows, spec))
 
     assert splits(64) > 1
     assert splits(4096) == 1
     assert splits(1, seqlen_k=64) == 1
     assert splits(0) >= 1
-    assert splits(1) <= launch_prefix.MAX_SPLITS
+    assert splits(1) <= prefix.MAX_SPLITS
     found = [splits(rows) for rows in (1, 16, 64, 128, 512)]
     assert found == sorted(found, reverse=True)
 
@@ -345,7 +345,7 @@ def test_splits_are_joined_where_the_device_waits_for_the_host() -> None:
         num_kv_heads=8, head_dim=128, head_dim_v=128, scale=0.1, page_size=64,
     )  # fmt: skip
     own = dataclasses.replace(prefixes, batch=64, seqlen_q=1, seqlen_k=128)
-    assert launch_prefix.is_quick(own, prefixes)
-    assert not launch_prefix.is_quick(own, dataclasses.replace(prefixes, seqlen_k=4096))
-    assert not launch_prefix.is_quick(dataclasses.replace(own, seqlen_k=256), prefixes)
-    assert launch_prefix.is_quick(dataclasses.replace(own, seqlen_k=256, fp8=("k", "v")), prefixes)
+    assert prefix.is_quick(own, prefixes)
+    assert not prefix.is_quick(own, dataclasses.replace(prefixes, seqlen_k=4096))
+    assert not prefix.is_quick(dataclasses.replace(own, seqlen_k=256), prefixes)
+    assert prefix.is_quick(dataclasses.replace(own, seqlen_k=256, fp8=("k", "v")), prefixes)

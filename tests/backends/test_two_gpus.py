@@ -33,11 +33,9 @@ CACHES = {
     "gpu.compilation": ("_compiled",),
     "gpu.launching": ("_order",),
     "triton.launch": ("_kept_forward", "_kept_backward"),
-    "triton.launch_prefix": ("prefix_pass",),
+    "triton.prefix": ("prefix_pass",),
     "gpu.counters": ("counters_of",),
-    "hopper.launch": ("forward_pass",),
-    "hopper.launch_backward": ("backward_pass",),
-    "hopper.launch_decode": ("decode_pass",),
+    "hopper.launch": ("forward_pass", "backward_pass", "decode_pass"),
 }
 # Kernels of a call: forward, backward (statistics, dK and dV, dQ) and decoding, whose parts Triton merges in a second.
 KERNELS = {"forward": (1, 1), "backward": (3, 3), "decode": (2, 1)}
@@ -178,7 +176,7 @@ def test_prefixes_are_attended_where_the_tensors_are(gpu: Any, gpus: FakeGpus) -
 
 def test_a_graph_has_the_kernel_that_merges(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the last programs of a quick call merge: that takes the host a launch less, but the device longer."""
-    prefix = importlib.import_module("tilewise.backends.triton.launch_prefix")
+    prefix = importlib.import_module("tilewise.backends.triton.prefix")
     monkeypatch.setattr(prefix, "num_splits", lambda *_: prefix.JOINED_SPLITS)
     for quick in (True, False):
         monkeypatch.setattr(prefix, "is_quick", lambda *_, found=quick: found)

@@ -88,10 +88,10 @@ def problem_of(name: str, head_dim: int) -> AttentionProblem:
 
 def calls_of(device: str, name: str, head_dim: int) -> list[KernelCall]:
     """The kernels of a case; without gradients where a device has no room for them."""
-    from tilewise.backends.triton import offline
+    from tilewise.backends.triton import launch
 
     problem, spec = problem_of(name, head_dim), devices.named(device)
     if BACKEND.supports(problem, spec) is not None:
         problem = replace(problem, needs_grad=False)
     assert BACKEND.supports(problem, spec) is None
-    return offline.calls_of(problem, spec)
+    return launch.calls_of(problem, spec)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import dispatch, fp8
+from tilewise import fp8
 from tilewise.backends.gpu import driver, releases, trial
 from tilewise.device import of as device_of
 
@@ -50,7 +50,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 def test_kernels_start_directly(taker: str) -> None:
     """Whatever the release: its kernels have the parameters that are laid out."""
     assert driver.launch_path() == "direct"
-    assert releases.installed() in trial.report(dispatch.load(taker))
+    assert releases.installed() in trial.report(taker)
     q, k, v = (randn(1, 2, 256, 64) for _ in range(3))
     tw.attention(q, k, v, backend=taker)
     started = []

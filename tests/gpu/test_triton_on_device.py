@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 quantised = pytest.importorskip("tilewise.backends.triton.quantised")
 columns_of, CODE_UNIT = quantised.columns_of, quantised.CODE_UNIT
-Traits = pytest.importorskip("tilewise.backends.triton.traits").Traits
+Traits = pytest.importorskip("tilewise.backends.triton.planning").Traits
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

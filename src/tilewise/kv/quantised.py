@@ -10,7 +10,7 @@ numbers keep all their bits unless they fall below e4m3's smallest normal one, 2
 never saturate. NaN and infinities become NaN and do not affect scales, as in tilewise.fp8. A row without a slot (-1) is
 ignored.
 
-On an NVIDIA GPU this is one launch for K and V (backends/triton/quantised_rows.py); below is the definition.
+On an NVIDIA GPU this is one launch for K and V (backends/triton/serving.py); below is the definition.
 """
 
 from __future__ import annotations

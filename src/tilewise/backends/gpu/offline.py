@@ -7,8 +7,6 @@ import torch
 from tilewise.backends.gpu.launching import Allocation, View
 from tilewise.problem import AttentionProblem
 
-__all__ = ["operand_views"]
-
 
 def operand_views(problem: AttentionProblem, *, packed_queries: bool) -> dict[str, View]:
     """Views of contiguous canonical operands of a problem; paged queries with cu_seqlens_q if `packed_queries`."""

@@ -20,8 +20,6 @@ and slow, 64 keys a step, because overflow is rare.
 import triton
 import triton.language as tl
 
-__all__ = ["LOST_MARK", "ROWS", "again_kernel"]
-
 # A NaN with bits that no GPU arithmetic produces: its own NaN is 0x7FFFFFFF.
 LOST_MARK = tl.constexpr(0x7FC10057)
 # Rows of lse that a program checks at a time: 16 a thread.

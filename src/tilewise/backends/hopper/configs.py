@@ -13,19 +13,6 @@ import torch
 
 from tilewise.problem import AttentionProblem
 
-__all__ = [
-    "BackwardConfig",
-    "ForwardConfig",
-    "ForwardTile",
-    "backward_config",
-    "column_parts",
-    "dq_blocks",
-    "forward_config",
-    "has_left",
-    "has_right",
-    "prepares_ahead",
-]
-
 
 @dataclass(frozen=True)
 class ForwardTile:

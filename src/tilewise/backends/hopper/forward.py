@@ -29,7 +29,7 @@ from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.again import LOST_MARK
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import pin
+from tilewise.backends.hopper.primitives import let_next_start, pin
 from tilewise.backends.hopper.products import (
     issue_output,
     issue_scores,
@@ -61,9 +61,6 @@ from tilewise.backends.hopper.scores import (
     soften,
     whole_rows,
 )
-from tilewise.backends.hopper.signals import let_next_start
-
-__all__ = ["forward_kernel"]
 
 
 @aggregate

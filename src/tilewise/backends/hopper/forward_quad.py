@@ -31,6 +31,7 @@ from tilewise.backends.hopper.forward import (
     store_output,
 )
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout
+from tilewise.backends.hopper.primitives import let_next_start
 from tilewise.backends.hopper.products import issue_output, issue_scores, load_tile, rescale_output, scale_output
 from tilewise.backends.hopper.schedule import (
     LIST_SLOTS,
@@ -53,9 +54,6 @@ from tilewise.backends.hopper.scores import (
     soften,
     whole_rows,
 )
-from tilewise.backends.hopper.signals import let_next_start
-
-__all__ = ["forward_quad_kernel"]
 
 
 @gluon.jit

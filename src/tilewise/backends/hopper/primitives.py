@@ -1,36 +1,17 @@
-"""Single instructions and small register arithmetic that Gluon has no name for.
+"""Single instructions and small register arithmetic that Gluon has no name for, and memory order between CTAs through
+global memory, because mbarriers work only within a CTA.
 
 Figures: bench/results/hopper-forward-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# mypy: disable-error-code="misc, no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806, RET505
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = [
-    "LARGEST_LSE",
-    "LN2",
-    "LOG2E",
-    "NEG_INF",
-    "anew",
-    "barrier_arrive",
-    "barrier_at",
-    "barrier_sync",
-    "count_units",
-    "exp2",
-    "growth_of",
-    "log2",
-    "pin",
-    "power_over",
-    "renormalised",
-    "rounded_product",
-    "tanh",
-    "uniform",
-    "unless_neutral",
-]
+from tilewise.backends.gpu.releases import barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -297,3 +278,54 @@ def renormalised(total, MENDS: gl.constexpr = False):
     return gl.inline_asm_elementwise(
         ASM, "=&f,=&f,=&f,=&f,r,r", [total], dtype=(gl.float32, gl.float32), is_pure=False, pack=2
     )
+
+
+@gluon.jit
+def load_acquire(at):
+    """Load a 32-bit integer with acquire order: what was published before it was written is visible afterwards."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def _with_result(instructions):
+    return f"{instructions} mov.u32 $0, $1;"
+
+
+@gluon.jit
+def _issue(INSTRUCTIONS: gl.constexpr):
+    """Run instructions for their side effects; inline assembly must have a result, which is not used."""
+    ASM: gl.constexpr = _with_result(INSTRUCTIONS)
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def publish():
+    """Make this role's stores to global memory visible to other CTAs and their TMA before what it does next."""
+    _issue("fence.proxy.async; fence.acq_rel.gpu;")
+    barrier()  # one thread may now signal for all
+
+
+@gluon.constexpr_function
+def _waiting(pending):
+    return f"cp.async.bulk.wait_group {pending};"
+
+
+@gluon.jit
+def await_writes(PENDING: gl.constexpr):
+    """Wait until all but the last PENDING of this role's TMA stores and additions have arrived in global memory."""
+    INSTRUCTIONS: gl.constexpr = _waiting(PENDING)
+    _issue(INSTRUCTIONS)
+
+
+@gluon.jit
+def order_copies():
+    """Order what this role has acquired before what its TMA reads next."""
+    _issue("fence.proxy.async;")
+
+
+@gluon.jit
+def let_next_start():
+    """Allow the next kernel to start once all CTAs have called this; it must wait for this kernel's end itself."""
+    _issue("griddepcontrol.launch_dependents;")

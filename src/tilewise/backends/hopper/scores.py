@@ -53,21 +53,6 @@ from tilewise.backends.hopper.primitives import (
 )
 from tilewise.backends.hopper.schedule import right_of
 
-__all__ = [
-    "capped",
-    "finish_rows",
-    "lost_rows",
-    "mask_scores",
-    "mended",
-    "no_rows",
-    "rescale",
-    "sink_weight",
-    "soften",
-    "sum_rows",
-    "through_cap",
-    "whole_rows",
-]
-
 # AT_ONCE: a row overflows if its sum reaches LOST, or if it exceeds FEW while a sink lies FAR (log2) above the
 # reference: its weight against the sink, 2^(20 - 100) or more, may be a subnormal factor times a large sum.
 LOST, FEW, FAR = gl.constexpr(2.0**100), gl.constexpr(2.0**20), gl.constexpr(100.0)

@@ -17,22 +17,24 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.gpu.work_list import listed_item
-from tilewise.backends.triton.boxes import box_place, in_registers, load_box, store_box
 from tilewise.backends.triton.primitives import (
     LN2,
     LOG2E,
     NEG_INF,
     around_gap,
     box_origin,
+    box_place,
     clear_rows,
     dot,
     dot_add,
     dropout_keep,
     head_base,
+    in_registers,
     keep_in_band,
     key_pages,
     key_range,
     key_span,
+    load_box,
     load_keys,
     load_rows,
     natural_scores,
@@ -41,6 +43,7 @@ from tilewise.backends.triton.primitives import (
     score_terms,
     softmax_step,
     softmax_step_scaled,
+    store_box,
     store_rows,
     work_item,
     zeros,
@@ -57,7 +60,7 @@ from tilewise.backends.triton.quantised import (
 
 @triton.jit
 def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """q.k of a tile of keys. A source whose column is None is a box descriptor with coordinates (see boxes.py)."""
+    """q.k of a tile of keys. A source whose column is None is a box descriptor with coordinates."""
     if T.FP8:
         return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     elif k_source[5] is None:
