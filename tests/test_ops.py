@@ -254,14 +254,6 @@ def test_only_lse_is_used() -> None:
     torch.testing.assert_close(ours, torchs)
 
 
-def test_second_derivatives_are_refused() -> None:
-    q = randn(1, 1, 3, 4)
-    out = tw.attention(q, q, q)
-    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(tw.Unsupported, match="second derivatives"):
-        gradient.sum().backward()
-
-
 def test_autocast_casts_q_k_v_only() -> None:
     q, sinks = randn(1, 2, 4, 8), randn(2)
     with torch.autocast("cpu", torch.bfloat16):

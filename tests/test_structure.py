@@ -38,7 +38,8 @@ ARROWS: dict[str, set[str]] = {
     "dispatch": {"backends", "problem", "device"},
     "batching": {"operands"},
     "calls": {"device"},
-    "derivatives": set(),
+    "derivatives": {"backends", "batching", "calls", "canonical", "device", "dispatch", "flops", "operands", "problem"}
+    | {"schemas", "tracing", "validation"},
     "schemas": {"operands", "problem"},
     "sharded": {"operands", "problem", "validation"},
     "tracing": {"problem"},

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.operands import Gradients, Operands
+from tilewise.operands import Gradients, Operands, Tangents
 from tilewise.problem import AttentionProblem
 
-__all__ = ["COUNTS", "canonical", "contiguous_last", "heads_first", "restored"]
+__all__ = ["COUNTS", "canonical", "canonical_tangents", "contiguous_last", "heads_first", "restored"]
 
 # Index tensors.
 COUNTS = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k")
@@ -38,6 +38,15 @@ def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
         mask=None if operands.mask is None else operands.mask.expand(scores),
         alibi_slopes=None if slopes is None else slopes.expand(problem.batch, problem.num_heads),
     )
+
+
+def canonical_tangents(problem: AttentionProblem, tangents: Tangents) -> Tangents:
+    """Tangents in the form of their canonical operands."""
+    qkv = [None if t is None else contiguous_last(heads_first(problem, t)) for t in tangents[:3]]
+    bias = tangents.bias
+    if bias is not None:
+        bias = bias.expand(problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    return Tangents(*qkv, bias, tangents.sinks)
 
 
 def _with_counts(operands: Operands) -> Operands:

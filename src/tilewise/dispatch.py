@@ -14,7 +14,7 @@ import torch
 
 from tilewise import backends, settings
 from tilewise.backends import Status, load, statuses
-from tilewise.backends.base import Backend, Serving
+from tilewise.backends.base import Backend, Differentiating, Serving
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.problem import AttentionProblem
@@ -68,7 +68,7 @@ def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, her
     """
     name = settings.current().backend if requested == "auto" else requested
     require(name, "TILEWISE_BACKEND" if requested == "auto" else "backend")
-    if problem.fp8 and problem.needs_grad:
+    if problem.fp8 and (problem.needs_grad or problem.higher):
         raise Unsupported(
             "gradients through FP8 inputs are not computed: rounding to e4m3 has none. Call it under torch.no_grad(), "
             "or pass bf16 or fp16 tensors"
@@ -82,6 +82,8 @@ def _select(problem: AttentionProblem, device: DeviceSpec, name: str, here: bool
     for candidate in backends.names() if name == "auto" else (name,):
         backend = load(candidate)
         reason = (backend.unavailable() if here else None) or backend.supports(problem, device)
+        if reason is None and problem.higher and not isinstance(backend, Differentiating):
+            reason = "has no tangents (jvp) and no second derivatives"
         if reason is None and name == "auto" and candidate == "reference" and problem.dtype != torch.float64:
             reason = "materialises every score in fp64, so it is never chosen for you: ask for backend='reference'"
         if reason is None:

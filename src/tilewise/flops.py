@@ -24,8 +24,9 @@ from tilewise.totals import lengths_of
 __all__ = ["tell_counters"]
 
 COUNTER = "torch.utils.flop_counter"
-# Arguments of a backward op before those of its forward: dout, dlse, out, lse, wanted.
-SAVED = 5
+# Arguments of a backward op before those of its forward: dout, dlse, out, lse, wanted. Tangent ops have five tangents,
+# twice ops also dout, dlse, the results with their tangents, and wanted.
+SAVED, ALONG, SAVED_TWICE = 5, 5, 12
 
 
 def tell_counters() -> None:
@@ -49,6 +50,8 @@ def _registered() -> dict[Any, Callable[..., int]]:
     for kind in OPERANDS:
         formulas[getattr(torch.ops.tilewise, kind)] = functools.partial(_forward, kind)
         formulas[getattr(torch.ops.tilewise, f"{kind}_backward")] = functools.partial(_backward, kind)
+        formulas[getattr(torch.ops.tilewise, f"{kind}_tangent")] = functools.partial(_tangent, kind)
+        formulas[getattr(torch.ops.tilewise, f"{kind}_twice")] = functools.partial(_twice, kind)
     for op, formula in formulas.items():
         sys.modules[COUNTER].register_flop_formula(op, get_raw=True)(formula)
     return formulas
@@ -66,6 +69,20 @@ def _backward(kind: Kind, *args: Any, out_val: Any = None) -> int:
     del out_val
     problem, pairs = _sizes(kind, args[SAVED:])
     return 2 * pairs * problem.num_heads * (3 * problem.head_dim + 2 * problem.head_dim_v)
+
+
+def _tangent(kind: Kind, *args: Any, out_val: Any = None) -> int:
+    """S and O, Q' K^T, Q K'^T, P V' and (P S') V."""
+    del out_val
+    problem, pairs = _sizes(kind, args[ALONG:])
+    return 6 * pairs * problem.num_heads * (problem.head_dim + problem.head_dim_v)
+
+
+def _twice(kind: Kind, *args: Any, out_val: Any = None) -> int:
+    """S and S' again, two products for each of dQ and dK; dO V^T, dO V'^T and dV."""
+    del out_val
+    problem, pairs = _sizes(kind, args[SAVED_TWICE:])
+    return 2 * pairs * problem.num_heads * (7 * problem.head_dim + 3 * problem.head_dim_v)
 
 
 def _sizes(kind: Kind, args: tuple[Any, ...]) -> tuple[AttentionProblem, int]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Flags", "Gradients", "Operands", "Options", "Wanted", "Window"]
+__all__ = ["Flags", "Gradients", "Operands", "Options", "Tangents", "Wanted", "Window"]
 
 Window = tuple[int | None, int | None]
 
@@ -94,3 +94,13 @@ class Gradients(NamedTuple):
     dv: Tensor | None = None
     dbias: Tensor | None = None
     dsinks: Tensor | None = None
+
+
+class Tangents(NamedTuple):
+    """A direction for each differentiable operand, in its shape and dtype. None is zero."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None

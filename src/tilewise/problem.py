@@ -30,7 +30,8 @@ class AttentionProblem:
     count the stored rows (for paged keys: every slot of every page). `dropout_origin` marks a part of a larger problem:
     the seed is followed by the batch entry, head, row and key (a multiple of 4) at which dropout starts counting. `fp8`
     names the operands in e4m3 with scales, ("k", "v") or ("q", "k", "v"); `scale_blocks` are the rows of q, k, v that
-    share a scale (None: all rows of a head; of pages, a page's); `dtype` is then the result's.
+    share a scale (None: all rows of a head; of pages, a page's); `dtype` is then the result's. `higher` asks for a pass
+    beyond the backward: a tangent (jvp) or a second derivative.
     """
 
     kind: Kind
@@ -62,6 +63,7 @@ class AttentionProblem:
     dropout_origin: bool = False
     fp8: tuple[str, ...] = ()
     scale_blocks: tuple[int | None, int | None, int | None] = (None, None, None)
+    higher: bool = False
 
     def __hash__(self) -> int:
         # Only fields that differ between the calls of a program: every cache hashes the problem, and all fields take

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import TileShape
+from tilewise.backends.reference import ReferenceBackend
 from tilewise.device import DeviceSpec
 from tilewise.numerics import dropout_keep
-from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
-from tilewise.testing import BackendImplementation, Case, Nonconformance, check, installed
+from tilewise.testing import BackendImplementation, Case, Nonconformance, check, check_higher, installed
 from tilewise.testing.generation import single_cases
 from tilewise.testing.special import special_cases
 from tilewise.testing.threads import one_thread
@@ -349,3 +351,75 @@ def test_correct_backend_passes_the_rest(case: Case) -> None:
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_found(bug: str, found: dict[str, Nonconformance]) -> None:
     assert bug in found, BUGS[bug]
+
+
+# Planted in tangents and second derivatives of the reference, and a case that shows each.
+HIGHER_BUGS: dict[str, Case] = {
+    "tangent_of_v_ignored": Case(),
+    "tangent_of_bias_ignored": Case(bias="bhqk"),
+    "tangent_of_sinks_ignored": Case(sinks=True),
+    "lse_tangent_kept": Case(causal=True),
+    "dlse_ignored": Case(),
+    "second_derivative_of_softcap": Case(softcap=1.5),
+    "dropout_forgotten": Case(dropout=0.3),
+    "dsinks_sign": Case(sinks=True),
+}
+
+
+class WrongHigher(ReferenceBackend):
+    """The reference, right unless a bug is planted in its higher derivatives."""
+
+    def __init__(self, bug: str = "") -> None:
+        self.bug = bug
+        self.name = f"higher_{bug or 'correct'}"
+
+    def forward_tangent(
+        self, problem: AttentionProblem, operands: Operands, tangents: Tangents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        out, lse, dot_out, dot_lse = super().forward_tangent(problem, operands, self._bent(tangents))
+        if self.bug == "lse_tangent_kept":
+            dot_out = dot_out + dot_lse[..., None] * out
+        return out, lse, dot_out, dot_lse
+
+    def backward_twice(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        tangents: Tangents,
+        results: tuple[Tensor, Tensor, Tensor, Tensor],
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        if self.bug == "dlse_ignored":
+            dlse = None
+        if self.bug == "dropout_forgotten":
+            problem = dataclasses.replace(problem, dropout=0.0)
+        tangents = self._bent(tangents)
+        found = super().backward_twice(problem, operands, tangents, results, dout, dlse, wanted)
+        if self.bug == "dsinks_sign" and found.dsinks is not None:
+            return found._replace(dsinks=-found.dsinks)
+        if self.bug == "second_derivative_of_softcap":
+            # What is left out of dq: -2 dS raw' slope tanh / c, which a tangent of q alone shows.
+            straight = dataclasses.replace(problem, softcap=None)
+            other = super().backward_twice(straight, operands, tangents, results, dout, dlse, wanted)
+            return found._replace(dq=other.dq)
+        return found
+
+    def _bent(self, tangents: Tangents) -> Tangents:
+        ignored = self.bug.removeprefix("tangent_of_").removesuffix("_ignored")
+        return tangents._replace(**{ignored: None}) if ignored in Tangents._fields else tangents
+
+
+@pytest.mark.parametrize("bug", ["", *HIGHER_BUGS])
+def test_the_suite_finds_bugs_in_higher_derivatives(bug: str) -> None:
+    cases = [HIGHER_BUGS[bug]] if bug else list(HIGHER_BUGS.values())
+    backend = WrongHigher(bug)
+    with installed(backend):
+        implementation = BackendImplementation(backend.name)
+        for case in cases:
+            if not bug:
+                check_higher(case, implementation)
+                continue
+            with pytest.raises(Nonconformance):
+                check_higher(case, implementation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,13 +27,20 @@ from tilewise.plan.roofline import Memory, Work, memory_of, naive_work, tiled_wo
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.totals import lengths_of
 
-__all__ = ["Plan", "Where", "explain", "plan_of"]
+__all__ = ["Higher", "Plan", "Where", "explain", "plan_of"]
 
 # A device of this machine, the name of any known one, or its spec.
 Where = str | torch.device | DeviceSpec | None
 
 # The tile used if no tiled backend takes the problem.
 TEXTBOOK_TILE = TileGrid(128, 128)
+
+
+class Higher(NamedTuple):
+    """Which backend would compute tangents (jvp) and second derivatives, and who refused before it."""
+
+    backend: str | None
+    rejected: tuple[Rejection, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,8 @@ class Plan:
     `lengths_read` is False if the lengths of packed sequences could not be read and their bounds are used instead.
     `tile` is the backend's own, chosen by measurement; `advice` says which tiles fit the device, and why. `cascade`
     says what happens to a shared prefix that was given; figures still count every sequence's keys. `quantised` says how
-    the backend computes with e4m3 operands, `unordered` what differs from run to run, if anything.
+    the backend computes with e4m3 operands, `unordered` what differs from run to run, if anything. `higher` says who
+    would compute tangents and second derivatives of the call.
     """
 
     problem: AttentionProblem
@@ -61,6 +69,7 @@ class Plan:
     naive: Work
     tiled: Work
     advice: TileAdvice
+    higher: Higher
     cascade: str | None = None
     quantised: str | None = None
     unordered: str | None = None
@@ -163,6 +172,7 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -
         naive=naive_work(problem, bands, memory, rated),
         tiled=tiled_work(problem, bands, grid, memory, rated),
         advice=advise(problem, rated),
+        higher=Higher(*_choose(dataclasses.replace(problem, higher=True), spec, flags.backend, here=here)),
         quantised=quantised,
         unordered=unordered,
     )

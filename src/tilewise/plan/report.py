@@ -41,6 +41,7 @@ def render(plan: Plan) -> str:
         *(() if plan.quantised is None else (("fp8", plan.quantised),)),
         *(() if plan.cascade is None else (("cascade", plan.cascade),)),
         *(() if plan.unordered is None else (("last bits", plan.unordered),)),
+        *_higher(plan),
         ("tiles", _tiles(plan)),
         ("tile advice", str(plan.advice)),
         ("FLOPs", _flops(plan)),
@@ -79,6 +80,16 @@ def _backend(plan: Plan) -> str:
     if plan.materialises:
         return f"{plan.backend}, which stores the whole score matrix (the naive column below)"
     return plan.backend
+
+
+def _higher(plan: Plan) -> list[tuple[str, str]]:
+    """Who computes tangents and second derivatives, if that is another backend."""
+    backend, rejected = plan.higher
+    if backend == plan.backend or plan.problem.fp8:
+        return []
+    text = f"{backend or 'none'} for tangents (jvp) and second derivatives"
+    others = [(name, reason) for name, reason in rejected if (name, reason) not in plan.rejected]
+    return [("higher", text), *((f"  not {name}", reason) for name, reason in others)]
 
 
 def _tiles(plan: Plan) -> str:

@@ -18,6 +18,7 @@ from tilewise.testing.conformance import (
     find_faults,
     run,
 )
+from tilewise.testing.higher import check_higher, check_higher_repeatable
 from tilewise.testing.implementations import BackendImplementation, Implementation, installed
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.oracle import Expectation, expect
@@ -31,6 +32,8 @@ __all__ = [
     "Inputs",
     "Nonconformance",
     "check",
+    "check_higher",
+    "check_higher_repeatable",
     "check_repeatable",
     "check_unread",
     "check_untouched",

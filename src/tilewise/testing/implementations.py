@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from tilewise import api, dispatch, validation
 from tilewise import device as devices
-from tilewise.backends.base import Backend
+from tilewise.backends.base import Backend, Differentiating
 from tilewise.operands import Operands, Options
 from tilewise.problem import AttentionProblem
 from tilewise.testing.cases import Case
@@ -55,12 +56,15 @@ class BackendImplementation:
         """Whether probabilities are rounded to e4m3, as docs/contract.md allows for FP8 tensor cores."""
         return self.name == "hopper" and case.fp8 not in ("", "kv")
 
-    def supports(self, case: Case) -> str | None:
-        """The backend's answer for the problem of the case."""
+    def supports(self, case: Case, *, higher: bool = False) -> str | None:
+        """The backend's answer for the problem of the case, or for tangents and second derivatives of it."""
         backend = dispatch.load(self.name)
         inputs = make_inputs(case, self.device)
         spec = devices.of(self.device)
-        return backend.unavailable() or backend.supports(_problem(case, inputs, self.name), spec)
+        problem = dataclasses.replace(_problem(case, inputs, self.name), higher=higher)
+        if higher and not isinstance(backend, Differentiating):
+            return "has no tangents (jvp) and no second derivatives"
+        return backend.unavailable() or backend.supports(problem, spec)
 
     def run(self, case: Case, inputs: Inputs) -> Results:
         """The public API with `backend=` this one."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise.testing.cases import Case
 from tilewise.testing.threads import one_thread
 
-__all__ = ["Inputs", "make_inputs"]
+__all__ = ["Inputs", "case_values", "make_inputs"]
 
 # Standard deviation of q and k: "large" makes most rows of softmax one-hot, "tiny" makes them uniform.
 SPREAD = {"normal": 1.0, "large": 12.0, "tiny": 1e-4}

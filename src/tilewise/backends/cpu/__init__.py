@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewise import numerics
 from tilewise.backends.base import Bound, Prefixes, TileShape
 from tilewise.device import DeviceSpec
-from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
 
 __all__ = ["BACKEND", "CpuBackend"]
@@ -81,6 +81,29 @@ class CpuBackend:
         from tilewise.backends.cpu import launch_backward
 
         return launch_backward.backward(problem, operands, out, lse, dout, dlse, wanted)
+
+    def forward_tangent(
+        self, problem: AttentionProblem, operands: Operands, tangents: Tangents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(out, lse, out', lse')."""
+        from tilewise.backends.cpu import launch_higher
+
+        return launch_higher.forward_tangent(problem, operands, tangents)
+
+    def backward_twice(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        tangents: Tangents,
+        results: tuple[Tensor, Tensor, Tensor, Tensor],
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Second derivatives."""
+        from tilewise.backends.cpu import launch_higher
+
+        return launch_higher.backward_twice(problem, operands, tangents, results, dout, dlse, wanted)
 
     def write_rows(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
         """Writes rows of K and V into slots of pages: see tilewise.kv.writing."""

@@ -51,36 +51,61 @@ SCORE_BYTES = 4 * sz.BLOCK_N * sz.PANEL
 
 
 @driver
-def pack_panel(p: int, ws: int, tensor: int, source: int, num_rows: int, dim: int, width: int, panel: int) -> None:
-    """Rows of q or dout: staged as fp32, then transposed for scores (in `tensor`'s buffer) and in columns for products.
+def pack_panel(
+    p: int,
+    ws: int,
+    tensor: int,
+    source: int,
+    num_rows: int,
+    dim: int,
+    width: int,
+    panel: int,
+    panels: int,
+    columns: int,
+    scale: float,
+) -> None:
+    """Rows of q or dout (or of q's tangent): staged as fp32, then transposed for scores (in the buffer `panels`) and in
+    `columns` for products.
 
     Columns of value_step keep the product's rows on different cache sets: at head_dim 128 rows 512 bytes apart would
     share eight of them.
     """
-    stage, is_q = ws + field(p, f.WS_STAGE), tensor == f.Q
+    stage = ws + field(p, f.WS_STAGE)
     pack_rows(source, field(p, tensor + 3), num_rows, field(p, f.DTYPE), dim, stage, 4 * width, width, 1.0)
     fill(stage + 4 * num_rows * width, (sz.PANEL - num_rows) * width, 0.0)
-    scale = scalar_bits(field(p, f.Q_SCALE)) if is_q else 1.0
-    transposed = ws + (field(p, f.WS_Q) if is_q else field(p, f.WS_DOUT)) + 4 * panel * sz.PANEL * width
-    transpose_panel(stage, 4 * width, width, transposed, scale)
-    columns = ws + (field(p, f.WS_Q_ROWS) if is_q else field(p, f.WS_DOUT_ROWS)) + 4 * panel * sz.PANEL * sz.VALUE_STEP
+    transpose_panel(stage, 4 * width, width, panels + 4 * panel * sz.PANEL * width, scale)
+    columns += 4 * panel * sz.PANEL * sz.VALUE_STEP
     column_bytes = 4 * field(p, f.BLOCK_M) * sz.VALUE_STEP
     pack_values(stage, 4 * width, sz.PANEL, FP32, width, columns, column_bytes, width, 1.0)
+
+
+@driver
+def row_address(p: int, tensor: int, batch: int, head: int, row: int) -> int:
+    """Address of one row of a q-like tensor (`tensor` is the position of its fields)."""
+    place = batch * field(p, tensor + 1) + head * field(p, tensor + 2) + row * field(p, tensor + 3)
+    return field(p, tensor) + place
 
 
 @driver
 def pack_block(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
     """Pack q and dout of a block, and the statistics of its rows."""
     row = q_start(p, batch) + first_row
-    q = field(p, f.Q) + batch * field(p, f.Q_BATCH) + head * field(p, f.Q_HEAD) + row * field(p, f.Q_ROW)
-    dout = field(p, f.DOUT) + batch * field(p, f.DOUT_BATCH) + head * field(p, f.DOUT_HEAD) + row * field(p, f.DOUT_ROW)
-    out = field(p, f.OUT) + batch * field(p, f.OUT_BATCH) + head * field(p, f.OUT_HEAD) + row * field(p, f.OUT_ROW)
+    q, dout = row_address(p, f.Q, batch, head, row), row_address(p, f.DOUT, batch, head, row)
+    out, scale = row_address(p, f.OUT, batch, head, row), scalar_bits(field(p, f.Q_SCALE))
+    q_panels, q_columns = ws + field(p, f.WS_Q), ws + field(p, f.WS_Q_ROWS)
+    dout_panels, dout_columns = ws + field(p, f.WS_DOUT), ws + field(p, f.WS_DOUT_ROWS)
+    dim, dim_v, width, width_v = (
+        field(p, f.HEAD_DIM),
+        field(p, f.HEAD_DIM_V),
+        field(p, f.DIM_WIDE),
+        field(p, f.DIM_V_WIDE),
+    )
     statistics = batch * field(p, f.LSE_BATCH) + head * field(p, f.LSE_HEAD) + 4 * row
     for panel in range((count + sz.PANEL - 1) // sz.PANEL):
         first, rows = panel * sz.PANEL, min(sz.PANEL, count - panel * sz.PANEL)
         q_source, dout_source = q + first * field(p, f.Q_ROW), dout + first * field(p, f.DOUT_ROW)
-        pack_panel(p, ws, f.Q, q_source, rows, field(p, f.HEAD_DIM), field(p, f.DIM_WIDE), panel)
-        pack_panel(p, ws, f.DOUT, dout_source, rows, field(p, f.HEAD_DIM_V), field(p, f.DIM_V_WIDE), panel)
+        pack_panel(p, ws, f.Q, q_source, rows, dim, width, panel, q_panels, q_columns, scale)
+        pack_panel(p, ws, f.DOUT, dout_source, rows, dim_v, width_v, panel, dout_panels, dout_columns, 1.0)
         pack_statistics(p, ws, out + first * field(p, f.OUT_ROW), statistics + 4 * first, rows, panel)
 
 
@@ -200,11 +225,11 @@ def accumulate_tile(p: int, ws: int, panels: int, size: int, weights: int, x: in
 
 
 @driver
-def accumulate_dq(p: int, ws: int, panel: int, num_rows: int, begin: int, end: int) -> None:
-    """dq[num_rows] += dS K for one panel and the keys it sees; K is in columns."""
+def accumulate_dq(p: int, ws: int, weights: int, columns: int, panel: int, num_rows: int, begin: int, end: int) -> None:
+    """dq[num_rows] += dS K for one panel and the keys it sees; `weights` are the panels of dS, `columns` hold K."""
     width, ones = field(p, f.DIM_WIDE), ws + field(p, f.WS_ONES)
-    ds = ws + field(p, f.WS_DSCORES) + panel * SCORE_BYTES + 4 * begin * sz.PANEL
-    k = ws + field(p, f.WS_K_COLUMNS) + 4 * begin * sz.VALUE_STEP
+    ds = weights + panel * SCORE_BYTES + 4 * begin * sz.PANEL
+    k = columns + 4 * begin * sz.VALUE_STEP
     dq = ws + field(p, f.WS_DQ) + 4 * panel * sz.PANEL * width
     for i in range(0, num_rows, sz.VALUE_ROWS):
         for d in range(0, width, sz.VALUE_STEP):
@@ -237,7 +262,8 @@ def tile_gradient(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int
             seen_k, seen_v = k + 4 * begin * width, v + 4 * begin * width_v
             panel_gradient(p, ws, batch, panel, num_rows, k0, begin, end, seen_k, seen_v)
             if work & f.MAKES_DQ:
-                accumulate_dq(p, ws, panel, num_rows, begin, end)
+                weights, columns = ws + field(p, f.WS_DSCORES), ws + field(p, f.WS_K_COLUMNS)
+                accumulate_dq(p, ws, weights, columns, panel, num_rows, begin, end)
     if work & f.MAKES_DKV:
         s, ds = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_DSCORES)
         dk, dv = (

@@ -34,6 +34,8 @@ PROGRAMS = {
     "forward_matrix": "tilewise.backends.cpu.forward_matrix",
     "decode": "tilewise.backends.cpu.decode",
     "backward": "tilewise.backends.cpu.backward",
+    "tangent": "tilewise.backends.cpu.tangent",
+    "twice": "tilewise.backends.cpu.twice",
     "write_rows": "tilewise.backends.cpu.pages",
     "append_quantised": "tilewise.backends.cpu.pages",
 }

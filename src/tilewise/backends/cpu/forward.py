@@ -40,10 +40,13 @@ from tilewise.backends.cpu.stopping import leave, stops, stops_at
 
 
 @driver
-def pack_queries(p: int, batch: int, head: int, first_row: int, count: int, stage: int, target: int) -> None:
-    """Rows of q into transposed, scaled panels; stage holds one panel of rows."""
+def pack_queries(
+    p: int, tensor: int, batch: int, head: int, first_row: int, count: int, stage: int, target: int
+) -> None:
+    """Rows of q or its tangent into transposed, scaled panels; stage holds one panel of rows."""
     width, q_len, dtype = field(p, f.DIM_LANES), q_length(p, batch), field(p, f.Q_DTYPE)
-    base = field(p, f.Q) + batch * field(p, f.Q_BATCH) + q_start(p, batch) * field(p, f.Q_ROW)
+    row_bytes = field(p, tensor + 3)
+    base = field(p, tensor) + batch * field(p, tensor + 1) + q_start(p, batch) * row_bytes
     row = first_row
     for panel in range((count + sz.PANEL - 1) // sz.PANEL):
         lane = 0
@@ -52,10 +55,10 @@ def pack_queries(p: int, batch: int, head: int, first_row: int, count: int, stag
             if row == q_len:
                 row = 0
                 head += 1
-            run = rows_of_scale(p, f.Q, row, min(rows - lane, q_len - row))
-            source, place = base + head * field(p, f.Q_HEAD) + row * field(p, f.Q_ROW), stage + 4 * lane * width
-            factor = e4m3_factor(p, f.Q, batch, head, row)
-            pack_rows(source, field(p, f.Q_ROW), run, dtype, field(p, f.HEAD_DIM), place, 4 * width, width, factor)
+            run = rows_of_scale(p, tensor, row, min(rows - lane, q_len - row))
+            source, place = base + head * field(p, tensor + 2) + row * row_bytes, stage + 4 * lane * width
+            factor = e4m3_factor(p, tensor, batch, head, row)
+            pack_rows(source, row_bytes, run, dtype, field(p, f.HEAD_DIM), place, 4 * width, width, factor)
             lane += run
             row += run
         fill(stage + 4 * rows * width, (sz.PANEL - rows) * width, 0.0)
@@ -102,7 +105,8 @@ def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, siz
         scores(k + 4 * j * width, 4 * width, width, q, s + 4 * j * sz.PANEL, top)
     if changed:
         valid = min(size, load_i64(bounds + f.MAX_LAST) + 1 - first_key)
-        change_scores(p, ws, s, size, valid, first_key, table, num_rows, 0)
+        slope = ws + field(p, f.WS_CAP) if field(p, f.WS_CAP) != 0 else 0
+        change_scores(p, ws, s, size, valid, first_key, table, num_rows, slope)
         row_max(s, size, tile_max, vectors)
     else:
         mask_keys(s, 0, inner, first_key, table, tile_max, vectors)
@@ -149,7 +153,7 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
         k = pack_tile(
             p, f.K, field(p, f.HEAD_DIM), field(p, f.DIM_PADDED), batch, kv_head, k0, k0 + size, ws + field(p, f.WS_K)
         )
-        pack_values_tile(p, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_V))
+        pack_values_tile(p, f.V, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_V))
         for panel in range(panels):
             low = max(0, load_i64(bounds + panel * f.PANEL_BYTES + f.MIN_FIRST) - k0)
             high = min(size, load_i64(bounds + panel * f.PANEL_BYTES + f.MAX_LAST) + 1 - k0)
@@ -174,7 +178,7 @@ def forward_item(p: int, ws: int, item: int) -> None:
     k_begin = chunk * field(p, f.CHUNK)
     k_end = k_len if chunk == num_chunks - 1 else min(k_len, k_begin + field(p, f.CHUNK))
     prepare_rows(p, ws, batch, head, first_row, count, k_begin, k_end)
-    pack_queries(p, batch, head, first_row, count, ws + field(p, f.WS_STAGE), ws + field(p, f.WS_Q))
+    pack_queries(p, f.Q, batch, head, first_row, count, ws + field(p, f.WS_STAGE), ws + field(p, f.WS_Q))
     padded = (count + sz.PANEL - 1) // sz.PANEL * sz.PANEL
     block = ws + field(p, f.WS_ACC)
     begin_rows(p, block, block, padded)

@@ -74,6 +74,21 @@ POLL, NEXT_POLL, CALLER, THREAD_ID, CLOCK, CLOCK_ID, CLOCK_SECONDS, CLOCK_NANOSE
 STOP, THROUGH = _take(2)
 # Totals of a block over long runs of keys, and the rounding error of their sums (0: no run is that long).
 WS_TOTAL, WS_CARRY = _take(2)
+# Tangents and second derivatives: the tangents of q, k, v and of out (address 0: none), of lse and of the sinks.
+TQ, TQ_BATCH, TQ_HEAD, TQ_ROW = _take(4)
+TK, TK_BATCH, TK_HEAD, TK_ROW = _take(4)
+TV, TV_BATCH, TV_HEAD, TV_ROW = _take(4)
+TOUT, TOUT_BATCH, TOUT_HEAD, TOUT_ROW = _take(4)
+TLSE, TSINKS = _take(2)
+# Whether bias has a tangent, and how many bytes it lies behind the bias, whose strides and dtype it has.
+HAS_TBIAS, TBIAS_BEHIND = _take(2)
+# The factor from a product with packed q to a tangent of scores; 2 / softcap; an address for dout . out' (0: none).
+TANGENT_SCALE, TWICE_PER_CAP, RATE = _take(3)
+WS_TQ, WS_TK, WS_TV, WS_TSCORES, WS_TACC, WS_TSUM, WS_TQ_ROWS, WS_TK_COLUMNS, WS_USCORES, WS_TANH, WS_RATE, WS_TLSE = (
+    _take(12)
+)
+# Scale fields that are 0, for tensors that are never e4m3.
+NO_SCALES = _take(5)[0]
 # A whole number of cache lines.
 BLOCK_FIELDS = -(-next(_positions) // 8) * 8
 

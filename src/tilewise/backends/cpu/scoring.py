@@ -73,8 +73,8 @@ def kv_address(p: int, tensor: int, batch: int, kv_head: int, row: int) -> int:
 
 @driver
 def scales_of(tensor: int) -> int:
-    """The position of the scale fields of Q, K or V."""
-    return f.Q_SCALES + (tensor - f.Q) // 4 * 5
+    """The position of the scale fields of Q, K or V; tangents have none."""
+    return f.Q_SCALES + (tensor - f.Q) // 4 * 5 if tensor <= f.V else f.NO_SCALES
 
 
 @driver
@@ -132,17 +132,19 @@ def pack_tile(
 
 
 @driver
-def pack_values_tile(p: int, batch: int, kv_head: int, begin: int, end: int, target: int) -> None:
-    """V rows [begin, end) in columns of value_step (see pack_values), zero rows up to a whole key step."""
+def pack_values_tile(p: int, tensor: int, batch: int, kv_head: int, begin: int, end: int, target: int) -> None:
+    """Rows [begin, end) of V or its tangent in columns of value_step (see pack_values), zero rows up to a whole key
+    step.
+    """
     width = field(p, f.DIM_V_PADDED)
     column_bytes = 4 * sz.BLOCK_N * sz.VALUE_STEP
     row = begin
     while row < end:
-        count = run_length(p, f.V, row, end)
-        source = kv_address(p, f.V, batch, kv_head, row)
+        count = run_length(p, tensor, row, end)
+        source = kv_address(p, tensor, batch, kv_head, row)
         place, dim = target + 4 * (row - begin) * sz.VALUE_STEP, field(p, f.HEAD_DIM_V)
-        factor = e4m3_factor(p, f.V, batch, kv_head, row)
-        pack_values(source, field(p, f.V_ROW), count, field(p, f.KV_DTYPE), dim, place, column_bytes, width, factor)
+        factor = e4m3_factor(p, tensor, batch, kv_head, row)
+        pack_values(source, field(p, tensor + 3), count, field(p, f.KV_DTYPE), dim, place, column_bytes, width, factor)
         row += count
     padded = (end - begin + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
     for column in range(width // sz.VALUE_STEP):
@@ -215,6 +217,31 @@ def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: 
 
 
 @driver
+def gather_panel(
+    p: int,
+    ws: int,
+    num_keys: int,
+    valid: int,
+    first_key: int,
+    table_field: int,
+    behind: int,
+    num_rows: int,
+    key_stride: int,
+    dtype: int,
+) -> int:
+    """A panel of bias, mask or what lies `behind` bytes behind it, read row by row and transposed. `valid` keys exist;
+    the rest up to num_keys is undefined.
+    """
+    stage = ws + field(p, f.WS_STAGE)
+    for lane in range(num_rows):
+        source = load_i64(table_field + 8 * lane) + behind + first_key * key_stride
+        gather_row(source, key_stride, valid, dtype, stage + 4 * sz.BLOCK_N * lane)
+    extra = ws + field(p, f.WS_EXTRA)
+    transpose_panel(stage, 4 * sz.BLOCK_N, (num_keys + sz.LANES - 1) // sz.LANES * sz.LANES, extra, 1.0)
+    return extra
+
+
+@driver
 def add_gathered(
     p: int,
     ws: int,
@@ -227,13 +254,8 @@ def add_gathered(
     key_stride: int,
     dtype: int,
 ) -> None:
-    """S += a bias or mask, read row by row and transposed. `valid` keys exist; the rest up to num_keys is padding."""
-    stage = ws + field(p, f.WS_STAGE)
-    for lane in range(num_rows):
-        source = load_i64(table_field + 8 * lane) + first_key * key_stride
-        gather_row(source, key_stride, valid, dtype, stage + 4 * sz.BLOCK_N * lane)
-    extra = ws + field(p, f.WS_EXTRA)
-    transpose_panel(stage, 4 * sz.BLOCK_N, (num_keys + sz.LANES - 1) // sz.LANES * sz.LANES, extra, 1.0)
+    """S += a bias or mask."""
+    extra = gather_panel(p, ws, num_keys, valid, first_key, table_field, 0, num_rows, key_stride, dtype)
     add_panel(s, num_keys, extra, (num_rows + sz.LANES - 1) // sz.LANES)
 
 
