@@ -32,11 +32,15 @@ OWN_SCORE = 10.0
 BLOCK = 64
 # Keys of the tile that is visited last: what a row has seen before them says nothing of their scores.
 LATE_KEYS = slice(3, 11)
-# What the scores of a block of rows do. None: every query has its key. A number: how far the late keys are above all
-# others, in nats: 60 (sums of 2^87) may stay, 72 (2^104) is finite but computed again, 88 is over 2^127, at 2048 not
-# even P is finite. "one": a single row of 88. "rising": RISE more in every tile of keys, so that the reference always
-# moves and nothing is lost. ("middle", x): so far above in a tile after which more come, where 72 moves into the
-# reference and 100 is lost.
+# What the scores of a block of rows do.
+#   None          every query has its own key
+#   a number      so many nats lie between the late keys and all others. The smallest leaves finite sums, the next ones
+#                 sums too large to divide by, sums past fp32's range, and in the end P past it: all but the first make
+#                 kernels that skip the row maximum recompute the row
+#   "one"         the same of a single row
+#   "rising"      RISE more in every tile of keys: the number subtracted before the exponential moves in every tile
+#   ("middle", x) x nats in a tile after which more come. The smaller jump is caught up by the next tile, the larger one
+#                 overflows
 Scores = float | str | tuple[str, float] | None
 BLOCKS: tuple[Scores, ...] = (None, 60.0, "one", 88.0, "rising", ("middle", 72.0), ("middle", 100.0), 2048.0, 72.0)
 RISE, RISING_KEYS = 16.0, 128

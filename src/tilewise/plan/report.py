@@ -106,7 +106,7 @@ def _tiles(plan: Plan) -> str:
 
 def _flops(plan: Plan) -> str:
     backward = f", backward {format_count(plan.flops_backward)}" if plan.problem.needs_grad else ""
-    return f"forward {format_count(plan.flops_forward)}{backward} (visible pairs only)"
+    return f"forward {format_count(plan.flops_forward)}{backward} (pairs left by causal and window)"
 
 
 def _memory(plan: Plan) -> str:
