@@ -299,6 +299,19 @@ def test_fp8_is_refused() -> None:
         torch.func.jvp(lambda q: tw.attention(q, small, small), (k,), (k,))
 
 
+def test_a_shared_prefix_and_a_cache_lose_no_tangent() -> None:
+    cache = tw.PagedKVCache(8, 4, num_layers=1, num_kv_heads=1, head_dim=8, dtype=torch.float32, device="cpu")
+    requests = [cache.add(list(range(9))), cache.add(list(range(9)))]
+    cache.step(requests)
+    k = randn(18, 1, 8, dtype=torch.float32, grad=False)
+    with forward_ad.dual_level(), pytest.raises(tw.Unsupported, match="forward-mode"):
+        cache.append(forward_ad.make_dual(k, k), k)
+    cache.append(k, k)
+    q = randn(18, 2, 8, dtype=torch.float32, grad=False)
+    _, tangent = torch.func.jvp(cache.attention, (q,), (q,))
+    assert float(tangent.abs().max()) > 1e-2
+
+
 def test_a_compiled_function_may_take_a_tangent_inside() -> None:
     q = randn(1, 2, 3, 4, dtype=torch.float32, grad=False)
 

@@ -46,10 +46,22 @@ ARROWS: dict[str, set[str]] = {
     "flops": {"calls", "operands", "problem", "schemas", "validation"},
     "ops": {"batching", "calls", "derivatives", "dispatch", "validation", "canonical", "device", "backends"}
     | {"flops", "problem", "operands", "schemas", "tracing"},
-    "cascade": {"ops", "tracing", "validation", "dispatch", "operands", "problem", "numerics", "device"},
-    "api": {"backends", "calls", "cascade", "dispatch", "fp8", "numerics", "operands", "ops", "problem", "sharded"}
+    "cascade": {"derivatives", "ops", "tracing", "validation", "dispatch", "operands", "problem", "numerics", "device"},
+    "api": {
+        "backends",
+        "calls",
+        "cascade",
+        "derivatives",
+        "dispatch",
+        "fp8",
+        "numerics",
+        "operands",
+        "ops",
+        "problem",
+        "sharded",
+    }
     | {"tracing", "validation"},
-    "kv": {"fp8", "api", "canonical", "cascade", "dispatch", "plan", "problem"},
+    "kv": {"fp8", "api", "canonical", "cascade", "derivatives", "dispatch", "plan", "problem"},
     "backends": SPINE | {"fp8"},
     "plan": SPINE | {"fp8", "validation", "dispatch", "cascade", "figures"},
     "testing": SPINE | {"fp8", "api", "__init__", "backends", "dispatch", "validation"},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from tilewise import calls, cascade, dispatch, ops, sharded, tracing, validation
+from tilewise import calls, cascade, derivatives, dispatch, ops, sharded, tracing, validation
 from tilewise.backends.base import Backend
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
@@ -325,6 +325,7 @@ def attention_after(
     trace validation: they see `write` and the attention as separate steps. `others` are the call's tensors and options.
     """
     given, options = _sorted(attended, others)
+    derivatives.refuse_tangents([t for t in given if isinstance(t, Tensor)])
     operands, flags = validation.checked(kind, given, options, cast=False, needs_grad=False)
     q, k, v = operands[:3]
     query, key, value = validation.autocast_looks(q, k, v)

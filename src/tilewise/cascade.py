@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise import derivatives, dispatch, ops, settings, tracing, validation
 from tilewise import device as devices
-from tilewise import dispatch, ops, settings, tracing, validation
 from tilewise.backends.base import Serving
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem
@@ -112,8 +112,8 @@ def refusal(shared: SharedPrefix, operands: Operands, flags: Flags, spec: Device
             return f"{name} is another one for every sequence of a group"
     if operands.q_scale is not None:
         return "q in e4m3 has scales of its sequences, not of the groups"
-    if flags.needs_grad:
-        return "gradients go to every sequence's pages in one pass"
+    if flags.needs_grad or derivatives.is_dual(operands):
+        return "derivatives go to every sequence's pages in one pass"
     if not shared.groups:
         return "no two sequences start with the same page"
     saved, price = saved_seconds(shared, operands, spec), price_seconds(shared, operands, spec)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tilewise import derivatives
 from tilewise.api import attention_paged
 from tilewise.cascade import SharedPrefix
 from tilewise.errors import InvalidProblem
@@ -392,6 +393,7 @@ class PagedKVCache:
             raise InvalidProblem(
                 name, "a tensor without gradient", got, "Write under torch.no_grad(): pages have none."
             )
+        derivatives.refuse_tangents((new,))
         if new.is_nested or new.layout != torch.strided:
             raise InvalidProblem(name, "a dense tensor", "a nested or sparse one", "Pack its rows.")
         check_class(name, new)
