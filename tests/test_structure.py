@@ -47,20 +47,8 @@ ARROWS: dict[str, set[str]] = {
     "ops": {"batching", "calls", "derivatives", "dispatch", "validation", "canonical", "device", "backends"}
     | {"flops", "problem", "operands", "schemas", "tracing"},
     "cascade": {"derivatives", "ops", "tracing", "validation", "dispatch", "operands", "problem", "numerics", "device"},
-    "api": {
-        "backends",
-        "calls",
-        "cascade",
-        "derivatives",
-        "dispatch",
-        "fp8",
-        "numerics",
-        "operands",
-        "ops",
-        "problem",
-        "sharded",
-    }
-    | {"tracing", "validation"},
+    "api": {"backends", "calls", "cascade", "derivatives", "dispatch", "fp8", "numerics", "operands", "ops", "problem"}
+    | {"sharded", "tracing", "validation"},
     "kv": {"fp8", "api", "canonical", "cascade", "derivatives", "dispatch", "plan", "problem"},
     "backends": SPINE | {"fp8"},
     "plan": SPINE | {"fp8", "validation", "dispatch", "cascade", "figures"},

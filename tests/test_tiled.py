@@ -131,7 +131,8 @@ def test_tiled_derivatives_are_those_of_the_specification(name: str, seqlen_q: i
 
     def pulled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dot_out, dot_lse = torch.func.jvp(attend, (q, k, v), tangents)[1]
-        return (dot_out * dout).sum() + (dot_lse * dlse).sum()
+        total: Tensor = (dot_out * dout).sum() + (dot_lse * dlse).sum()
+        return total
 
     mine = second_gradient(operands, tangents, results, (dout, dlse), band=band, grid=grid)  # type: ignore[arg-type]
     torch.testing.assert_close(mine, torch.func.grad(pulled, argnums=(0, 1, 2))(*operands))

@@ -42,11 +42,11 @@ def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
 
 def canonical_tangents(problem: AttentionProblem, tangents: Tangents) -> Tangents:
     """Tangents in the form of their canonical operands."""
-    qkv = [None if t is None else contiguous_last(heads_first(problem, t)) for t in tangents[:3]]
+    q, k, v = (None if t is None else contiguous_last(heads_first(problem, t)) for t in tangents[:3])
     bias = tangents.bias
     if bias is not None:
         bias = bias.expand(problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    return Tangents(*qkv, bias, tangents.sinks)
+    return Tangents(q, k, v, bias, tangents.sinks)
 
 
 def _with_counts(operands: Operands) -> Operands:

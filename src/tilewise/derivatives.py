@@ -150,21 +150,21 @@ def attend_dual(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, T
             "forward-mode derivatives with respect to alibi_slopes or scales are not computed: they have no gradient "
             "either. Add the slopes as a bias, which has both"
         )
-    tangents = Tangents(*[given[i] for i in PLACES])
+    plain, tangents = Operands(*primals), Tangents(*[given[i] for i in PLACES])  # type: ignore[arg-type]
     compiling = torch.compiler.is_compiling()
     if compiling or torch._C._are_functorch_transforms_active():  # noqa: SLF001
         # torch.func keeps what has tangents apart from what is recorded, so the primals may be used directly. Compilers
         # take ops only.
         tangent = _tangent_by_op if compiling else _tangent_transformed
-        out, lse, dot_out, dot_lse = tangent(kind, Operands(*primals), flags, tangents)
+        out, lse, dot_out, dot_lse = tangent(kind, plain, flags, tangents)
         return forward_ad.make_dual(out, dot_out), forward_ad.make_dual(lse, dot_lse)
     if not calls.are_plain(tangents):
         # The legacy vmap behind torch.autograd.functional makes every result batched, and no batched one dual.
-        out, lse = call_op(kind, Operands(*primals), flags)
-        _, _, dot_out, dot_lse = _tangent_by_op(kind, Operands(*primals), flags, tangents)
+        out, lse = call_op(kind, plain, flags)
+        _, _, dot_out, dot_lse = _tangent_by_op(kind, plain, flags, tangents)
         return forward_ad.make_dual(out, dot_out), forward_ad.make_dual(lse, dot_lse)
     with torch.no_grad():
-        made = _tangent_by_op(kind, Operands(*primals), flags, tangents)
+        made = _tangent_by_op(kind, plain, flags, tangents)
     out, lse = _Dual.apply(made, kind, flags, *operands)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -199,8 +199,8 @@ class _Dual(torch.autograd.Function):
     def jvp(ctx: Any, _made: None, _kind: None, _flags: None, *given: Tensor | None) -> tuple[Tensor, Tensor]:
         made, ctx.made = ctx.made, None
         tangents = [given[i] if i < len(given) else None for i in PLACES]
-        found: tuple[Tensor, Tensor] = _Linear.apply(made, ctx.kind, ctx.flags, *tangents, *ctx.saved_tensors)
-        return found
+        found = _Linear.apply(made, ctx.kind, ctx.flags, *tangents, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return cast("tuple[Tensor, Tensor]", found)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:

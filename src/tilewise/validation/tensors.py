@@ -334,7 +334,7 @@ def _problem(
     return AttentionProblem(
         kind=kind,
         dtype=(flags.out_dtype or torch.bfloat16) if "q_scale" in specs else specs["q"].dtype,
-        **lengths,
+        **lengths,  # type: ignore[arg-type]
         num_heads=sizes["num_heads"],
         num_kv_heads=sizes["num_kv_heads"],
         head_dim=sizes["head_dim"],
