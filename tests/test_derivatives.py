@@ -39,7 +39,8 @@ def dense(**flags: Any) -> tuple[Attend, tuple[Tensor, ...]]:
     inputs = randn(1, 2, 3, 4), randn(1, 1, 4, 4, seed=1), randn(1, 1, 4, 2, seed=2), *[flags[name] for name in names]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-        return tw.attention(q, k, v, return_lse=True, **{**flags, **dict(zip(names, others, strict=True))})
+        named: dict[str, Any] = flags | dict(zip(names, others, strict=True))
+        return tw.attention(q, k, v, return_lse=True, **named)
 
     return attend, inputs
 
@@ -48,13 +49,17 @@ def packed(**flags: Any) -> tuple[Attend, tuple[Tensor, ...]]:
     cu_seqlens_q, cu_seqlens_k = int32(0, 2, 2, 4), int32(0, 3, 4, 4)
     # Two rows belong to no sequence, and the last sequence has no keys.
     inputs = randn(6, 2, 3), randn(5, 2, 3, seed=1), randn(5, 2, 3, seed=2)
-    return lambda *qkv: tw.attention_varlen(*qkv, cu_seqlens_q, cu_seqlens_k, return_lse=True, **flags), inputs
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tw.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **flags)
+
+    return attend, inputs
 
 
 def paged() -> tuple[Attend, tuple[Tensor, ...]]:
     table, seqlens = int32(1, 0, 1, 2).view(2, 2), int32(3, 4)  # the first page is shared
     inputs = randn(2, 2, 3), randn(3, 2, 1, 3, seed=1), randn(3, 2, 1, 3, seed=2)
-    return lambda *qkv: tw.attention_paged(*qkv, table, seqlens, return_lse=True), inputs
+    return lambda q, k, v: tw.attention_paged(q, k, v, table, seqlens, return_lse=True), inputs
 
 
 PROBLEMS: dict[str, Callable[[], tuple[Attend, tuple[Tensor, ...]]]] = {
@@ -240,10 +245,12 @@ def test_rows_without_keys_have_no_tangent(sinks: bool) -> None:
 
     def attend(q: Tensor, k: Tensor, *sinks: Tensor) -> tuple[Tensor, Tensor]:
         # With fewer keys than queries the first two rows see none.
-        return tw.attention(q, k, k, causal=True, return_lse=True, **dict(zip(flags, sinks, strict=True)))
+        named: dict[str, Any] = dict(zip(flags, sinks, strict=True))
+        return tw.attention(q, k, k, causal=True, return_lse=True, **named)
 
     inputs = (q, k, *flags.values())
-    (out, lse), (dot_out, dot_lse) = torch.func.jvp(attend, inputs, tuple(torch.ones_like(t) for t in inputs))
+    found = torch.func.jvp(attend, inputs, tuple(torch.ones_like(t) for t in inputs))
+    (out, lse), (dot_out, dot_lse) = found[0], found[1]
     assert (out[:, :, :2] == 0.0).all()
     assert (dot_out[:, :, :2] == 0.0).all()
     # Alone in its row, a sink is the whole lse.
@@ -308,7 +315,7 @@ def test_a_shared_prefix_and_a_cache_lose_no_tangent() -> None:
         cache.append(forward_ad.make_dual(k, k), k)
     cache.append(k, k)
     q = randn(18, 2, 8, dtype=torch.float32, grad=False)
-    _, tangent = torch.func.jvp(cache.attention, (q,), (q,))
+    tangent = torch.func.jvp(cache.attention, (q,), (q,))[1]
     assert float(tangent.abs().max()) > 1e-2
 
 
@@ -316,8 +323,8 @@ def test_a_compiled_function_may_take_a_tangent_inside() -> None:
     q = randn(1, 2, 3, 4, dtype=torch.float32, grad=False)
 
     def pushed(q: Tensor, along: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = torch.func.jvp(lambda q: tw.attention(q, q, q, causal=True), (q,), (along,))
-        return found
+        found = torch.func.jvp(lambda q: tw.attention(q, q, q, causal=True), (q,), (along,))
+        return found[0], found[1]
 
     compiled = torch.compile(pushed, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, q.sin()), pushed(q, q.sin()))

@@ -39,9 +39,8 @@ def mean_flow(model: Block, x: Tensor) -> Tensor:
     """The loss of MeanFlow: the target of the average velocity u(z, r, t) contains its derivative along the flow."""
     noise, r, t = x.roll(1, 0), torch.full((1,), 0.2), torch.full((1,), 0.7)
     velocity = noise - x
-    u, dudt = torch.func.jvp(
-        model, ((1 - t) * x + t * noise, r, t), (velocity, torch.zeros_like(r), torch.ones_like(t))
-    )
+    found = torch.func.jvp(model, ((1 - t) * x + t * noise, r, t), (velocity, torch.zeros_like(r), torch.ones_like(t)))
+    u, dudt = found[0], found[1]
     # Half of the target is held fixed, as MeanFlow does; the gradient through the other half is one of a jvp.
     tangent = 0.5 * (dudt + dudt.detach())
     return (u - (velocity - (t - r) * tangent)).square().mean()
