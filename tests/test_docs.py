@@ -67,6 +67,8 @@ def test_pages_show_code_that_stands_alone() -> None:
     assert {name for name, _ in blocks_that_stand_alone()} >= {"explain.md", "serving.md"}
 
 
+# Of torch's own rules for forward derivatives.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize(("page", "code"), blocks_that_stand_alone())
 def test_code_of_the_pages(page: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, page, "exec"), {})

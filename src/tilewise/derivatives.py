@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -60,6 +61,8 @@ PLACES = tuple(Operands._fields.index(name) for name in DIFFERENTIABLE)
 COUNT = len(DIFFERENTIABLE)
 # Floating-point operands without a derivative.
 FIXED = tuple(i for i, name in enumerate(Operands._fields) if name in ("alibi_slopes", "q_scale", "k_scale", "v_scale"))
+
+_registering = threading.Lock()
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 Sources = tuple[Tensor | None, ...]
@@ -382,6 +385,8 @@ def _twice_by_op(
 def _op(kind: Kind, suffix: str = "") -> Any:
     if not torch.compiler.is_compiling():
         flops.tell_counters()
+    if suffix in ("_tangent", "_twice"):
+        _complete(kind)
     return getattr(torch.ops.tilewise, f"{kind}{suffix}").default
 
 
@@ -567,8 +572,8 @@ TRANSFORMED = Maps(_backward_transformed, _tangent_transformed, _twice_transform
 
 
 def register(library: torch.library.Library, kind: Kind) -> None:
-    """Define the ops tilewise::<kind>_tangent and tilewise::<kind>_twice, and the derivatives of both and of
-    tilewise::<kind>_backward.
+    """Define the ops tilewise::<kind>_tangent and tilewise::<kind>_twice. Their rules are registered on first use,
+    because that takes as long as a quarter of `import tilewise`.
     """
     along = ", ".join(f"Tensor? {name}_tangent" for name in DIFFERENTIABLE)
     saved = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, bool[] wanted"
@@ -577,22 +582,33 @@ def register(library: torch.library.Library, kind: Kind) -> None:
     tags = (torch.Tag.pt2_compliant_tag,)
     library.define(f"{kind}_tangent({along}, {schema(kind)}) -> {results}", tags=tags)
     library.define(f"{kind}_twice({saved}, {along}, {schema(kind)}) -> {gradients}", tags=tags)
-    for name, real, fake, rule in (
-        (f"{kind}_tangent", _tangent, _tangent_fake, batching.tangent_rule),
-        (f"{kind}_twice", _twice, _twice_fake, batching.twice_rule),
+    for name, real, fake in (
+        (f"{kind}_tangent", _tangent, _tangent_fake),
+        (f"{kind}_twice", _twice, _twice_fake),
     ):
         library.impl(name, functools.partial(real, kind), "CompositeExplicitAutograd")
         torch.library.register_fake(f"tilewise::{name}", functools.partial(fake, kind), lib=library)
-        torch.library.register_vmap(
-            f"tilewise::{name}", functools.partial(batching.vmapped, operand_names(kind), name, rule), lib=library
-        )
+
+
+@device.constant_in_traces
+def _complete(kind: Kind) -> bool:
+    """Register vmap and autograd of the ops, once. Autograd calls from threads of its own."""
+    with _registering:
+        return _completed(kind)
+
+
+@functools.cache
+def _completed(kind: Kind) -> bool:
+    names = operand_names(kind)
+    for name, rule in ((f"{kind}_tangent", batching.tangent_rule), (f"{kind}_twice", batching.twice_rule)):
+        torch.library.register_vmap(f"tilewise::{name}", functools.partial(batching.vmapped, names, name, rule))
     torch.library.register_autograd(
         f"tilewise::{kind}_tangent",
         functools.partial(_pull_tangent_op, kind),
         setup_context=lambda ctx, inputs, output: _save_tangent_op(kind, ctx, inputs, output),
-        lib=library,
     )
-    torch.library.register_autograd(f"tilewise::{kind}_twice", refuse_third, lib=library)
+    torch.library.register_autograd(f"tilewise::{kind}_twice", refuse_third)
+    return True
 
 
 def _save_tangent_op(kind: Kind, ctx: Any, inputs: tuple[Any, ...], output: Four) -> None:

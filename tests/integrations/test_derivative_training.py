@@ -32,7 +32,8 @@ class Block(torch.nn.Module):
     def forward(self, x: Tensor, *times: Tensor) -> Tensor:
         h = torch.tanh(self.enter(torch.cat([x, *[t.expand(*x.shape[:-1], 1) for t in times]], -1)))
         q, k, v = self.qkv(h).unflatten(-1, (3, HEADS, -1)).movedim(-2, 1).unbind(3)
-        return self.leave(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        out: Tensor = self.leave(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return out
 
 
 def mean_flow(model: Block, x: Tensor) -> Tensor:
@@ -43,7 +44,8 @@ def mean_flow(model: Block, x: Tensor) -> Tensor:
     u, dudt = found[0], found[1]
     # Half of the target is held fixed, as MeanFlow does; the gradient through the other half is one of a jvp.
     tangent = 0.5 * (dudt + dudt.detach())
-    return (u - (velocity - (t - r) * tangent)).square().mean()
+    loss: Tensor = (u - (velocity - (t - r) * tangent)).square().mean()
+    return loss
 
 
 def penalised(model: Block, x: Tensor) -> Tensor:
@@ -51,7 +53,8 @@ def penalised(model: Block, x: Tensor) -> Tensor:
     x, zero = x.clone().requires_grad_(), torch.zeros(1)
     score = model(x, zero, zero).mean((1, 2))
     (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
-    return score.mean() + 10.0 * (gradient.flatten(1).norm(dim=1) - 1.0).square().mean()
+    loss: Tensor = score.mean() + 10.0 * (gradient.flatten(1).norm(dim=1) - 1.0).square().mean()
+    return loss
 
 
 def curve(loss_of: Callable[[Block, Tensor], Tensor], attend: Attend, where: AbstractContextManager[object]) -> Tensor:
@@ -95,7 +98,10 @@ def test_multihead_modules_have_both_derivatives() -> None:
             out: Tensor = module(x, x, x, need_weights=False)[0]
             return out
 
-        hvp = torch.func.jvp(torch.func.grad(lambda x: call(x).square().sum()), (x,), (along,))[1]
+        def energy(x: Tensor) -> Tensor:
+            return call(x).square().sum()
+
+        hvp = torch.func.jvp(torch.func.grad(energy), (x,), (along,))[1]
         return [*torch.func.jvp(call, (x,), (along,)), hvp]
 
     with one_thread(), sdpa_kernel(SDPBackend.MATH):

@@ -83,9 +83,9 @@ def _backend(plan: Plan) -> str:
 
 
 def _higher(plan: Plan) -> list[tuple[str, str]]:
-    """Who computes tangents and second derivatives, if that is another backend."""
+    """Who computes tangents and second derivatives of a call that is differentiated, if that is another backend."""
     backend, rejected = plan.higher
-    if backend == plan.backend or plan.problem.fp8:
+    if backend == plan.backend or not plan.problem.needs_grad or plan.problem.fp8:
         return []
     text = f"{backend or 'none'} for tangents (jvp) and second derivatives"
     others = [(name, reason) for name, reason in rejected if (name, reason) not in plan.rejected]

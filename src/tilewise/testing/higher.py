@@ -102,7 +102,7 @@ def _differentiate_twice(case: Case, inputs: Inputs, tangents: dict[str, Tensor]
     pairs = [
         (gradient, tangents[name].to(gradient.dtype))
         for name, gradient in zip(wanted, gradients, strict=True)
-        if gradient is not None and gradient.requires_grad
+        if _is_recorded(gradient)
     ]
     if not pairs:
         return zeros
@@ -114,6 +114,11 @@ def _differentiate_twice(case: Case, inputs: Inputs, tangents: dict[str, Tensor]
         materialize_grads=True,
     )
     return dict(zip(names, second, strict=True))
+
+
+def _is_recorded(gradient: Tensor | None) -> bool:
+    """Whether a gradient exists and has derivatives itself."""
+    return gradient is not None and gradient.requires_grad
 
 
 @functools.lru_cache(maxsize=8)
