@@ -20,7 +20,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
-from tilewise.bench.machine import commit, machine, versions
+from suite.measuring import commit
+from tilewise.bench.machine import machine, versions
 from tilewise.bench.memory import memory_method, peak_extra_memory
 
 Attend = Callable[..., Tensor]

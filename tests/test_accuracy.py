@@ -26,6 +26,7 @@ def test_the_table_orders_what_it_must() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_published_errors_at_8192_tokens() -> None:
     """N(0, 1) + N(0, 100) * Bernoulli(0.001): 2.4e-2 per tensor, 9.1e-3 with the rotation; fp16 1.9e-4."""
     found, _ = accuracy.measure("outliers", 8192, 4, 128, 256, 0, quiet)

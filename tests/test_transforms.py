@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
+from making import int32
 from tilewise.distributed import context_parallel_attention
 
 # Of torch's own rules for forward derivatives, and of its linearize.
@@ -26,10 +27,6 @@ Recorded = tuple[Sequence[Tensor], Sequence[Tensor]]
 def randn(*shape: int, seed: int = 0, grad: bool = True) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).requires_grad_(grad)
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def leaves(*, num_kv_heads: int = 2, head_dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:

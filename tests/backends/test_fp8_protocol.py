@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gluon_emulator import MODE, PACKAGE
-from test_hopper_protocol import PACKED, Case, emulated, reference  # noqa: F401  (emulated is a fixture)
+from test_hopper_protocol import PACKED, Case, reference
 from tilewise import fp8
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
@@ -56,7 +56,7 @@ def quantised(case: Case, qk: Any, v: Any) -> tuple[AttentionProblem, Operands]:
 
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", CASES)
-def test_forward(name: str, late: bool, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_forward(name: str, late: bool, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     MODE.late_loads = late
     problem, operands = quantised(*CASES[name])
     launch = importlib.import_module(f"{PACKAGE}.launch")

@@ -127,14 +127,6 @@ def test_decoding_compiles_once_for_all_numbers_of_keys(h200: FakeCuda, compiled
     assert compiled.names == ["decode_kernel", "combine_kernel"]
 
 
-def test_hopper_decoding_compiles_once_for_all_lengths_and_batches(h200: FakeCuda, compiled: Compiled) -> None:
-    for batch, keys in ((1, 300), (1, 65536), (3, 4097), (16, 8192)):
-        q, k = torch.zeros(batch, 8, 1, 64, dtype=BF16), torch.zeros(batch, 2, keys, 64, dtype=BF16)
-        problem, ready = problem_of(Operands(q, k, k))
-        HOPPER.forward(problem, ready)
-    assert compiled.names == ["decode_kernel"]
-
-
 # Forward; statistics, dK and dV, dQ.
 @pytest.mark.parametrize(
     ("gpu", "length", "launches"),
@@ -237,24 +229,6 @@ def test_the_driver_gets_the_arguments_of_triton_kernels(h200: FakeCuda) -> None
     assert (got["sizes.seqlen_q"], got["sizes.seqlen_k"], got["sizes.num_heads"]) == (200, 300, 4)
     assert got["scalars.scale"] == 0.5
     assert h200.seen().grid == forward.calls[0].grid
-
-
-def test_packed_rows_reach_the_driver_in_boxes(h200: FakeCuda) -> None:
-    """Of five dimensions; the grid is (head, place in the list, wave of heads)."""
-    bounds = torch.tensor([0, 100, 600], dtype=torch.int32)
-    q, k, v = (torch.zeros(600, 2, 128, dtype=BF16) for _ in range(3))
-    operands = Operands(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
-    problem, spec = validation.problem_of("varlen", operands, Flags(causal=True)), devices.named("h200")
-    ready = canonical(problem, operands)
-    forward = triton_launch.forward_pass(problem, spec, -1, launching.raw_views(ready))
-    alone = launching.Pass(forward.calls[1:], Operands._fields, forward.allocations, spec, -1, read=("out", "lse"))
-    results: list[dict[str, Tensor]] = []
-    got = launched_parameters(h200, alone, lambda: results.append(alone.run(ready)))
-    out = results[0]["out"]
-    shape, strides = (2**30 + 1, 601, 2, 2**30, 128), (2**34 - 256, 256, 128, 256, 1)
-    tensors = {"q": q, "k": k, "v": v, "out": out}
-    assert {n: got[f"{n}_desc"] for n in tensors} == {n: (t.data_ptr(), *shape, *strides) for n, t in tensors.items()}
-    assert h200.seen().grid == (2, 600 // 64 + 2, 1)
 
 
 def test_the_driver_gets_the_descriptors_of_hopper_kernels(h200: FakeCuda) -> None:

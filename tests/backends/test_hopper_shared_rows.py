@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gluon_emulator import MODE
-from test_hopper_protocol import PACKED, Case, emulated, expected  # noqa: F401  (emulated: a fixture)
+from test_hopper_protocol import PACKED, Case, expected
 from tilewise.backends.gpu.launching import View
 from tilewise.backends.hopper.launch import addressable
 
@@ -25,7 +25,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("case", "dim"), CASES.values(), ids=CASES.keys())
-def test_forward(case: Case, dim: int, emulated: Callable[[str], Any]) -> None:  # noqa: F811
+def test_forward(case: Case, dim: int, emulated: Callable[[str], Any]) -> None:
     """Nothing is copied on the way."""
     MODE.late_loads = False
     given = case.inputs()

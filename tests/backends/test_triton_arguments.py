@@ -71,19 +71,6 @@ def test_boxes_of_packed_rows_end_with_a_sequence(strides: tuple[int, int, int])
         assert offset % 2**64 == 2 * ((start + row) * strides[0] + head * strides[1])
 
 
-def test_packed_rows_that_boxes_cannot_count() -> None:
-    problem = problem_with(kind="varlen")
-    rows = key_rows(problem, "k", View((512, 128, 1), BF16, aligned=True))
-    assert arguments.packed_box_of(rows, 4, int(primitives.ROWS_APART), 64, 128) is None
-    apart = key_rows(problem, "k", View((512, 128, 1), BF16, aligned=False))
-    assert arguments.packed_box_of(apart, 4, 100, 64, 128) is None
-
-
-def test_strides_past_31_bits_are_64_bit_numbers() -> None:
-    numbers = (5, 2**31, Multiple(2**40, 16), 1.0)
-    assert [compilation.type_name(number) for number in numbers] == ["i32", "i64", "i64", "fp32"]
-
-
 @pytest.mark.parametrize("shape", [(), (5,)])
 def test_a_seed_from_the_host_is_filled_in(shape: tuple[int, ...]) -> None:
     """All of its numbers, 64 bits each, without a copy that a graph could not capture."""

@@ -174,22 +174,6 @@ def test_prefixes_are_attended_where_the_tensors_are(gpu: Any, gpus: FakeGpus) -
         assert {tensor.get_device() for tensor in made} == {index}
 
 
-def test_a_graph_has_the_kernel_that_merges(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the last programs of a quick call merge: that takes the host a launch less, but the device longer."""
-    prefix = importlib.import_module("tilewise.backends.triton.prefix")
-    monkeypatch.setattr(prefix, "num_splits", lambda *_: prefix.JOINED_SPLITS)
-    for quick in (True, False):
-        monkeypatch.setattr(prefix, "is_quick", lambda *_, found=quick: found)
-        prefix.prefix_pass.cache_clear()
-        both, tensors = shared_prefix_at(HOPPER, prefix_memory(16), 0)
-        for capturing in (False, True, False):
-            monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda found=capturing: found)
-            gpus.driver.expect()
-            present(both(tensors))
-            assert gpus.driver.seen().launches == (2 if quick and not capturing else 3)
-    prefix.prefix_pass.cache_clear()
-
-
 @BACKENDS
 @KINDS
 def test_the_current_device_is_restored_after_an_error(gpu: Any, kind: str, gpus: FakeGpus) -> None:

@@ -50,8 +50,7 @@ def test_the_kernels_compile_without_a_gpu_and_move_16_bytes_a_thread(device: st
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
-@pytest.mark.parametrize("device", ["h200", "a100"])
-@pytest.mark.parametrize(("rows", "page_size"), [(256, 1), (4096, 64), (256, 256)])
+@pytest.mark.parametrize(("device", "rows", "page_size"), [("h200", 4096, 64), ("a100", 256, 1), ("h200", 256, 256)])
 def test_the_kernel_that_quantises_compiles_without_a_gpu(device: str, rows: int, page_size: int) -> None:
     from tilewise.backends.gpu import compilation
     from tilewise.backends.gpu.launching import raw_views
@@ -191,7 +190,7 @@ def life(page_size: int, dtype: torch.dtype) -> Iterator[Step]:
 
 
 @inside
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.exhaustive), 64])
 def test_prefill_chunks_and_decoding_of_the_paged_cache(page_size: int) -> None:
     for q, out, k, v, cu_q, cu_k in life(page_size, torch.float32):
         exact = tw.attention_varlen(q.double(), k.double(), v.double(), cu_q, cu_k, causal=True)
@@ -199,7 +198,7 @@ def test_prefill_chunks_and_decoding_of_the_paged_cache(page_size: int) -> None:
 
 
 @inside
-@pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.exhaustive), 128])
+@pytest.mark.parametrize("page_size", [16, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 128))])
 def test_pages_have_the_bits_of_packed_rows(page_size: int) -> None:
     """In fp16; in fp32 the last bits differ from pages of 64 on, in steps with decoding rows."""
     for q, out, k, v, cu_q, cu_k in life(page_size, torch.float16):

@@ -1,7 +1,7 @@
 """Walks the models of transformers under tilewise's attention and says of each: right, refused, wrong or unclear.
 
-    PYTHONPATH=src:tests/integrations python -m zoo                                  # every type, both names
-    PYTHONPATH=src:tests/integrations python -m zoo --types xglm,mpnet --name tilewise
+    PYTHONPATH=src:tools python -m zoo                                  # every type, both names
+    PYTHONPATH=src:tools python -m zoo --types xglm,mpnet --name tilewise
     ... --classes all: every class of a type, not the main ones; --jobs 2; --limit 60 (seconds a type)
     ... --output FILE.json: what was found, which `python -m zoo.table` makes docs/transformers.md of
 

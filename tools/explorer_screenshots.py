@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/explorer.md: `python tests/explorer/screenshots.py docs/images`. Look at them, too."""
+"""Takes the pictures of docs/explorer.md: `python tools/explorer_screenshots.py docs/images`. Look at them, too."""
 
 from __future__ import annotations
 
