@@ -1,6 +1,6 @@
 """Tangents and second derivatives on the CPU: time against the forward, the backward and torch's math kernel; memory.
 
-    PYTHONPATH=src python bench/derivatives.py [--json FILE]
+    PYTHONPATH=src:bench python bench/derivatives.py [--json FILE]
 
 Times are CPU seconds of one thread, the least of several calls, so that other programs disturb them little.
 """

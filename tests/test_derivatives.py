@@ -182,11 +182,10 @@ WAYS: dict[str, Callable[[Attend], object]] = {
     )(*operands()),
     "dual gradient": by_dual_gradient,
     "hessian": lambda attend: torch.func.hessian(energy(attend), argnums=(0, 4))(*operands()),
-    "jacrev of jacfwd": lambda attend: torch.func.jacrev(torch.func.jacfwd(energy(attend), argnums=1), argnums=1)(
+    "jacrev of jacfwd": lambda attend: torch.func.jacrev(torch.func.jacfwd(energy(attend), argnums=4), argnums=4)(
         *operands()
     ),
     "vhp": lambda attend: torch.autograd.functional.vhp(energy(attend), operands(), directions()),
-    "hvp": lambda attend: torch.autograd.functional.hvp(energy(attend), operands(), directions()),
     "penalty": penalty,
     "penalty of a checkpoint": checkpointed_penalty,
 }
@@ -285,6 +284,10 @@ def forward_twice(q: Tensor) -> object:
     [
         (third, "third derivatives"),
         (third_recorded, "third derivatives"),
+        (
+            lambda q: torch.autograd.functional.hvp(lambda q: tw.attention(q, q, q).sin().sum(), q, q),
+            "hvp.*take vhp",
+        ),
         (forward_twice, r"jvp of jvp.*take jvp of grad"),
         (
             lambda q: torch.func.jvp(

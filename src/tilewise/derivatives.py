@@ -122,7 +122,7 @@ def refuse_third(ctx: Any, *_: Any) -> None:
     del ctx
     raise Unsupported(
         "third derivatives of attention are not computed, only first and second ones; take them of a formula in plain "
-        "torch instead"
+        "torch instead (torch.autograd.functional.hvp asks for them: take vhp, or torch.func.jvp of a gradient)"
     )
 
 

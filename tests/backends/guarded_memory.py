@@ -27,7 +27,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import cascade
-from tilewise.backends.cpu import BACKEND, cache, isa, launch, launch_backward, schedule
+from tilewise.backends.cpu import BACKEND, cache, isa, launch, launch_backward, launch_higher, schedule
 from tilewise.backends.cpu import params as f
 from tilewise.cascade import Group, SharedPrefix
 from tilewise.fp8.container import Fp8Tensor
@@ -175,7 +175,7 @@ def of_case(case: Case) -> Work:
 
 
 def other_programs() -> Iterator[tuple[str, Work]]:
-    """Rows into pages, rows into e4m3 pages, partial rows merged, and prefixes."""
+    """Rows into pages, rows into e4m3 pages, partial rows merged, prefixes, tangents and second derivatives."""
     for dtype in DTYPES:
         for dim, dim_v in ((1, 3), (33, 40), (64, 64), (100, 7)):
             name = f"{dtype} {dim}:{dim_v}"
@@ -183,6 +183,7 @@ def other_programs() -> Iterator[tuple[str, Work]]:
             yield f"append_quantised {name}", functools.partial(appended, dtype, dim, dim_v)
             yield f"merge_rows {name}", functools.partial(merged, dtype, dim)
             yield f"prefixes {name}", functools.partial(prefixed, dtype, dim, dim_v)
+            yield f"derivatives {name}", functools.partial(differentiated, dtype, dim, dim_v)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -239,6 +240,16 @@ def prefixed(dtype: torch.dtype, dim: int, dim_v: int, guarded: Callable[[Tensor
     return {"out": out, "lse": lse}
 
 
+def differentiated(dtype: torch.dtype, dim: int, dim_v: int, guarded: Callable[[Tensor], Tensor]) -> Results:
+    given = tuple(guarded(normal(1, heads, 21, d, dtype=dtype)) for heads, d in ((4, dim), (2, dim), (2, dim_v)))
+    along = tuple(guarded(x.sin()) for x in given)
+    out, tangent = torch.func.jvp(lambda q, k, v: tw.attention(q, k, v, causal=True), given, along)
+    leaves = [x.detach().requires_grad_() for x in given]
+    first = torch.autograd.grad(tw.attention(*leaves, causal=True).sin().sum(), leaves, create_graph=True)
+    second = torch.autograd.grad([x.sin().sum() for x in first], leaves)
+    return {"out": out, "tangent": tangent, **dict(zip(("q", "k", "v"), second, strict=True))}
+
+
 def same_bits(a: Results, b: Results) -> bool:
     return a.keys() == b.keys() and all(
         torch.equal(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8)) for name in a
@@ -286,7 +297,7 @@ def say(*words: object) -> None:
 
 def forget_plans() -> None:
     """Launch plans and schedules in other memory are not used again."""
-    for module in (launch, launch_backward, schedule):
+    for module in (launch, launch_backward, launch_higher, schedule):
         for function in list(vars(module).values()):
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

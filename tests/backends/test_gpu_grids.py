@@ -72,10 +72,10 @@ def test_of_attention(name: str, package: str) -> None:
 @pytest.mark.parametrize("mode", ["own", "shared"])
 @pytest.mark.parametrize("layout", ["bhsd", "packed"])
 def test_of_quantising(mode: str, layout: str) -> None:
-    job = quantising.Job(mode, MANY, 2, 300, 64, layout, 128 if mode == "own" else None, False, False)
+    job = quantising.Job(mode, MANY, 2, 300, 64, layout, 128 if mode == "own" else None, False, False, True)
     view = ((300 * 128, 64, 128, 1), torch.bfloat16, True)
     views = [view, ((1,), torch.int32, True) if layout == "packed" else None, *[None] * 4, view, view, view]
-    assert_fits(quantising.quantising_calls(job, tuple(views), hardware=True))
+    assert_fits(quantising.quantising_calls(job, tuple(views)))
 
 
 LENGTHS = (1, 2, 63, 64, 65, 128, 129, 255, 256, 300, 512, 1000, 1024, 1280, 2048, 4096, 4097, 8192, 16384, 1 << 20)

@@ -175,8 +175,8 @@ def test_hopper_copies_what_tma_cannot_address(h200: FakeCuda, compiled: Compile
         h200.expect()
         HOPPER.forward(problem, ready)
         assert h200.seen().launches == 1
-        # A bound pass is given the caller's layout, in which it could not copy.
-        assert (HOPPER.bind_forward(problem, ready, want_lse=True) is None) == (q is not operands.q)
+        # A bound pass is given the caller's layout, in which it could not copy. Heads may share their rows.
+        assert (HOPPER.bind_forward(problem, ready, want_lse=True) is None) == (q.data_ptr() % 16 != 0)
     assert compiled.names == ["forward_quad_kernel"]
 
 

@@ -177,10 +177,11 @@ def _twice_workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[B
     wide, wide_v = round_up(problem.head_dim, step), round_up(problem.head_dim_v, step)
     floats = workspace_floats(problem, work, keys)
     rows = floats[f.WS_LSE]
-    # The numbers of a row follow one another, as higher.py reads them.
-    numbers = dict.fromkeys((f.WS_LSE, f.WS_LSE_LOW, f.WS_DELTA, f.WS_TLSE, f.WS_RATE), rows)
-    floats = {name: count for name, count in floats.items() if name not in numbers} | numbers
+    # The numbers of a row lie in one buffer, one kind after the other, as higher.py reads them.
+    numbers = (f.WS_LSE, f.WS_LSE_LOW, f.WS_DELTA, f.WS_TLSE, f.WS_RATE)
+    floats = {name: count for name, count in floats.items() if name not in numbers}
     floats |= {
+        f.WS_LSE: len(numbers) * rows,
         f.WS_TQ: rows * wide,
         f.WS_TQ_ROWS: rows * wide,
         f.WS_TK: isa.block_n * wide,
@@ -190,4 +191,5 @@ def _twice_workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[B
         f.WS_TSCORES: (isa.block_n + isa.lanes) * isa.panel,
         f.WS_TANH: isa.block_n * isa.panel,
     }
-    return launch.places(floats)
+    offsets, size = launch.places(floats)
+    return offsets | {name: offsets[f.WS_LSE] + 4 * rows * i for i, name in enumerate(numbers)}, size
