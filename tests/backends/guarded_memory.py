@@ -243,11 +243,11 @@ def prefixed(dtype: torch.dtype, dim: int, dim_v: int, guarded: Callable[[Tensor
 def differentiated(dtype: torch.dtype, dim: int, dim_v: int, guarded: Callable[[Tensor], Tensor]) -> Results:
     given = tuple(guarded(normal(1, heads, 21, d, dtype=dtype)) for heads, d in ((4, dim), (2, dim), (2, dim_v)))
     along = tuple(guarded(x.sin()) for x in given)
-    out, tangent = torch.func.jvp(lambda q, k, v: tw.attention(q, k, v, causal=True), given, along)
+    pushed = torch.func.jvp(lambda q, k, v: tw.attention(q, k, v, causal=True), given, along)
     leaves = [x.detach().requires_grad_() for x in given]
     first = torch.autograd.grad(tw.attention(*leaves, causal=True).sin().sum(), leaves, create_graph=True)
     second = torch.autograd.grad([x.sin().sum() for x in first], leaves)
-    return {"out": out, "tangent": tangent, **dict(zip(("q", "k", "v"), second, strict=True))}
+    return {"out": pushed[0], "tangent": pushed[1], **dict(zip(("q", "k", "v"), second, strict=True))}
 
 
 def same_bits(a: Results, b: Results) -> bool:

@@ -6,8 +6,10 @@ launcher runs, against a driver that launches nothing (fake_cuda).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -284,20 +286,21 @@ def test_the_ordinary_path_hands_over_the_same(gpu: Any, h200: FakeCuda, monkeyp
 
 
 def test_the_driver_hears_which_kernel_may_start_early(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lost rows are computed again by a kernel that waits for the forward itself; no other kernel may overlap."""
-    for scratch, is_direct in ((2, True), (3, False)):
+    problem, ready = problem_of(operands_of(300), causal=True)
+    spec = devices.named("h200")
+    forward = hopper_launch.forward_pass.__wrapped__(problem, spec, -1, launching.raw_views(ready))
+    (call,) = forward.calls
+    assert not call.overlaps
+    for scratch, overlaps in itertools.product((2, 3), (True, False)):
         monkeypatch.setattr(driver, "NUM_SCRATCH", scratch)
-        for keys, overlaps in ((8192, True), (128, False)):
-            problem, ready = problem_of(operands_of(keys), causal=True)
-            kernels = hopper_launch.forward_pass.__wrapped__(
-                problem, devices.named("h200"), -1, launching.raw_views(ready)
-            )
-            assert [call.overlaps for call in kernels.calls] == ([False, True] if overlaps else [False])
-            assert {launch.is_direct for launch in kernels._launches} == {is_direct}
-            h200.expect()
-            kernels(ready)
-            assert h200.seen().launches == len(kernels.calls)
-            assert h200.seen().overlaps == overlaps
+        calls = [dataclasses.replace(call, overlaps=overlaps)]
+        alone = launching.Pass(
+            calls, Operands._fields, forward.allocations, spec, -1, read=("out", "lse"), num_counters=1
+        )
+        assert {launch.is_direct for launch in alone._launches} == {scratch == 2}
+        h200.expect()
+        alone.run(ready)
+        assert h200.seen().overlaps == overlaps
 
 
 @pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])

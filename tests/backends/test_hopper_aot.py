@@ -52,7 +52,7 @@ CUT: dict[str, Any] = {
 KERNELS = (
     Kernel("forward_quad_kernel", "forward", {"d": 64, **CAUSAL}),
     Kernel("forward_kernel", "forward", {"d": 128, **CAUSAL, "has_sinks": True}),
-    Kernel("again_kernel", "forward", {"d": 128, **CAUSAL, "has_sinks": True}),
+    Kernel("forward_kernel", "forward", {"d": 64, "has_sinks": True}),
     Kernel("backward_kernel", "backward", {"d": 64, "num_kv_heads": 4, "seqlen_k": 1024, **CAUSAL, **TRAINED}),
     Kernel("backward_kernel", "backward", {"d": 128, **CAUSAL, **TRAINED}),
     Kernel("backward_pieces_kernel", "backward", {"d": 128, **CUT}),
@@ -98,16 +98,6 @@ def test_every_configuration(family: str, part: int) -> None:
         assert kernels, problem
         for name in kernels:
             hold(aot.resources(aot.compiled(problem, name)), MOST_SPILLS, (name, problem))
-
-
-def test_overflowed_rows_get_a_kernel_that_overlaps_the_forward() -> None:
-    """It waits for the forward's results before it reads any."""
-    problem = FAMILIES["forward"].problem(d=128, **CAUSAL, has_sinks=True)
-    kernel = aot.compiled(problem, "again_kernel")
-    assert kernel.metadata.launch_pdl
-    ptx = kernel.asm["ptx"]
-    assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
-    assert "griddepcontrol.launch_dependents" in aot.compiled(problem, "forward_kernel").asm["ptx"]
 
 
 def test_tokens_far_apart_are_found_by_64_bits() -> None:

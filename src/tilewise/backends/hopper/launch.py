@@ -8,7 +8,6 @@ hopper-backward-choices.csv.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from tilewise import device as devices
 from tilewise.backends.gpu import launching
 from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
-from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple, Tile
+from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile
 from tilewise.backends.gpu.work_list import (
     clear_tail_kernel,
     heads_per_wave,
@@ -30,7 +29,6 @@ from tilewise.backends.gpu.work_list import (
     rows_together,
 )
 from tilewise.backends.hopper import backward_rows, decodes
-from tilewise.backends.hopper.again import ROWS, again_kernel
 from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.backward_pieces import JOINED_ROWS, Line, backward_pieces_kernel, join_pieces_kernel
 from tilewise.backends.hopper.backward_plan import QUERY_BLOCK, BackwardPlan, backward_plan
@@ -68,8 +66,6 @@ TMA_BYTES = 16
 PACKED_EXTENT, PACKED_ROWS, PACKED_STRIDE = 0x7FFF0000, 1 << 30, 1 << 34
 # A wave of heads under a mask: their K and V fit into this much of the 50 MiB of L2, and there are at most so many.
 L2_BYTES, MAX_WAVE_ITEMS = 48 << 20, 64
-# Programs per SM that recompute overflowed rows. More would cost calls without overflow.
-AGAIN_PROGRAMS = 2
 # Programs that clear packed rows past the last sequence.
 TAIL_PROGRAMS = 132
 # Contiguous bytes of a row in a swizzled tile: the width of the boxes that decoding fetches from a page.
@@ -279,7 +275,7 @@ def shapes_of(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
 
 
 def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
-    """All kernels in order: list the packed blocks, compute, recompute overflowed rows (AT_ONCE)."""
+    """All kernels in order: list the packed blocks, compute."""
     config = forward_config(problem)
     sizes = sizes_of(problem, config, problem.dtype.itemsize)
     work = Address("work", torch.int32) if config.IS_VARLEN else None
@@ -305,47 +301,7 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
         max_registers=None if ctas == 1 else registers(config.NUM_WARPGROUPS, ctas)[0],
     )
     listing = [] if work is None else [listing_call(problem, config, sizes, problem.dtype.itemsize)]
-    return [*listing, call, *([_again_call(problem, config, sizes, device, views)] if config.AT_ONCE else [])]
-
-
-def _again_call(
-    problem: AttentionProblem, config: ForwardConfig, sizes: Sizes, device: DeviceSpec, views: dict[str, View]
-) -> KernelCall:
-    """Recompute the rows that the forward has marked in lse as overflowed."""
-    names = ("q", "k", "v", "out")
-    lse_rows = math.prod(problem.lse_shape)
-    widths = (problem.head_dim, problem.head_dim_v)
-    columns = [1 << (width - 1).bit_length() for width in widths]
-    arguments = {
-        **{f"{name}_ptr": Address(name, views[name].dtype) for name in names},
-        "lse_ptr": Address("lse", torch.float32),
-        "marks_ptr": Address("lse", torch.int32),
-        "sinks_ptr": single_address(views, "sinks"),
-        "cu_seqlens_q": single_address(views, "cu_seqlens_q"),
-        "cu_seqlens_k": single_address(views, "cu_seqlens_k"),
-        **{f"{name}_strides": _row_strides(problem, views[name]) for name in names},
-        "widths": tuple(Multiple(width, 8) for width in widths),
-        "batch": problem.batch,
-        "num_rows": problem.lse_shape[-1],
-        "lse_rows": lse_rows,
-        "scale_log2": problem.scale * LOG2E,
-        "sizes": sizes,
-        "COLUMNS": columns[0],
-        "COLUMNS_V": columns[1],
-        "IS_VARLEN": config.IS_VARLEN,
-        "HAS_LEFT": config.HAS_LEFT,
-        "HAS_RIGHT": config.HAS_RIGHT,
-    }
-    programs = min(-(-lse_rows // int(ROWS)), AGAIN_PROGRAMS * device.num_sms)
-    return KernelCall(again_kernel, (programs, 1, 1), arguments, num_stages=2, overlaps=True)
-
-
-def _row_strides(problem: AttentionProblem, view: View) -> tuple[Multiple, ...]:
-    """(batch, head, row) strides. All are multiples of 16 bytes, because TMA addresses the same rows."""
-    batch, head, row = view.strides[:3] if problem.kind == "dense" else (0, view.strides[1], view.strides[0])
-    step = ALIGNMENT // view.dtype.itemsize
-    # The stride of a dimension of size 1 may be anything; it is multiplied by 0.
-    return tuple(Multiple(stride // step * step, step, wide=True) for stride in (batch, head, row))
+    return [*listing, call]
 
 
 def listing_call(
