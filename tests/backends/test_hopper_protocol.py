@@ -123,13 +123,13 @@ PACKED = ((130, 0, 1, 300, 64), (200, 33, 0, 300, 1))
 FORWARD = {
     "d64": Case(),
     "d64 whole tiles": Case(seqlens=(300, 256), batch=2),
-    "d64 three warpgroups": Case(seqlens=(600, 600), heads=(1, 1), tile="D64_FULL"),
-    "d64 causal three warpgroups": Case(seqlens=(500, 300), heads=(1, 1), causal=True, tile="D64_BANDED"),
+    "d64 three warpgroups": Case(seqlens=(600, 600), heads=(1, 1), tile="D64"),
+    "d64 causal three warpgroups": Case(seqlens=(500, 300), heads=(1, 1), causal=True, tile="D64_CAUSAL"),
     "d64 fewer rows": Case(seqlens=(333, 457), causal=True, batch=2),
     "d64 causal": Case(seqlens=(400, 400), heads=(3, 1), batch=2, causal=True),
     "d64 fewer keys": Case(seqlens=(500, 100), causal=True),
     "d64 rising": Case(seqlens=(130, 600), causal=True, rising=40),
-    "d64 rising, three warpgroups": Case(seqlens=(200, 600), rising=40, tile="D64_FULL"),
+    "d64 rising, three warpgroups": Case(seqlens=(200, 600), rising=40, tile="D64"),
     "d128 rising": Case(128, seqlens=(100, 500), rising=40),
     "d192 rising": Case(192, seqlens=(65, 300), causal=True, rising=40),
     "d128": Case(128, seqlens=(300, 600)),
@@ -150,7 +150,7 @@ FORWARD = {
     "sinks": Case(128, seqlens=(400, 200), sinks=True, causal=True),
     "packed": Case(128, lengths=PACKED, padding=3),
     "packed causal": Case(64, lengths=PACKED, causal=True, padding=5, sinks=True),
-    "packed three warpgroups": Case(64, lengths=PACKED, causal=True, padding=2, tile="D64_BANDED"),
+    "packed three warpgroups": Case(64, lengths=PACKED, causal=True, padding=2, tile="D64"),
     "packed window": Case(256, lengths=PACKED, window=(20, 30)),
 }
 

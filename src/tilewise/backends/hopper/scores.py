@@ -10,7 +10,7 @@ IS_LAZY  row_ref moves only when a score exceeds it by more than 8, so P reaches
 Neither can overflow, and neither depends on what the scores are: skipping the maximum is faster on N(0, 1) data alone
 (docs/log).
 
-Scores of 2^30 and more (HUGE) come out wrong where a multiply-add subtracts a rounded reference. They are right with
+Scores of 2^27 and more (HUGE) come out wrong where a multiply-add subtracts a rounded reference. They are right with
 EXACT, which large scales select. Otherwise rows with such scores become NaN.
 
 row_ref and row_sum are [64, 4]: four threads share a row. row_ref is the same in all of them; row_sum is the
@@ -36,20 +36,19 @@ from tilewise.backends.hopper.primitives import (
 )
 from tilewise.backends.hopper.schedule import right_of
 
-# From here on scores (log2) are multiples of 64 in fp32, and their products with the scale are rounded by as much: see
-# row_scale.
-HUGE = gl.constexpr(2.0**30)
-NAN_BITS = gl.constexpr(0x7FC00000)
+# From here on fp32 holds scores (log2) as multiples of 16, and their products with the scale are rounded by as much: see
+# row_scale. Below, P is at most 2^4 larger than it should be, which fp16 holds.
+HUGE = gl.constexpr(2.0**27)
 
 
 @gluon.jit
 def row_scale(row_ref, scale_log2, C: gl.constexpr):
     """What the scores of rows are multiplied by: the scale or, with EXACT and a HUGE reference, a power of two.
 
-    The reference is a rounded product, but a multiply-add does not round score * scale before it subtracts. From 2^31
-    on, the difference may be 128 for the largest score of a row, whose P is then infinite, or -128, whose P is 0. A
-    power of two rounds nothing: equal scores have equal P, and any other P is at least 2^64 times smaller, as it would
-    be with the scale itself.
+    The reference is a rounded product, but a multiply-add does not round score * scale before it subtracts. From 2^28
+    on, the difference may be 8 for the largest score of a row, from 2^31 on 128: its P passes the end of fp16, then of
+    fp32, or becomes 0. A power of two rounds nothing: equal scores have equal P. Scores that differ at all differ by 8
+    or more here, which is also how far fp32 is off, so that the larger factor does not matter.
     """
     if C.EXACT:
         return gl.where(gl.abs(row_ref) < HUGE, scale_log2, power_over(scale_log2))
@@ -178,8 +177,8 @@ def whole_rows(row_ref, row_sum, scale_log2, C: gl.constexpr):
     if C.EXACT:
         ref *= scale_log2 / row_scale(ref, scale_log2, C)
     else:
-        nan = gl.cast(gl.to_tensor(NAN_BITS), gl.float32, bitcast=True)
-        total = gl.where((gl.abs(ref) >= HUGE) & (ref > NEG_INF), nan, total)
+        is_huge = (gl.abs(ref) >= HUGE) & (ref > NEG_INF)
+        total += gl.where(is_huge, NEG_INF, 0.0) * 0.0  # NaN, or 0
     return gl.convert_layout(ref, LAYOUT), gl.convert_layout(total, LAYOUT)
 
 
