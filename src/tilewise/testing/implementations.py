@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise import api, dispatch, validation
 from tilewise import device as devices
-from tilewise.backends.base import Backend, Differentiating
+from tilewise.backends.base import Backend
 from tilewise.operands import Operands, Options
 from tilewise.problem import AttentionProblem
 from tilewise.testing.cases import Case
@@ -62,9 +62,7 @@ class BackendImplementation:
         inputs = make_inputs(case, self.device)
         spec = devices.of(self.device)
         problem = dataclasses.replace(_problem(case, inputs, self.name), higher=higher)
-        if higher and not isinstance(backend, Differentiating):
-            return "has no tangents (jvp) and no second derivatives"
-        return backend.unavailable() or backend.supports(problem, spec)
+        return backend.unavailable() or dispatch.refusal(backend, problem, spec)
 
     def run(self, case: Case, inputs: Inputs) -> Results:
         """The public API with `backend=` this one."""

@@ -97,7 +97,7 @@ def tangent_step(
     width, features = field(p, f.DIM_PADDED), field(p, f.FEATURES)
     running = acc_state(p, ws) + 4 * panel * sz.PANEL
     row_sum, factor = running + 4 * field(p, f.BLOCK_M), scalar_bits(field(p, f.TANGENT_SCALE))
-    panel_scores(p, ws, panel, num_rows, first_key, size, k + 4 * begin * width)
+    panel_scores(p, ws, batch, 0, 0, panel, num_rows, first_key, size, k + 4 * begin * width)
     softmax(s, size, running, row_sum, ws + field(p, f.WS_MAX), alpha, vectors, scalar_bits(field(p, f.TO_LOG2)))
     q_bytes = 4 * panel * sz.PANEL * field(p, f.DIM_LANES)
     q, tq = ws + field(p, f.WS_Q) + q_bytes, ws + field(p, f.WS_TQ) + q_bytes
