@@ -47,11 +47,10 @@ def unpacked(bits: Tensor) -> Tensor:
 def visible(tiles: Tensor, bits: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
     """The dense mask (..., seqlen_q, seqlen_k) of a map (..., tiles of queries, tiles of keys)."""
     *some, rows, cols = tiles.shape
-    kinds = tiles.reshape(-1, rows, cols)
-    pairs = (kinds == FULL)[..., None, None].expand(-1, -1, -1, TILE, TILE).clone()
-    partial = kinds >= 0
-    pairs[partial] = unpacked(bits[kinds[partial].long()])
-    whole = pairs.transpose(2, 3).reshape(*some, rows * TILE, cols * TILE)
+    pairs = (tiles == FULL)[..., None, None].expand(*tiles.shape, TILE, TILE).clone()
+    partial = tiles >= 0
+    pairs[partial] = unpacked(bits[tiles[partial].long()])
+    whole = pairs.transpose(-3, -2).reshape(*some, rows * TILE, cols * TILE)
     return whole[..., :seqlen_q, :seqlen_k]
 
 
