@@ -21,7 +21,7 @@ from tilewise.testing.quantised import attended
 from tilewise.testing.results import Results, differentiate, dropout_seed
 from tilewise.tile_masks import TileMask
 
-__all__ = ["BackendImplementation", "Implementation", "call_api", "installed"]
+__all__ = ["BackendImplementation", "Implementation", "call_api", "installed", "mask_of"]
 
 
 class Implementation(Protocol):
@@ -85,7 +85,7 @@ def call_api(case: Case, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     max_seqlen_q, max_seqlen_k = _bounds(case)
     q, k, v = attended(case, inputs)
     named: dict[str, Any] = {
-        "causal": case.causal, "window": case.window, "bias": inputs.bias, "mask": _mask(case, inputs),
+        "causal": case.causal, "window": case.window, "bias": inputs.bias, "mask": mask_of(case, inputs),
         "alibi_slopes": inputs.alibi_slopes, "softcap": case.softcap, "sinks": inputs.sinks, "scale": case.scale,
         "deterministic": case.deterministic, "backend": backend,
     }  # fmt: skip
@@ -101,7 +101,7 @@ def call_api(case: Case, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     return api.attention_paged(q, k, v, return_lse=True, **named)
 
 
-def _mask(case: Case, inputs: Inputs) -> Any:
+def mask_of(case: Case, inputs: Inputs) -> Any:
     """The mask as the call gets it; of a tile mask, only batch and heads broadcast."""
     if inputs.mask is None or not case.tiles:
         return inputs.mask
@@ -121,7 +121,7 @@ def _problem(case: Case, inputs: Inputs, backend: str) -> AttentionProblem:
         True, *_bounds(case),
     )  # fmt: skip
     named = {name: getattr(inputs, name) for name in Operands._fields[3:] if hasattr(inputs, name)}
-    named["mask"] = _mask(case, inputs)
+    named["mask"] = mask_of(case, inputs)
     given, seed, needs_grad = Operands(*attended(case, inputs), **named), dropout_seed(case), bool(case.wants_grad)
     operands, flags = validation.checked(case.kind, given, options, seed, cast=False, needs_grad=needs_grad)
     return validation.problem_of(case.kind, operands, flags)
