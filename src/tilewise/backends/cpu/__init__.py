@@ -42,8 +42,6 @@ class CpuBackend:
             return f"computes in fp32, so takes float32, bfloat16 and float16, not {given}"
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             return f"head_dim and head_dim_v are at most {MAX_HEAD_DIM}"
-        if problem.tiles_shape is not None and problem.higher:
-            return "has no tangents (jvp) and no second derivatives under a tile mask: pass mask=mask.dense()"
         return None
 
     def tile_shape(self, problem: AttentionProblem, _device: DeviceSpec) -> TileShape:
