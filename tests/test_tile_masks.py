@@ -51,33 +51,36 @@ OFFSETS = torch.tensor([[0, 130, 131, 300], [5, 5, 5, 5]])
 @pytest.mark.parametrize(
     ("made", "sees"),
     [
-        (lambda: tile_mask(lambda b, h, i, j: (i >= j) | (j < 64), 300, 300), lambda b, h, i, j: (i >= j) | (j < 64)),
+        (
+            lambda: tile_mask(lambda _b, _h, i, j: (i >= j) | (j < 64), 300, 300),
+            lambda _b, _h, i, j: (i >= j) | (j < 64),
+        ),
         (
             lambda: tile_mask(lambda b, h, i, j: (i + j * h) % 3 > b, 130, 257, batch=2, heads=3),
             lambda b, h, i, j: (i + j * h) % 3 > b,
         ),
         (
-            lambda: tile_mask(lambda b, h, i, j: (OFFSETS[b] == j).any(), 140, 301, batch=2),
-            lambda b, h, i, j: (OFFSETS[b] == j[..., None]).any(-1),
+            lambda: tile_mask(lambda b, _h, _i, j: (OFFSETS[b] == j).any(), 140, 301, batch=2),
+            lambda b, _h, _i, j: (OFFSETS[b] == j[..., None]).any(-1),
         ),
-        (lambda: TileMask.documents(IDS), lambda b, h, i, j: (IDS[i] == IDS[j]) & (IDS[i] >= 0)),
-        (lambda: TileMask.documents(SCATTERED), lambda b, h, i, j: SCATTERED[i] == SCATTERED[j]),
+        (lambda: TileMask.documents(IDS), lambda _b, _h, i, j: (IDS[i] == IDS[j]) & (IDS[i] >= 0)),
+        (lambda: TileMask.documents(SCATTERED), lambda _b, _h, i, j: SCATTERED[i] == SCATTERED[j]),
         (
             lambda: TileMask.documents(torch.stack([IDS, SCATTERED]), IDS[100:][None]),
-            lambda b, h, i, j: ((IDS, SCATTERED)[b][i] == IDS[j + 100]) & (IDS[j + 100] >= 0),
+            lambda b, _h, i, j: ((IDS, SCATTERED)[b][i] == IDS[j + 100]) & (IDS[j + 100] >= 0),
         ),
         (
             lambda: TileMask.from_cu_seqlens(torch.tensor([0, 150, 350, 350, 380], dtype=torch.int32), 400),
-            lambda b, h, i, j: (IDS[i] == IDS[j]) & (IDS[i] >= 0),
+            lambda _b, _h, i, j: (IDS[i] == IDS[j]) & (IDS[i] >= 0),
         ),
-        (lambda: TileMask.prefix([10, 200], 300, 400), lambda b, h, i, j: (j < (10, 200)[b]) | (j <= i + 100)),
-        (lambda: TileMask.prefix(50, 200), lambda b, h, i, j: (j < 50) | (j <= i)),
-        (lambda: TileMask.chunks(100, 300, 400), lambda b, h, i, j: j // 100 == (i + 100) // 100),
-        (lambda: TileMask.chunks(100, 400, 300), lambda b, h, i, j: j // 100 == (i - 100) // 100),
-        (lambda: TileMask.chunks(256, 1024), lambda b, h, i, j: j // 256 == i // 256),
+        (lambda: TileMask.prefix([10, 200], 300, 400), lambda b, _h, i, j: (j < (10, 200)[b]) | (j <= i + 100)),
+        (lambda: TileMask.prefix(50, 200), lambda _b, _h, i, j: (j < 50) | (j <= i)),
+        (lambda: TileMask.chunks(100, 300, 400), lambda _b, _h, i, j: j // 100 == (i + 100) // 100),
+        (lambda: TileMask.chunks(100, 400, 300), lambda _b, _h, i, j: j // 100 == (i - 100) // 100),
+        (lambda: TileMask.chunks(256, 1024), lambda _b, _h, i, j: j // 256 == i // 256),
         (
             lambda: TileMask.neighbourhood(500, 33),
-            lambda b, h, i, j: (j - (i - 16).clamp(0, 467) >= 0) & (j - (i - 16).clamp(0, 467) < 33),
+            lambda _b, _h, i, j: (j - (i - 16).clamp(0, 467) >= 0) & (j - (i - 16).clamp(0, 467) < 33),
         ),
     ],
     ids=[
@@ -149,7 +152,7 @@ def test_of_a_block_mask_that_is_only_lists() -> None:
     """Its blocks are what counts; its function says yes to everything."""
     count, indices = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
     made = BlockMask.from_kv_blocks(count, indices, BLOCK_SIZE=128, mask_mod=noop_mask)
-    assert_is(TileMask.from_block_mask(made), lambda b, h, i, j: (i >= 128) | (j >= 128))
+    assert_is(TileMask.from_block_mask(made), lambda _b, _h, i, j: (i >= 128) | (j >= 128))
 
 
 @pytest.mark.parametrize("lengths", [(300, 270), (128, 256), (1, 5)])
@@ -367,7 +370,7 @@ def test_a_backend_that_does_not_know_tile_masks_is_not_asked() -> None:
 
 
 Q = torch.zeros(2, 4, 200, 8)
-MASK = tile_mask(lambda b, h, i, j: i >= j, 200, 200)
+MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
 
 
 @pytest.mark.parametrize(
@@ -379,11 +382,11 @@ MASK = tile_mask(lambda b, h, i, j: i >= j, 200, 200)
         (lambda: tw.attention(Q, Q, Q, mask=MASK.to("meta")), "on cpu as q is, got meta"),
         (lambda: tw.attention(Q, Q, Q, mask="causal"), "a torch.Tensor, a TileMask or None, got str"),
         (lambda: tile_mask("causal", 5, 5), "a function of b, h, i, j"),  # type: ignore[arg-type]
-        (lambda: tile_mask(lambda b, h, i, j: i - j, 5, 5), "got torch.int64 of 0 dimensions"),
-        (lambda: tile_mask(lambda b, h, i, j: True, 5, 5), "got True"),  # type: ignore[arg-type,return-value]
-        (lambda: tile_mask(lambda b, h, i, j: (i >= j)[None], 5, 5), "of 1 dimensions"),
-        (lambda: tile_mask(lambda b, h, i, j: i >= j, 5.0, 5), "seqlen_q: expected an integer"),  # type: ignore[arg-type]
-        (lambda: tile_mask(lambda b, h, i, j: i >= j, 2**30, 2**30), "at most 268,435,456 tiles"),
+        (lambda: tile_mask(lambda _b, _h, i, j: i - j, 5, 5), "got torch.int64 of 0 dimensions"),
+        (lambda: tile_mask(lambda _b, _h, _i, _j: True, 5, 5), "got True"),  # type: ignore[arg-type,return-value]
+        (lambda: tile_mask(lambda _b, _h, i, j: (i >= j)[None], 5, 5), "of 1 dimensions"),
+        (lambda: tile_mask(lambda _b, _h, i, j: i >= j, 5.0, 5), "seqlen_q: expected an integer"),  # type: ignore[arg-type]
+        (lambda: tile_mask(lambda _b, _h, i, j: i >= j, 2**30, 2**30), "at most 268,435,456 tiles"),
         (lambda: TileMask.from_dense(torch.zeros(5, 5)), "a boolean tensor"),
         (lambda: TileMask.from_dense(torch.zeros(5, dtype=torch.bool)), "of 2 to 4 dimensions"),
         (lambda: TileMask.documents(torch.zeros(5)), "an integer tensor"),

@@ -20,7 +20,8 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.problem import AttentionProblem
 
 __all__ = [
-    "Rejection", "Selection", "Status", "load", "refusal", "register", "require", "select", "serving", "statuses", "unregister",
+    "Rejection", "Selection", "Status", "load", "refusal", "register", "require", "select", "serving", "statuses",
+    "unregister",
 ]  # fmt: skip
 
 # The backend with the serving passes (writes, prefixes, merges), by device type.

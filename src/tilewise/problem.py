@@ -28,10 +28,10 @@ class AttentionProblem:
 
     For packed and paged problems `seqlen_q` and `seqlen_k` are bounds on the longest sequence, and `total_q`, `total_k`
     count the stored rows (for paged keys: every slot of every page). `dropout_origin` marks a part of a larger problem:
-    the seed is followed by the batch entry, head, row and key (a multiple of 4) at which dropout starts counting. `tiles_shape` is
-    the shape of a tile mask's map. `fp8` names the operands in e4m3 with scales, ("k", "v") or ("q", "k", "v"); `scale_blocks` are the rows of q, k, v that
-    share a scale (None: all rows of a head; of pages, a page's); `dtype` is then the result's. `higher` asks for a pass
-    beyond the backward: a tangent (jvp) or a second derivative.
+    the seed is followed by the batch entry, head, row and key (a multiple of 4) at which dropout starts counting.
+    `tiles_shape` is the shape of a tile mask's map. `fp8` names the operands in e4m3 with scales, ("k", "v") or ("q",
+    "k", "v"); `scale_blocks` are the rows of q, k, v that share a scale (None: all rows of a head; of pages, a page's);
+    `dtype` is then the result's. `higher` asks for a pass beyond the backward: a tangent (jvp) or a second derivative.
     """
 
     kind: Kind

@@ -11,10 +11,12 @@ from tilewise.problem import Kind
 __all__ = ["OPERANDS", "operand_names", "schema", "unpack"]
 
 # The operands of each op; a question mark marks an optional one.
+_SCORES = "bias? mask? alibi_slopes? sinks? tiles? tile_bits?"
+_SCALES = "q_scale? k_scale? v_scale?"
 OPERANDS: dict[Kind, str] = {
-    "dense": "q k v bias? mask? alibi_slopes? sinks? tiles? tile_bits? seed? q_scale? k_scale? v_scale?",
-    "varlen": "q k v cu_seqlens_q cu_seqlens_k bias? mask? alibi_slopes? sinks? tiles? tile_bits? seed? q_scale? k_scale? v_scale?",
-    "paged": "q k v block_table seqlens_k cu_seqlens_q? bias? mask? alibi_slopes? sinks? tiles? tile_bits? q_scale? k_scale? v_scale?",
+    "dense": f"q k v {_SCORES} seed? {_SCALES}",
+    "varlen": f"q k v cu_seqlens_q cu_seqlens_k {_SCORES} seed? {_SCALES}",
+    "paged": f"q k v block_table seqlens_k cu_seqlens_q? {_SCORES} {_SCALES}",
 }
 
 # The flags, in the order of `Flags`.

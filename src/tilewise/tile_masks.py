@@ -63,7 +63,9 @@ class TileMask:
         """Of a boolean tensor (..., seqlen_q, seqlen_k), True where a query sees a key: 2 to 4 dimensions."""
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
             got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-            raise InvalidProblem("mask", "a boolean tensor (..., seqlen_q, seqlen_k) of 2 to 4 dimensions", got, BOOLEAN)
+            raise InvalidProblem(
+                "mask", "a boolean tensor (..., seqlen_q, seqlen_k) of 2 to 4 dimensions", got, BOOLEAN
+            )
         four = mask[(None,) * (4 - mask.dim())]
         batch, heads, *lengths = four.shape
         tiles = _unknown(batch, heads, *lengths, mask.device)
@@ -135,7 +137,9 @@ class TileMask:
         Tokens past the last total are padding.
         """
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
-            raise InvalidProblem("cu_seqlens", "a 1-D integer tensor", _shown(cu_seqlens), "Give running totals from 0.")
+            raise InvalidProblem(
+                "cu_seqlens", "a 1-D integer tensor", _shown(cu_seqlens), "Give running totals from 0."
+            )
         _check_length("seqlen", seqlen)
         totals = cu_seqlens.to(device=cu_seqlens.device if device is None else device, dtype=torch.int64)
         position = torch.arange(seqlen, dtype=torch.int64, device=totals.device)
@@ -232,7 +236,7 @@ class TileMask:
 
     @classmethod
     def from_block_mask(cls, block_mask: Any) -> TileMask:
-        """Of `torch.nn.attention.flex_attention.BlockMask`: its lists of blocks, and its mask_mod inside partial ones."""
+        """Of `torch.nn.attention.flex_attention.BlockMask`: its lists of blocks, its mask_mod inside partial ones."""
         from torch.nn.attention.flex_attention import BlockMask
 
         if not isinstance(block_mask, BlockMask):
@@ -321,8 +325,8 @@ class TileMask:
         batch, heads, seqlen_q, seqlen_k = self.shape
         counts = self.counts
         head = (
-            f"TileMask(batch {batch}, heads {heads}, {seqlen_q} x {seqlen_k} on {self.device}: {100 * self.density:.1f} % "
-            f"of {self.tiles.numel():,} tiles, {counts.full:,} full, {counts.partial:,} partial, "
+            f"TileMask(batch {batch}, heads {heads}, {seqlen_q} x {seqlen_k} on {self.device}: "
+            f"{100 * self.density:.1f} % of {self.tiles.numel():,} tiles, {counts.full:,} full, {counts.partial:,} partial, "
             f"{format_bytes(self.nbytes)})"
         )
         return "\n".join([head, *self._picture()])
@@ -406,7 +410,9 @@ class TileMask:
         new = rows[(None,) * (4 - rows.dim())].to(self.device)
         seqlen_q, seqlen_k = self.seqlen_q + new.shape[2], new.shape[3]
         batch, heads = (max(a, b) for a, b in zip(self.tiles.shape[:2], new.shape[:2], strict=True))
-        if seqlen_k < self.seqlen_k or any(s not in (1, t) for x in (self.tiles, new) for s, t in zip(x.shape, (batch, heads), strict=False)):
+        if seqlen_k < self.seqlen_k or any(
+            s not in (1, t) for x in (self.tiles, new) for s, t in zip(x.shape, (batch, heads), strict=False)
+        ):
             expected = f"a shape that fits (..., new queries, {self.seqlen_k} keys or more) of {self.shape}"
             raise InvalidProblem("rows", expected, tuple(rows.shape), "Give whole rows: one bool per key.")
         old = self.tiles.expand(batch, heads, -1, -1)
@@ -563,8 +569,8 @@ def _vmapped(fn: Callable[..., Any]) -> Pairs:
 
 
 def _by_ranges(starts: Tensor, ends: Tensor, seqlen: int) -> Tensor:
-    """The map of ranges (batch, heads, length, ranges): tiles that no range meets are empty, those that a range of every
-    row covers are full.
+    """The map of ranges (batch, heads, length, ranges): tiles that no range meets are empty, and full where a range of
+    every row covers them.
     """
     own = starts.shape[2]
     tiles = _unknown(*starts.shape[:2], own, seqlen, starts.device)

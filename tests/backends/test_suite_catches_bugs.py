@@ -234,7 +234,10 @@ class ToyBackend:
         if operands.mask is not None:
             visible = visible & (operands.mask[inside] ^ (self.bug == "mask_inverted"))
         if operands.tiles is not None and operands.tile_bits is not None:
-            visible = visible & self._tiles(operands.tiles, operands.tile_bits, rows)[:, rows.start : rows.stop, n_start:n_stop]
+            visible = (
+                visible
+                & self._tiles(operands.tiles, operands.tile_bits, rows)[:, rows.start : rows.stop, n_start:n_stop]
+            )
         return Tile(s.masked_fill(~visible, -math.inf), slope, self._keep(problem, operands, rows, n_start, n_stop))
 
     def _tiles(self, kinds: Tensor, bits: Tensor, rows: Rows) -> Tensor:

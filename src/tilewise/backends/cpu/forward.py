@@ -91,8 +91,8 @@ def mask_keys(s: int, begin: int, end: int, first_key: int, table: int, tile_max
 def panel_scores(
     p: int, ws: int, batch: int, head: int, row: int, panel: int, num_rows: int, first_key: int, size: int, k: int
 ) -> None:
-    """Scores of a panel (its first row is `row`) with `size` keys from `first_key` on, and their maxima. Only keys at an
-    edge, and in tiles that a tile mask hides in part, are masked.
+    """Scores of a panel, whose first row is `row`, with `size` keys from `first_key` on, and their maxima. Only keys at
+    an edge, and in tiles that a tile mask hides in part, are masked.
     """
     s, tile_max = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_MAX)
     width, vectors = field(p, f.DIM_PADDED), (num_rows + sz.LANES - 1) // sz.LANES
