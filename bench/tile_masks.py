@@ -146,7 +146,7 @@ def measured(name: str, seqlen: int, head_dim: int, device: str) -> dict[str, An
         attends["native"] = lambda *x: tw.attention(*x, **native)
     if device == "cpu":
         dense = mask.dense()
-        attends["sdpa"] = lambda *x: F.scaled_dot_product_attention(*x, attn_mask=dense)
+        attends["sdpa"] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense)
     else:
         attends["flex"] = flex(mask)
     found: dict[str, Any] = {
@@ -158,11 +158,12 @@ def measured(name: str, seqlen: int, head_dim: int, device: str) -> dict[str, An
         times = race({who: passes(q, k, v, attend)[which] for who, attend in attends.items()}, device)
         found[f"{which} ms"] = {who: round(1e3 * seconds, 3) for who, seconds in times.items()}
         if "tiles" in times:
-            ratios = {
-                "of full": times["tiles"] / times["full"],
-                **({"of native": times["native"] / times["tiles"]} if "native" in times else {}),
-                **{peer: times[peer] / times["tiles"] for peer in ("sdpa", "flex") if peer in times},
+            ratios: dict[str, float] = {
+                peer: times[peer] / times["tiles"] for peer in ("sdpa", "flex") if peer in times
             }
+            ratios["of full"] = times["tiles"] / times["full"]
+            if "native" in times:
+                ratios["of native"] = times["native"] / times["tiles"]
             found[which] = {key: round(value, 3) for key, value in ratios.items()}
             found[which]["bars missed"] = missed(ratios, mask.density)
     return found
@@ -170,7 +171,7 @@ def measured(name: str, seqlen: int, head_dim: int, device: str) -> dict[str, An
 
 def missed(ratios: dict[str, float], density: float) -> list[str]:
     """The bars that these ratios do not reach; time in full time has one at a tenth of the tiles."""
-    some = [name for name in ("of native", "flex") if name in ratios and ratios[name] < BARS[name]]
+    some: list[str] = [name for name in ("of native", "flex") if name in ratios and ratios[name] < BARS[name]]
     if density <= 0.11:
         some += ["of full"] * (ratios["of full"] > BARS["of full"] * density / 0.1)
         some += ["sdpa"] * (ratios.get("sdpa", BARS["sdpa"]) < BARS["sdpa"])

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
 import tilewise as tw
-from tilewise import TileMask, tile_mask
+from tilewise import TileMask, dispatch, tile_mask, tile_masks
 from tilewise.testing.threads import one_thread
+from tilewise.tiles import packed
 
 Sees = Callable[[int, int, Tensor, Tensor], Tensor]
 
@@ -141,8 +142,9 @@ def test_a_tree_sees_its_ancestors_and_the_context() -> None:
 
 @pytest.mark.parametrize("block", [128, 64, (128, 256)])
 def test_of_a_block_mask(block: Any) -> None:
-    def sees(b: Any, h: Any, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) & (i - j < 100 + 50 * b)
+    def sees(b: Any, _h: Any, i: Tensor, j: Tensor) -> Tensor:
+        close: Tensor = i - j < 100 + 50 * b
+        return (i >= j) & close
 
     made = create_block_mask(sees, 2, None, 300, 333, device="cpu", BLOCK_SIZE=block)
     assert_is(TileMask.from_block_mask(made), sees)
@@ -251,10 +253,7 @@ def test_memory_is_a_fraction_of_the_dense_mask() -> None:
 
 def test_nothing_as_large_as_the_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 65,536 tokens, 4 billion pairs, the documents' tiles are known without their pairs."""
-    from tilewise import tile_masks
-
     evaluated = 0
-    packed = tile_masks.packed
 
     def counted(pairs: Tensor) -> Tensor:
         nonlocal evaluated
@@ -356,7 +355,7 @@ def test_a_backend_that_does_not_know_tile_masks_is_not_asked() -> None:
         def __getattr__(self, name: str) -> Any:
             if name == "skips_tiles":
                 raise AttributeError(name)
-            return getattr(tw.backends.load("reference"), name)
+            return getattr(dispatch.load("reference"), name)
 
     q, mask = torch.randn(1, 1, 5, 8), random_mask(5, 5)
     backend: Any = Unknowing()
@@ -369,6 +368,8 @@ def test_a_backend_that_does_not_know_tile_masks_is_not_asked() -> None:
         tw.unregister_backend("unknowing")
 
 
+CAUSAL: Any = "causal"
+CUBE: Any = (4, 4, 4)
 Q = torch.zeros(2, 4, 200, 8)
 MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
 
@@ -380,8 +381,8 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: tw.attention(Q[:, :, :1], Q, Q, mask=MASK), "of 1 queries x 200 keys"),
         (lambda: tw.attention(Q, Q, Q, mask=tile_mask(MASK_OF_HEADS, 200, 200, heads=3)), "4 heads, or 1"),
         (lambda: tw.attention(Q, Q, Q, mask=MASK.to("meta")), "on cpu as q is, got meta"),
-        (lambda: tw.attention(Q, Q, Q, mask="causal"), "a torch.Tensor, a TileMask or None, got str"),
-        (lambda: tile_mask("causal", 5, 5), "a function of b, h, i, j"),  # type: ignore[arg-type]
+        (lambda: tw.attention(Q, Q, Q, mask=CAUSAL), "a torch.Tensor, a TileMask or None, got str"),
+        (lambda: tile_mask(CAUSAL, 5, 5), "a function of b, h, i, j"),
         (lambda: tile_mask(lambda _b, _h, i, j: i - j, 5, 5), "got torch.int64 of 0 dimensions"),
         (lambda: tile_mask(lambda _b, _h, _i, _j: True, 5, 5), "got True"),  # type: ignore[arg-type,return-value]
         (lambda: tile_mask(lambda _b, _h, i, j: (i >= j)[None], 5, 5), "of 1 dimensions"),
@@ -393,7 +394,7 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: TileMask.from_cu_seqlens(torch.zeros(5), 5), "a 1-D integer tensor"),
         (lambda: TileMask.from_intervals(IDS, IDS[:5], 400), "shape"),
         (lambda: TileMask.from_intervals(IDS, IDS, 400, of="heads"), "'keys' or 'queries'"),
-        (lambda: TileMask.neighbourhood((4, 4, 4), 3), "one number per axis"),
+        (lambda: TileMask.neighbourhood(CUBE, 3), "one number per axis"),
         (lambda: TileMask.from_block_mask(MASK), "a BlockMask"),
         (lambda: TileMask.stack([]), "masks of batch 1"),
         (lambda: MASK & MASK.cut((0, 128), (0, 200)), "a mask of 200 x 200"),

@@ -61,14 +61,10 @@ class TileMask:
     @classmethod
     def from_dense(cls, mask: Tensor) -> TileMask:
         """Of a boolean tensor (..., seqlen_q, seqlen_k), True where a query sees a key: 2 to 4 dimensions."""
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
-            got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-            raise InvalidProblem(
-                "mask", "a boolean tensor (..., seqlen_q, seqlen_k) of 2 to 4 dimensions", got, BOOLEAN
-            )
+        _check_boolean("mask", "(..., seqlen_q, seqlen_k)", mask)
         four = mask[(None,) * (4 - mask.dim())]
-        batch, heads, *lengths = four.shape
-        tiles = _unknown(batch, heads, *lengths, mask.device)
+        lengths = four.shape[2], four.shape[3]
+        tiles = _unknown(four.shape[:2], lengths, mask.device)
         if tiles.numel() == 0:
             return TileMask(tiles, _no_bits(mask.device), *lengths)
         for dim, length in zip((2, 3), lengths, strict=True):
@@ -124,7 +120,7 @@ class TileMask:
         q, k = q.expand(batch, -1), k.expand(batch, -1)
         lengths = q.shape[1], k.shape[1]
         (q_low, q_high), (k_low, k_high) = (_tile_ends(ids) for ids in (q, k))
-        tiles = _unknown(batch, 1, *lengths, q.device)
+        tiles = _unknown((batch, 1), lengths, q.device)
         q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
         apart = (q_high < k_low) | (k_high < q_low) | (q_high < 0) | (k_high < 0)
         same = (q_low == q_high) & (k_low == k_high) & (q_low == k_low) & (q_low >= 0)
@@ -136,10 +132,7 @@ class TileMask:
         """Documents one after the other within a row of `seqlen` tokens; `cu_seqlens` are running totals from 0.
         Tokens past the last total are padding.
         """
-        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
-            raise InvalidProblem(
-                "cu_seqlens", "a 1-D integer tensor", _shown(cu_seqlens), "Give running totals from 0."
-            )
+        _check_totals(cu_seqlens)
         _check_length("seqlen", seqlen)
         totals = cu_seqlens.to(device=cu_seqlens.device if device is None else device, dtype=torch.int64)
         position = torch.arange(seqlen, dtype=torch.int64, device=totals.device)
@@ -232,7 +225,7 @@ class TileMask:
             return (j < context) | seen[b, i, (j - context).clamp_min(0)]
 
         lengths = nodes, context + nodes
-        return _of_pairs(pairs, *lengths, _unknown(up.shape[0], 1, *lengths, up.device))
+        return _of_pairs(pairs, *lengths, _unknown((up.shape[0], 1), lengths, up.device))
 
     @classmethod
     def from_block_mask(cls, block_mask: Any) -> TileMask:
@@ -248,7 +241,7 @@ class TileMask:
         full = torch.zeros_like(partial)
         if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
             full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-        tiles = _unknown(*partial.shape[:2], *lengths, partial.device)
+        tiles = _unknown(partial.shape[:2], lengths, partial.device)
         if (rows, cols) == (TILE, TILE):
             some = partial[:, :, : tiles.shape[2], : tiles.shape[3]]
             every = full[:, :, : tiles.shape[2], : tiles.shape[3]]
@@ -267,16 +260,16 @@ class TileMask:
         """One mask per sequence as one mask of their batch: for `attention_varlen`. It is as long as the longest of
         them, or as `seqlen_q` and `seqlen_k` say; rows and keys past a mask's own are hidden.
         """
-        if not masks or any(not isinstance(mask, TileMask) or mask.tiles.shape[0] != 1 for mask in masks):
+        if not masks or any(mask.tiles.shape[0] != 1 for mask in masks):
             fix = "A mask of a whole batch is given as it is."
-            raise InvalidProblem("masks", "one or more masks of batch 1", f"{len(masks)} of them", fix)
+            raise InvalidProblem("masks", "one or more masks of batch 1", [mask.shape for mask in masks], fix)
         longest_q, longest_k = max(m.seqlen_q for m in masks), max(m.seqlen_k for m in masks)
         lengths = seqlen_q or longest_q, seqlen_k or longest_k
         if lengths[0] < longest_q or lengths[1] < longest_k:
             expected = f"lengths of at least {longest_q} and {longest_k}"
             raise InvalidProblem("seqlen_q, seqlen_k", expected, lengths, "Cut the masks with mask.cut.")
         heads = max(m.tiles.shape[1] for m in masks)
-        tiles = _unknown(len(masks), heads, *lengths, masks[0].tiles.device).fill_(EMPTY)
+        tiles = _unknown((len(masks), heads), lengths, masks[0].tiles.device).fill_(EMPTY)
         parts, count = [], 0
         for index, mask in enumerate(masks):
             _check_same_device(masks[0], mask)
@@ -326,8 +319,8 @@ class TileMask:
         counts = self.counts
         head = (
             f"TileMask(batch {batch}, heads {heads}, {seqlen_q} x {seqlen_k} on {self.device}: "
-            f"{100 * self.density:.1f} % of {self.tiles.numel():,} tiles, {counts.full:,} full, {counts.partial:,} partial, "
-            f"{format_bytes(self.nbytes)})"
+            f"{100 * self.density:.1f} % of {self.tiles.numel():,} tiles, {counts.full:,} full, "
+            f"{counts.partial:,} partial, {format_bytes(self.nbytes)})"
         )
         return "\n".join([head, *self._picture()])
 
@@ -398,26 +391,24 @@ class TileMask:
         return _of_pairs(
             lambda b, h, i, j: is_visible(self.tiles, self.bits, b, h, i + row, j + key),
             *lengths,
-            _unknown(*self.tiles.shape[:2], *lengths, self.device),
+            _unknown(self.tiles.shape[:2], lengths, self.device),
         )
 
     def grow(self, rows: Tensor) -> TileMask:
         """The mask with more queries, as decoding adds them: `rows` is boolean (..., new queries, keys), with as many
         keys as this mask or more. New keys are hidden from the old queries. Only tiles at the new edges are evaluated.
         """
-        if not isinstance(rows, Tensor) or rows.dtype != torch.bool or not 2 <= rows.dim() <= 4:
-            raise InvalidProblem("rows", "a boolean tensor (..., new queries, keys)", _shown(rows), BOOLEAN)
+        _check_boolean("rows", "(..., new queries, keys)", rows)
         new = rows[(None,) * (4 - rows.dim())].to(self.device)
         seqlen_q, seqlen_k = self.seqlen_q + new.shape[2], new.shape[3]
         batch, heads = (max(a, b) for a, b in zip(self.tiles.shape[:2], new.shape[:2], strict=True))
-        if seqlen_k < self.seqlen_k or any(
-            s not in (1, t) for x in (self.tiles, new) for s, t in zip(x.shape, (batch, heads), strict=False)
-        ):
+        shared = [size for x in (self.tiles, new) for size in zip(x.shape[:2], (batch, heads), strict=True)]
+        if seqlen_k < self.seqlen_k or any(size not in (1, most) for size, most in shared):
             expected = f"a shape that fits (..., new queries, {self.seqlen_k} keys or more) of {self.shape}"
             raise InvalidProblem("rows", expected, tuple(rows.shape), "Give whole rows: one bool per key.")
         old = self.tiles.expand(batch, heads, -1, -1)
         more = new.expand(batch, heads, -1, -1)
-        tiles = _unknown(batch, heads, seqlen_q, seqlen_k, self.device)
+        tiles = _unknown((batch, heads), (seqlen_q, seqlen_k), self.device)
         whole, kept = self.seqlen_q // TILE, old.shape[3]
         tiles[:, :, :whole] = EMPTY
         tiles[:, :, :whole, :kept] = old[:, :, :whole]
@@ -490,7 +481,7 @@ def tile_mask(
     for name, number in given.items():
         if number is not None:
             _check_length(name, number, least=1)
-    tiles = _unknown(batch or 1, heads or 1, seqlen_q, seqlen_k, torch.device(device or "cpu"))
+    tiles = _unknown((batch or 1, heads or 1), (seqlen_q, seqlen_k), torch.device(device or "cpu"))
     inside = _vmapped(fn)
 
     def bits(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
@@ -536,9 +527,9 @@ def _indices(tile: Tensor, length: int) -> Tensor:
     return (tile[:, None] * TILE + torch.arange(TILE, device=tile.device)).clamp_max(length - 1)
 
 
-def _unknown(batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
-    """A map of tiles that are all to be evaluated."""
-    shape = batch, heads, num_tiles(seqlen_q), num_tiles(seqlen_k)
+def _unknown(shared: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """A map of tiles that are all to be evaluated; `shared` are batch and heads."""
+    shape = shared[0], shared[1], num_tiles(lengths[0]), num_tiles(lengths[1])
     count = shape[0] * shape[1] * shape[2] * shape[3]
     if count > MAX_TILES:
         expected = f"a map of at most {MAX_TILES:,} tiles of {TILE} x {TILE} pairs"
@@ -573,7 +564,7 @@ def _by_ranges(starts: Tensor, ends: Tensor, seqlen: int) -> Tensor:
     every row covers them.
     """
     own = starts.shape[2]
-    tiles = _unknown(*starts.shape[:2], own, seqlen, starts.device)
+    tiles = _unknown(starts.shape[:2], (own, seqlen), starts.device)
     if tiles.numel() == 0:
         return tiles
     (low, high_start), (low_end, high) = (_tile_ends(x.transpose(2, 3)) for x in (starts, ends))
@@ -610,12 +601,23 @@ def _bits_of(kinds: Tensor, bits: Tensor) -> Tensor:
 # Arguments
 
 INTEGERS = (torch.int32, torch.int64)
-BOOLEAN = "0 and 1 become a mask by .bool()."
 
 
 def _check_length(name: str, length: Any, *, least: int = 0) -> None:
     if not isinstance(length, int) or isinstance(length, bool) or not least <= length < 2**31:
         raise InvalidProblem(name, f"an integer from {least} to 2^31 - 1", repr(length), "Pass a Python int.")
+
+
+def _check_boolean(name: str, shape: str, mask: Any) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
+        expected = f"a boolean tensor {shape} of 2 to 4 dimensions"
+        raise InvalidProblem(name, expected, _shown(mask), "0 and 1 become a mask by .bool().")
+
+
+def _check_totals(cu_seqlens: Any) -> None:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
+        fix = "Give running totals from 0."
+        raise InvalidProblem("cu_seqlens", "a 1-D integer tensor", _shown(cu_seqlens), fix)
 
 
 def _check_same_device(one: TileMask, other: TileMask) -> None:

@@ -265,8 +265,9 @@ def _listed(problem: AttentionProblem, operands: Operands | None, name: str | No
     """What a tile mask leaves, if there is one and it can be read."""
     if operands is None or operands.tiles is None or operands.tile_bits is None:
         return None
-    backend = None if name is None else dispatch.load(name)
-    path = backend.skips_tiles(problem) if isinstance(backend, TileMasking) else "no backend takes it"
+    path = "no backend takes it"
+    if name is not None and isinstance(backend := dispatch.load(name), TileMasking):
+        path = backend.skips_tiles(problem)
     kinds = operands.tiles.expand(problem.batch, problem.num_heads, -1, -1)
     inside, whole = (torch.ones(kinds.shape[2:], dtype=torch.bool, device=kinds.device) for _ in range(2))
     if problem.kind == "dense":

@@ -38,8 +38,8 @@ from tilewise.backends.cpu.packing import (
 from tilewise.backends.cpu.scoring import (
     change_scores,
     drop_panel,
-    end_listed,
-    first_listed,
+    end_seen,
+    first_seen,
     is_cut,
     is_listed,
     k_length,
@@ -226,21 +226,31 @@ def add_bias_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, fi
 
 
 @driver
+def sees_keys(p: int, ws: int, panel: int, j: int) -> int:
+    """Whether a panel has scores for the keys at j of the present tile."""
+    bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
+    return load_i64(bounds + f.TILE_BEGIN) <= j < load_i64(bounds + f.TILE_END)
+
+
+@driver
 def accumulate_tile(p: int, ws: int, panels: int, size: int, weights: int, x: int, width: int, acc: int) -> None:
     """acc[size keys][width] += weights . x over the panels that see each group of keys; x is in columns."""
     for d in range(0, width, sz.VALUE_STEP):
         column = x + 4 * d * field(p, f.BLOCK_M)
         for j in range(0, size, sz.VALUE_ROWS):
-            first, count = 0, 0
-            for panel in range(panels):
-                bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
-                if load_i64(bounds + f.TILE_BEGIN) <= j < load_i64(bounds + f.TILE_END):
-                    first = panel if count == 0 else first
-                    count += 1
-            if count > 0:
-                seen = weights + first * SCORE_BYTES + 4 * j * sz.PANEL
-                source, place = column + 4 * first * sz.PANEL * sz.VALUE_STEP, acc + 4 * (j * width + d)
-                accumulate_keys(seen, SCORE_BYTES, count, source, 4 * sz.VALUE_STEP, place, 4 * width)
+            first, panel = 0, 0
+            while first < panels:
+                # Runs of panels that see these keys: one under a band, several where a tile mask leaves gaps.
+                panel = first
+                while panel < panels:
+                    if sees_keys(p, ws, panel, j) == 0:
+                        break
+                    panel += 1
+                if panel > first:
+                    seen, place = weights + first * SCORE_BYTES + 4 * j * sz.PANEL, acc + 4 * (j * width + d)
+                    source = column + 4 * first * sz.PANEL * sz.VALUE_STEP
+                    accumulate_keys(seen, SCORE_BYTES, panel - first, source, 4 * sz.VALUE_STEP, place, 4 * width)
+                first = panel + 1
 
 
 @driver
@@ -275,8 +285,8 @@ def tile_gradient(
         low = max(0, load_i64(bounds + f.MIN_FIRST) - k0)
         high = min(size, load_i64(bounds + f.MAX_LAST) + 1 - k0)
         row = first_row + panel * sz.PANEL
-        low = first_listed(p, batch, head, row, k0 + low, k0 + high) - k0
-        high = end_listed(p, batch, head, row, k0 + low, k0 + high) - k0
+        low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+        high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
         begin, end = low // sz.KEY_STEP * sz.KEY_STEP, (max(high, 0) + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
         if low >= high:
             begin, end = 0, 0

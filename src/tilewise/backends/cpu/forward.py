@@ -28,8 +28,8 @@ from tilewise.backends.cpu.scoring import (
     change_scores,
     drop_panel,
     e4m3_factor,
-    end_listed,
-    first_listed,
+    end_seen,
+    first_seen,
     is_cut,
     is_listed,
     k_length,
@@ -190,8 +190,8 @@ def tile_loop(p: int, ws: int, batch: int, head: int, first_row: int, count: int
             low = max(0, load_i64(bounds + panel * f.PANEL_BYTES + f.MIN_FIRST) - k0)
             high = min(size, load_i64(bounds + panel * f.PANEL_BYTES + f.MAX_LAST) + 1 - k0)
             row = first_row + panel * sz.PANEL
-            low = first_listed(p, batch, head, row, k0 + low, k0 + high) - k0
-            high = end_listed(p, batch, head, row, k0 + low, k0 + high) - k0
+            low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+            high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
             if low < high:
                 begin, end = low // sz.KEY_STEP * sz.KEY_STEP, (high + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
                 panel_step(p, ws, batch, head, row, panel, min(sz.PANEL, count - panel * sz.PANEL), k0, begin, end, k)

@@ -29,6 +29,8 @@ NO_KEY, PAST_KEYS = -1, (1 << 31) - 1
 MINUS_INF = -float("inf")
 # Bytes of a tile's bits, and of those of its queries that share words.
 TILE_BYTES, WORD_BYTES = 4 * WORDS * TILE, 4 * TILE
+# The bits of one panel, which lie in one word.
+PANEL_BITS = (1 << sz.PANEL) - 1
 
 
 @driver
@@ -305,26 +307,52 @@ def is_listed(p: int, batch: int, head: int, first_row: int, end_row: int, begin
 
 
 @driver
-def first_listed(p: int, batch: int, head: int, row: int, begin: int, end: int) -> int:
-    """The first key in [begin, end) of a tile that the row's panel visits; `end` if there is none."""
+def words_of(p: int, kind: int, row: int, key: int) -> int:
+    """Address of the word that holds a key's bits for the panel that starts at `row`."""
+    return field(p, f.TILE_BITS) + kind * TILE_BYTES + row % TILE // WORD * WORD_BYTES + 4 * (key % TILE)
+
+
+@driver
+def is_seen(p: int, kind: int, row: int, key: int) -> int:
+    """Whether any query of the panel that starts at `row` sees the key, in a tile with bits."""
+    return (load_i32(words_of(p, kind, row, key)) >> (row % WORD)) & PANEL_BITS
+
+
+@driver
+def first_seen(p: int, batch: int, head: int, row: int, begin: int, end: int) -> int:
+    """The first key in [begin, end) that the tile mask shows to the panel at `row`; `end` if there is none."""
     if field(p, f.TILES) == 0:
         return begin
     while begin < end:
-        if tile_kind(p, batch, head, row, begin) != EMPTY:
+        kind = tile_kind(p, batch, head, row, begin)
+        if kind == FULL:
             return begin
-        begin = (begin // TILE + 1) * TILE
+        stop = min(end, (begin // TILE + 1) * TILE)
+        if kind != EMPTY:
+            while begin < stop:
+                if is_seen(p, kind, row, begin):
+                    return begin
+                begin += 1
+        begin = stop
     return end
 
 
 @driver
-def end_listed(p: int, batch: int, head: int, row: int, begin: int, end: int) -> int:
-    """Behind the last key in [begin, end) of a tile that the row's panel visits; `begin` if there is none."""
+def end_seen(p: int, batch: int, head: int, row: int, begin: int, end: int) -> int:
+    """Behind the last key in [begin, end) that the tile mask shows to the panel; `begin` if there is none."""
     if field(p, f.TILES) == 0:
         return end
     while begin < end:
-        if tile_kind(p, batch, head, row, end - 1) != EMPTY:
+        kind = tile_kind(p, batch, head, row, end - 1)
+        if kind == FULL:
             return end
-        end = (end - 1) // TILE * TILE
+        start = max(begin, (end - 1) // TILE * TILE)
+        if kind != EMPTY:
+            while start < end:
+                if is_seen(p, kind, row, end - 1):
+                    return end
+                end -= 1
+        end = start
     return begin
 
 
@@ -349,6 +377,5 @@ def mask_tiles(p: int, s: int, batch: int, head: int, row: int, first_key: int, 
         if kind == EMPTY:
             fill(place, (end - key) * sz.PANEL, MINUS_INF)
         elif kind != FULL:
-            words = field(p, f.TILE_BITS) + kind * TILE_BYTES + row % TILE // WORD * WORD_BYTES + 4 * (key % TILE)
-            mask_bits(place, end - key, words, row % WORD, vectors)
+            mask_bits(place, end - key, words_of(p, kind, row, key), row % WORD, vectors)
         key = end

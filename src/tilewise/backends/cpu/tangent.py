@@ -20,8 +20,8 @@ from tilewise.backends.cpu.microkernels import scores, softmax, weigh_values
 from tilewise.backends.cpu.packing import fill, store_row
 from tilewise.backends.cpu.scoring import (
     drop_panel,
-    end_listed,
-    first_listed,
+    end_seen,
+    first_seen,
     gather_panel,
     is_listed,
     k_length,
@@ -164,8 +164,8 @@ def tangent_tiles(p: int, ws: int, batch: int, head: int, first_row: int, count:
             low = max(0, load_i64(bounds + panel * f.PANEL_BYTES + f.MIN_FIRST) - k0)
             high = min(size, load_i64(bounds + panel * f.PANEL_BYTES + f.MAX_LAST) + 1 - k0)
             row = first_row + panel * sz.PANEL
-            low = first_listed(p, batch, head, row, k0 + low, k0 + high) - k0
-            high = end_listed(p, batch, head, row, k0 + low, k0 + high) - k0
+            low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+            high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
             if low < high:
                 begin, end = low // sz.KEY_STEP * sz.KEY_STEP, (high + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
                 num_rows = min(sz.PANEL, count - panel * sz.PANEL)

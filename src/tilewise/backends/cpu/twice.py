@@ -27,8 +27,8 @@ from tilewise.backends.cpu.packing import fill, pack_rows, pack_values, row_dots
 from tilewise.backends.cpu.scoring import (
     change_scores,
     drop_panel,
-    end_listed,
-    first_listed,
+    end_seen,
+    first_seen,
     is_cut,
     is_listed,
     k_length,
@@ -179,8 +179,8 @@ def tile_twice(
         low = max(0, load_i64(bounds + f.MIN_FIRST) - k0)
         high = min(size, load_i64(bounds + f.MAX_LAST) + 1 - k0)
         row = first_row + panel * sz.PANEL
-        low = first_listed(p, batch, head, row, k0 + low, k0 + high) - k0
-        high = end_listed(p, batch, head, row, k0 + low, k0 + high) - k0
+        low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+        high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
         begin, end = low // sz.KEY_STEP * sz.KEY_STEP, (max(high, 0) + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
         if low >= high:
             begin, end = 0, 0
