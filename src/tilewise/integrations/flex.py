@@ -2,8 +2,8 @@
 
     from tilewise.integrations.flex import create_block_mask, flex_attention
 
-`create_block_mask` returns a TileMask. A BlockMask of torch's is taken too, and converted at its first use. A mask_mod is
-any function; a score_mod must be a `ScoreMod`, which names what the kernels have: softcap, ALiBi, a bias.
+`create_block_mask` returns a TileMask. A BlockMask of torch is taken too, and converted at its first use. A mask_mod
+is any function; a score_mod must be a `ScoreMod`, which names what the kernels have: softcap, ALiBi, a bias.
 """
 
 from __future__ import annotations
