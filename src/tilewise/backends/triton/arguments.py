@@ -256,6 +256,9 @@ def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
         "v": key_rows(problem, "v", views["v"]),
         "bias": _grid(views, "bias"),
         "mask": _grid(views, "mask"),
+        "tile_map": _grid(views, "tiles"),
+        "tile_bits": single_address(views, "tile_bits"),
+        **_list_rows(problem),
         "alibi_slopes": None
         if slopes is None
         else Rows(single_address(views, "alibi_slopes"), slopes.strides[0], slopes.strides[1], 0),
@@ -272,6 +275,19 @@ def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
         "scalars": plan.scalars,
         "T": plan.traits,
     }
+
+
+def _list_rows(problem: AttentionProblem) -> dict[str, Any]:
+    """The lists of a tile mask (see listed.py) as rows of (sequence, head, row or column of tiles)."""
+    if problem.tiles_shape is None:
+        return {"tile_rows": None, "tile_columns": None}
+    batch, heads, *sides = problem.tiles_shape
+    found: dict[str, Any] = {}
+    for name, (count, others) in (("tile_rows", sides), ("tile_columns", sides[::-1])):
+        row = 1 + 2 * others
+        strides = heads * count * row if batch > 1 else 0, count * row if heads > 1 else 0, row
+        found[name] = Rows(Address(name, torch.int32, aligned=False), *strides)
+    return found
 
 
 def scale_arguments(views: Views) -> dict[str, Any]:

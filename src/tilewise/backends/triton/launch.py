@@ -49,6 +49,7 @@ from tilewise.backends.triton.arguments import (
     workspace_rows,
 )  # fmt: skip
 from tilewise.backends.triton.configs import MAX_SPLITS, Config, padded
+from tilewise.backends.triton.listed import tile_lists
 from tilewise.backends.triton.planning import Plan, of_rows, plan_for
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LN2, LOG2E
@@ -56,7 +57,9 @@ from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
 # The tensors of a backward: its operands, and table entries in order for the backward of paged keys.
-GIVEN = (*BACKWARD_GIVEN, "order", "page_ends")
+GIVEN = (*BACKWARD_GIVEN, "order", "page_ends", "tile_rows", "tile_columns")
+# The tensors of a forward: its operands, and the lists of a tile mask.
+FORWARD_GIVEN = (*Operands._fields, "tile_rows")
 # Where the list of the forward's tiles is.
 WORK = Address("workspace", torch.int32)
 STATS_ROWS = 64
@@ -80,7 +83,8 @@ class TunablePass(Pass):
 def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
     operands = _ready(operands)
-    made = launching.bound_to(forward_pass, problem, operands, operands.q, True).run(operands)
+    lists = _tile_lists(problem, operands)[:1]
+    made = launching.bound_to(forward_pass, problem, operands, operands.q, True).run((*operands, *lists))
     out, lse = launching.heads_first(problem, made["out"]), made["lse"]
     if problem.batch == 0 or problem.seqlen_q == 0:
         return out.zero_(), lse.fill_(float("-inf"))
@@ -97,7 +101,7 @@ def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: boo
 def _bindable(problem: AttentionProblem) -> bool:
     """Whether a call only allocates results and launches: see run_forward and run_backward."""
     nothing = 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k)
-    return not (nothing or problem.dropout > 0.0 or configs.overrides() is not None)
+    return not (nothing or problem.dropout > 0.0 or problem.tiles_shape or configs.overrides() is not None)
 
 
 def _ready(operands: Operands) -> Operands:
@@ -106,6 +110,15 @@ def _ready(operands: Operands) -> Operands:
     if seed is None:
         return operands
     return operands._replace(seed=seed.contiguous() if seed.device == where else _filled(seed, where))
+
+
+def _tile_lists(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, ...]:
+    """The lists of a tile mask's rows and columns, without those of broadcast sequences and heads; none without one."""
+    if problem.tiles_shape is None:
+        return ()
+    assert operands.tiles is not None
+    stored = operands.tiles[: problem.tiles_shape[0], : problem.tiles_shape[1]]
+    return tile_lists(stored), tile_lists(stored.transpose(2, 3))
 
 
 def _filled(seed: Tensor, where: torch.device) -> Tensor:
@@ -136,7 +149,7 @@ def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, 
     workspace = Allocation.contiguous((elements + 4,), torch.float32) if elements else None
     made = launching.in_layout(problem, results) | {"workspace": workspace}
     read = ("out", "lse") if want_lse else ("out",)
-    return _kind()(calls, Operands._fields, made, device, index, read=read, copied=_copied_sinks(views))
+    return _kind()(calls, FORWARD_GIVEN, made, device, index, read=read, copied=_copied_sinks(views))
 
 
 _kept_forward = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_forward)
@@ -198,7 +211,9 @@ def run_backward(
         return _zero_gradients(problem, operands, wanted)
     operands = _ready(operands)
     paged = problem.page_size is not None and (wanted.dk or wanted.dv)
-    order = _pages_in_order(problem, operands) if paged else ()
+    order: tuple[Tensor | None, ...] = _pages_in_order(problem, operands) if paged else ()
+    if problem.tiles_shape is not None:
+        order = (*(order or (None, None)), *_tile_lists(problem, operands))
     given = (dout, dlse, out, lse, *operands)
     made = launching.bound_to(backward_pass, problem, given, operands.q, wanted).run((*given, *order))
     dq, dk, dv = (launching.heads_first(problem, made[name]) if name in made else None for name in ("dq", "dk", "dv"))
