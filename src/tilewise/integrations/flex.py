@@ -8,7 +8,6 @@ is any function; a score_mod must be a `ScoreMod`, which names what the kernels 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -140,10 +139,7 @@ def _score_flags(score_mod: Any, offset: int) -> dict[str, Any]:
         expected = f"offset {offset}, which is seqlen_k - seqlen_q"
         fix = "The last query is aligned with the last key."
         raise InvalidProblem("score_mod", expected, score_mod.offset, fix)
-    cap = score_mod.softcap
-    if cap is not None and not (isinstance(cap, (int, float)) and math.isfinite(cap)):
-        raise InvalidProblem("score_mod", "a finite softcap", cap, "Leave it None to switch it off.")
-    return {"softcap": cap, "alibi_slopes": score_mod.alibi_slopes, "bias": score_mod.bias}
+    return {"softcap": score_mod.softcap, "alibi_slopes": score_mod.alibi_slopes, "bias": score_mod.bias}
 
 
 def _mask(block_mask: TileMask | BlockMask | None) -> TileMask | None:

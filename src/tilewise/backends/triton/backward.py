@@ -563,7 +563,8 @@ def tile_is_seen(
 
 @triton.jit
 def tile_score_gradient(
-    q, k, v, dout, lse_unit, delta, bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, band, scalars, batch_idx, head,
+    q, k, v, dout, lse_unit, delta, bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, band, scalars,
+    batch_idx, head,
     m_first, n_first, q_start, seqlen_q, k_start, seqlen_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
@@ -640,7 +641,8 @@ def bias_gradient_kernel(
         if tile_is_seen(m_block * BLOCK_M, n_block * BLOCK_N, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T):
             acc += tile_score_gradient(
                 q, k, v, dout, lse_unit, delta, bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, band,
-                scalars, batch_idx, head, m_block * BLOCK_M, n_block * BLOCK_N, q_start, seqlen_q, k_start, seqlen_k, BLOCK_M, BLOCK_N, T
+                scalars, batch_idx, head, m_block * BLOCK_M, n_block * BLOCK_N, q_start, seqlen_q, k_start, seqlen_k,
+                BLOCK_M, BLOCK_N, T
             )  # fmt: skip
     rows = own_m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = own_n_block * BLOCK_N + tl.arange(0, BLOCK_N)

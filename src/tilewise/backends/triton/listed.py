@@ -2,13 +2,13 @@
 queries of the other kernels.
 
 A list has the number of its entries, then (tile, kind) of each, in order. `tile_lists` makes the lists of all rows and
-of all columns of tiles from the map, on the device and without waiting for it. Sides of kernel tiles divide 128, so each
-lies in one tile of the mask, and one test per kernel tile says whether bits are read.
+of all columns of tiles from the map, on the device and without waiting for it. Sides of kernel tiles divide 128, so
+each lies in one tile of the mask, and one test per kernel tile says whether bits are read.
 """
 
 # Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, RET505
 
 from __future__ import annotations
 
