@@ -241,6 +241,19 @@ def test_verifying_a_tree_in_pages() -> None:
     torch.testing.assert_close(out.transpose(0, 1)[None], tw.attention(*dense, mask=mask.dense()))
 
 
+def test_the_lists_of_rows_and_columns() -> None:
+    """What GPU kernels walk: every tile that is not empty, in order, with its kind."""
+    mask = random_mask(500, 300, batch=2, heads=3)
+    assert mask.lists is mask.lists
+    *_, rows, cols = mask.tiles.shape
+    for kinds, lists in zip(mask.tiles.flatten(0, 1), mask.lists.flatten(0, 1), strict=True):
+        by_row, by_column = lists.split((rows * (1 + 2 * cols), cols * (1 + 2 * rows)))
+        for lines, entries in ((kinds, by_row.view(rows, -1)), (kinds.T, by_column.view(cols, -1))):
+            for line, (count, *pairs) in zip(lines.tolist(), entries.tolist(), strict=True):
+                found = list(zip(pairs[: 2 * count : 2], pairs[1 : 2 * count : 2], strict=True))
+                assert found == [(at, kind) for at, kind in enumerate(line) if kind != -2]
+
+
 def test_memory_is_a_fraction_of_the_dense_mask() -> None:
     """A tenth of the tiles visible in part: below 2 % of a boolean tensor."""
     kinds = torch.rand(32, 32, generator=torch.Generator().manual_seed(0)) < 0.1
@@ -281,6 +294,10 @@ def test_it_is_pickled_moved_and_printed() -> None:
     assert set("".join(picture)) <= set("█▒·")
     signs = {-2: "·", -1: "█"}
     assert picture == ["".join(signs.get(kind, "▒") for kind in row) for row in mask.tiles[0, 0].tolist()]
+    svg = mask.plot(head=1)
+    assert svg.startswith("<svg")
+    assert svg.count('fill-opacity="1.0"') == int((mask.tiles[0, 1] == -1).sum())
+    assert svg.count('fill-opacity="0.4"') == int((mask.tiles[0, 1] >= 0).sum())
     with pytest.raises(AttributeError):
         mask.seqlen_q = 5  # type: ignore[misc]
 

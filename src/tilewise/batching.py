@@ -114,7 +114,7 @@ def _folded_with_tangents(
 
 def _folds(names: Sequence[str], flags: Flags, dims: dict[str, int | None]) -> bool:
     dense = "cu_seqlens_q" not in names and "block_table" not in names
-    shared = all(dims[name] is None for name in ("sinks", "tiles", "tile_bits"))
+    shared = all(dims[name] is None for name in ("sinks", "tiles", "tile_bits", "tile_lists"))
     return dense and flags.dropout == 0.0 and shared
 
 
@@ -127,6 +127,8 @@ def _folded(name: str, tensor: Tensor | None, dim: int | None, examples: int, ba
     """The operand with `examples` folded into its batch. One that is shared and broadcast stays unchanged."""
     if tensor is None or (dim is None and name in ("sinks", "seed", "tile_bits")):
         return tensor
+    if name == "tile_lists":
+        return None  # those of the folded map are made when it is read
     if name in ("bias", "mask", "tiles"):
         shared = dim is None and (tensor.dim() < 4 or tensor.shape[0] == 1)
         return tensor if shared else _spread(tensor, dim, examples, batch)

@@ -32,9 +32,10 @@ class Operands(NamedTuple):
     mask: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
-    # A tile mask: its map and its bits, see tilewise.tiles.
+    # A tile mask: its map, its bits, and on a GPU its lists, see tilewise.tiles.
     tiles: Tensor | None = None
     tile_bits: Tensor | None = None
+    tile_lists: Tensor | None = None
     seed: Tensor | None = None
     # Scales of e4m3 operands: fp32 (batch, heads, blocks), of pages (pages, heads, 1); see tilewise.fp8.
     q_scale: Tensor | None = None

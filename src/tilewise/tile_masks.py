@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidProblem
 from tilewise.masks import TileCounts
-from tilewise.tiles import EMPTY, FULL, TILE, WORDS, is_visible, num_tiles, packed, visible
+from tilewise.tiles import EMPTY, FULL, TILE, WORDS, is_visible, lists_of, num_tiles, packed, visible
 from tilewise.units import format_bytes
 
 __all__ = ["TileMask", "tile_mask"]
@@ -34,6 +34,8 @@ AT_ONCE = 256
 MAX_TILES = 2**28
 # Rows and columns of the picture that a mask prints.
 PICTURE = 32
+# The same of a plot.
+PLOT = 128
 
 # Bits (number, 4, 128) of the tiles at (batch, head, row of tiles, column of tiles), each an index tensor (number,).
 Evaluate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -303,6 +305,11 @@ class TileMask:
         full, skipped = (int((self.tiles == kind).sum()) for kind in (FULL, EMPTY))
         return TileCounts(full, self.tiles.numel() - full - skipped, skipped)
 
+    @functools.cached_property
+    def lists(self) -> Tensor:
+        """What GPU kernels walk: the tiles that are not empty, by row and by column (see tilewise.tiles). Made once."""
+        return lists_of(self.tiles)
+
     @property
     def density(self) -> float:
         """The share of the tiles that is computed. Reads the device, once."""
@@ -324,14 +331,34 @@ class TileMask:
         )
         return "\n".join([head, *self._picture()])
 
+    def plot(self, batch: int = 0, head: int = 0) -> str:
+        """The tiles of one sequence and head as an SVG: full ones dark, partial ones light."""
+        shares = self._shares(batch, head, PLOT)
+        width, height = 8 * len(shares[0]) if shares else 0, 8 * len(shares)
+        tiles = "".join(
+            f'<rect x="{8 * x}" y="{8 * y}" width="8" height="8" fill-opacity="{1.0 if share == 1.0 else 0.4}"/>'
+            for y, row in enumerate(shares)
+            for x, share in enumerate(row)
+            if share > 0.0
+        )
+        frame = f'<rect width="{width}" height="{height}" fill="none" stroke="#868e96"/>'
+        size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><g fill="#1c7ed6">{tiles}</g>{frame}</svg>'
+
     def _picture(self) -> list[str]:
         """The tiles of the first sequence and head, several in a character where there are many."""
+        shares = self._shares(0, 0, PICTURE)
+        return ["".join("█" if x == 1.0 else "·" if x == 0.0 else "▒" for x in row) for row in shares]
+
+    def _shares(self, batch: int, head: int, most: int) -> list[list[float]]:
+        """0 for empty tiles, 1 for full ones, between for others, averaged to at most so many rows and columns."""
         if self.tiles.numel() == 0:
             return []
-        share = torch.where(self.tiles[0, 0] == EMPTY, 0.0, torch.where(self.tiles[0, 0] == FULL, 1.0, 0.5)).cpu()
-        rows, cols = (min(PICTURE, size) for size in share.shape)
-        drawn = torch.nn.functional.adaptive_avg_pool2d(share[None], (rows, cols))[0].tolist()
-        return ["".join("█" if x == 1.0 else "·" if x == 0.0 else "▒" for x in row) for row in drawn]
+        kinds = self.tiles[batch, head]
+        share = torch.where(kinds == EMPTY, 0.0, torch.where(kinds == FULL, 1.0, 0.5)).cpu()
+        sides = [min(most, size) for size in share.shape]
+        drawn: list[list[float]] = torch.nn.functional.adaptive_avg_pool2d(share[None], sides)[0].tolist()
+        return drawn
 
     # Other masks of it
 

@@ -11,7 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["EMPTY", "FULL", "TILE", "WORD", "WORDS", "is_visible", "num_tiles", "packed", "unpacked", "visible"]
+__all__ = [
+    "EMPTY",
+    "FULL",
+    "TILE",
+    "WORD",
+    "WORDS",
+    "is_visible",
+    "lists_of",
+    "num_tiles",
+    "packed",
+    "unpacked",
+    "visible",
+]
 
 TILE = 128
 EMPTY, FULL = -2, -1
@@ -23,6 +35,23 @@ WORDS = TILE // WORD
 def num_tiles(length: int) -> int:
     """Tiles along so many queries or keys."""
     return -(-length // TILE)
+
+
+def lists_of(tiles: Tensor) -> Tensor:
+    """The tiles of a map (batch, heads, rows, columns) that are not empty, as lists (batch, heads, words): of each row,
+    then of each column. A list is the number of its entries, then (tile, kind) of each in order, and as long as if all
+    were listed. Nothing is read back from the device.
+    """
+    parts = []
+    for kinds in (tiles, tiles.transpose(2, 3)):
+        listed = kinds != EMPTY
+        order = (~listed).to(torch.int8).argsort(dim=-1, stable=True)
+        found = tiles.new_empty(*kinds.shape[:-1], 1 + 2 * kinds.shape[-1])
+        found[..., 0] = listed.sum(-1)
+        found[..., 1::2] = order
+        found[..., 2::2] = kinds.gather(-1, order)
+        parts.append(found.flatten(2))
+    return torch.cat(parts, -1)
 
 
 def packed(pairs: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def checked(
     if lengths is not None:
         flags = flags._replace(mask_seqlen_q=lengths[0], mask_seqlen_k=lengths[1])
     seed = seed_tensor(seed, options.dropout)
-    operands = Operands(q, k, v, *operands[3:13], seed)
+    operands = Operands(q, k, v, *operands[3:14], seed)
     return (operands._replace(**scales), flags._replace(**blocks)) if scales else (operands, flags)
 
 
@@ -97,7 +97,8 @@ def _with_tiles(operands: Operands) -> tuple[Operands, tuple[int, int] | None]:
     mask: Any = operands.mask
     if not isinstance(mask, TileMask):
         return operands, None
-    tensors = operands._replace(mask=None, tiles=mask.tiles, tile_bits=mask.bits)
+    lists = mask.lists if mask.tiles.is_cuda else None
+    tensors = operands._replace(mask=None, tiles=mask.tiles, tile_bits=mask.bits, tile_lists=lists)
     return tensors, (mask.seqlen_q, mask.seqlen_k)
 
 

@@ -78,7 +78,7 @@ DTYPES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
         (torch.bool,),
         "0 and 1 become a mask by .bool(); a float tensor that is added to the scores belongs in bias=.",
     ),
-    **dict.fromkeys(("tiles", "tile_bits"), ((torch.int32,), "Make it with tilewise.tile_mask.")),
+    **dict.fromkeys(("tiles", "tile_bits", "tile_lists"), ((torch.int32,), "Make it with tilewise.tile_mask.")),
     "alibi_slopes": ((torch.float32,), "Convert it with .float()."),
     "sinks": (FLOATS, "Convert it to a floating dtype."),
     "seed": ((torch.int64,), "Convert it with .to(torch.int64)."),
@@ -108,7 +108,7 @@ def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], f
         for name, t in zip(Operands._fields, operands, strict=True)
         if t is not None
     }
-    public = public_names(kind) | {"tiles": "mask", "tile_bits": "mask"}
+    public = public_names(kind) | dict.fromkeys(("tiles", "tile_bits", "tile_lists"), "mask")
     sizes = _bind_shapes(SHAPES[f"dense {flags.layout}" if kind == "dense" else kind], specs, public)
     _check_sizes(sizes)
     _check_dtypes(specs, public)
