@@ -246,7 +246,7 @@ def test_the_lists_of_rows_and_columns() -> None:
     mask = random_mask(500, 300, batch=2, heads=3)
     assert mask.lists is mask.lists
     *_, rows, cols = mask.tiles.shape
-    for kinds, lists in zip(mask.tiles.flatten(0, 1), mask.lists.flatten(0, 1), strict=True):
+    for kinds, lists in zip(mask.tiles.flatten(0, 1), mask.lists.view(6, -1), strict=True):
         by_row, by_column = lists.split((rows * (1 + 2 * cols), cols * (1 + 2 * rows)))
         for lines, entries in ((kinds, by_row.view(rows, -1)), (kinds.T, by_column.view(cols, -1))):
             for line, (count, *pairs) in zip(lines.tolist(), entries.tolist(), strict=True):

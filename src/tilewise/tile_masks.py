@@ -356,7 +356,7 @@ class TileMask:
             return []
         kinds = self.tiles[batch, head]
         share = torch.where(kinds == EMPTY, 0.0, torch.where(kinds == FULL, 1.0, 0.5)).cpu()
-        sides = [min(most, size) for size in share.shape]
+        sides = min(most, share.shape[0]), min(most, share.shape[1])
         drawn: list[list[float]] = torch.nn.functional.adaptive_avg_pool2d(share[None], sides)[0].tolist()
         return drawn
 

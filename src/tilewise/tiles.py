@@ -38,8 +38,8 @@ def num_tiles(length: int) -> int:
 
 
 def lists_of(tiles: Tensor) -> Tensor:
-    """The tiles of a map (batch, heads, rows, columns) that are not empty, as lists (batch, heads, words): of each row,
-    then of each column. A list is the number of its entries, then (tile, kind) of each in order, and as long as if all
+    """The tiles of a map (batch, heads, rows, columns) that are not empty, in one dimension: for each sequence and head
+    a list of each row, then of each column. A list is the number of its entries, then (tile, kind) of each in order, and as long as if all
     were listed. Nothing is read back from the device.
     """
     parts = []
@@ -51,7 +51,7 @@ def lists_of(tiles: Tensor) -> Tensor:
         found[..., 1::2] = order
         found[..., 2::2] = kinds.gather(-1, order)
         parts.append(found.flatten(2))
-    return torch.cat(parts, -1)
+    return torch.cat(parts, -1).flatten()
 
 
 def packed(pairs: Tensor) -> Tensor:

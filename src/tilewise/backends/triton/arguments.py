@@ -278,16 +278,18 @@ def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
 
 
 def _list_rows(problem: AttentionProblem) -> dict[str, Any]:
-    """The lists of a tile mask (see listed.py) as rows of (sequence, head, row or column of tiles)."""
+    """The lists of a tile mask (see tilewise.tiles) as rows of (sequence, head, row or column of tiles)."""
     if problem.tiles_shape is None:
         return {"tile_rows": None, "tile_columns": None}
-    batch, heads, *sides = problem.tiles_shape
-    found: dict[str, Any] = {}
-    for name, (count, others) in (("tile_rows", sides), ("tile_columns", sides[::-1])):
-        row = 1 + 2 * others
-        strides = heads * count * row if batch > 1 else 0, count * row if heads > 1 else 0, row
-        found[name] = Rows(Address(name, torch.int32, aligned=False), *strides)
-    return found
+    batch, heads, rows, columns = problem.tiles_shape
+    row, column = 1 + 2 * columns, 1 + 2 * rows
+    of_rows = rows * row
+    head = of_rows + columns * column
+    strides = heads * head if batch > 1 else 0, head if heads > 1 else 0
+    return {
+        "tile_rows": Rows(Address("tile_lists", torch.int32, aligned=False), *strides, row),
+        "tile_columns": Rows(Address("tile_lists", torch.int32, aligned=False, offset=4 * of_rows), *strides, column),
+    }
 
 
 def scale_arguments(views: Views) -> dict[str, Any]:

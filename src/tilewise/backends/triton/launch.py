@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from tilewise import device as devices
+from tilewise import tiles
 from tilewise.backends.gpu import launching
 from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
@@ -49,7 +50,6 @@ from tilewise.backends.triton.arguments import (
     workspace_rows,
 )  # fmt: skip
 from tilewise.backends.triton.configs import MAX_SPLITS, Config, padded
-from tilewise.backends.triton.listed import tile_lists
 from tilewise.backends.triton.planning import Plan, of_rows, plan_for
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LN2, LOG2E
@@ -57,9 +57,8 @@ from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
 # The tensors of a backward: its operands, and table entries in order for the backward of paged keys.
-GIVEN = (*BACKWARD_GIVEN, "order", "page_ends", "tile_rows", "tile_columns")
-# The tensors of a forward: its operands, and the lists of a tile mask.
-FORWARD_GIVEN = (*Operands._fields, "tile_rows")
+GIVEN = (*BACKWARD_GIVEN, "order", "page_ends")
+LISTS = BACKWARD_GIVEN.index("tile_lists")
 # Where the list of the forward's tiles is.
 WORK = Address("workspace", torch.int32)
 STATS_ROWS = 64
@@ -82,9 +81,8 @@ class TunablePass(Pass):
 
 def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
-    operands = _ready(operands)
-    lists = _tile_lists(problem, operands)[:1]
-    made = launching.bound_to(forward_pass, problem, operands, operands.q, True).run((*operands, *lists))
+    operands = _ready(problem, operands)
+    made = launching.bound_to(forward_pass, problem, operands, operands.q, True).run(operands)
     out, lse = launching.heads_first(problem, made["out"]), made["lse"]
     if problem.batch == 0 or problem.seqlen_q == 0:
         return out.zero_(), lse.fill_(float("-inf"))
@@ -93,7 +91,7 @@ def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, 
 
 def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
     """See Binding."""
-    if not _bindable(problem):
+    if not _bindable(problem) or _lacks_lists(problem, operands.tile_lists):
         return None
     return launching.bound_to(forward_pass, problem, operands, operands.q, want_lse)
 
@@ -101,24 +99,25 @@ def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: boo
 def _bindable(problem: AttentionProblem) -> bool:
     """Whether a call only allocates results and launches: see run_forward and run_backward."""
     nothing = 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k)
-    return not (nothing or problem.dropout > 0.0 or problem.tiles_shape or configs.overrides() is not None)
+    return not (nothing or problem.dropout > 0.0 or configs.overrides() is not None)
 
 
-def _ready(operands: Operands) -> Operands:
-    """The operands with the seed on the device."""
+def _ready(problem: AttentionProblem, operands: Operands) -> Operands:
+    """The operands with the seed on the device, and the lists of a tile mask."""
+    if problem.tiles_shape is not None and operands.tile_lists is None:
+        assert operands.tiles is not None
+        # Without those of broadcast sequences and heads.
+        stored = operands.tiles[: problem.tiles_shape[0], : problem.tiles_shape[1]]
+        operands = operands._replace(tile_lists=tiles.lists_of(stored))
     seed, where = operands.seed, operands.q.device
     if seed is None:
         return operands
     return operands._replace(seed=seed.contiguous() if seed.device == where else _filled(seed, where))
 
 
-def _tile_lists(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, ...]:
-    """The lists of a tile mask's rows and columns, without those of broadcast sequences and heads; none without one."""
-    if problem.tiles_shape is None:
-        return ()
-    assert operands.tiles is not None
-    stored = operands.tiles[: problem.tiles_shape[0], : problem.tiles_shape[1]]
-    return tile_lists(stored), tile_lists(stored.transpose(2, 3))
+def _lacks_lists(problem: AttentionProblem, lists: Tensor | None) -> bool:
+    """Whether every call must make the lists of a tile mask."""
+    return problem.tiles_shape is not None and lists is None
 
 
 def _filled(seed: Tensor, where: torch.device) -> Tensor:
@@ -149,7 +148,7 @@ def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, 
     workspace = Allocation.contiguous((elements + 4,), torch.float32) if elements else None
     made = launching.in_layout(problem, results) | {"workspace": workspace}
     read = ("out", "lse") if want_lse else ("out",)
-    return _kind()(calls, FORWARD_GIVEN, made, device, index, read=read, copied=_copied_sinks(views))
+    return _kind()(calls, Operands._fields, made, device, index, read=read, copied=_copied_sinks(views))
 
 
 _kept_forward = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_forward)
@@ -209,11 +208,9 @@ def run_backward(
         dout = dout.contiguous()
     if problem.batch == 0 or problem.seqlen_q == 0:
         return _zero_gradients(problem, operands, wanted)
-    operands = _ready(operands)
+    operands = _ready(problem, operands)
     paged = problem.page_size is not None and (wanted.dk or wanted.dv)
-    order: tuple[Tensor | None, ...] = _pages_in_order(problem, operands) if paged else ()
-    if problem.tiles_shape is not None:
-        order = (*(order or (None, None)), *_tile_lists(problem, operands))
+    order = _pages_in_order(problem, operands) if paged else ()
     given = (dout, dlse, out, lse, *operands)
     made = launching.bound_to(backward_pass, problem, given, operands.q, wanted).run((*given, *order))
     dq, dk, dv = (launching.heads_first(problem, made[name]) if name in made else None for name in ("dq", "dk", "dv"))
@@ -235,7 +232,7 @@ def bind_backward(
     problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted
 ) -> Pass | None:
     """See Binding; `given` in the order of BACKWARD_GIVEN."""
-    if not _bindable(problem) or problem.page_size is not None:
+    if not _bindable(problem) or problem.page_size is not None or _lacks_lists(problem, given[LISTS]):
         return None
     return launching.bound_to(backward_pass, problem, given, q, wanted)
 

@@ -1,9 +1,8 @@
 """Tile masks: loops over the tiles that a mask lists (see tilewise.tiles), in place of the loops over all keys or
 queries of the other kernels.
 
-A list has the number of its entries, then (tile, kind) of each, in order. `tile_lists` makes the lists of all rows and
-of all columns of tiles from the map, on the device and without waiting for it. Sides of kernel tiles divide 128, so
-each lies in one tile of the mask, and one test per kernel tile says whether bits are read.
+A list has the number of its entries, then (tile, kind) of each, in order. Sides of kernel tiles divide 128, so each
+lies in one tile of the mask, and one test per kernel tile says whether bits are read.
 """
 
 # Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
@@ -12,10 +11,8 @@ each lies in one tile of the mask, and one test per kernel tile says whether bit
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tilewise import tiles
 from tilewise.backends.triton.primitives import NEG_INF
@@ -24,17 +21,6 @@ TILE, WORD = tl.constexpr(tiles.TILE), tl.constexpr(tiles.WORD)
 EMPTY = tl.constexpr(tiles.EMPTY)
 # Words of a tile's bits.
 TILE_WORDS = tl.constexpr(tiles.WORDS * tiles.TILE)
-
-
-def tile_lists(kinds: Tensor) -> Tensor:
-    """The lists (..., rows, 1 + 2 * columns) of a map's rows."""
-    listed = kinds != tiles.EMPTY
-    order = (~listed).to(torch.int8).argsort(dim=-1, stable=True)
-    found = kinds.new_empty(*kinds.shape[:-1], 1 + 2 * kinds.shape[-1])
-    found[..., 0] = listed.sum(-1)
-    found[..., 1::2] = order
-    found[..., 2::2] = kinds.gather(-1, order)
-    return found
 
 
 @triton.jit
