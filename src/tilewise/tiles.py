@@ -39,8 +39,8 @@ def num_tiles(length: int) -> int:
 
 def lists_of(tiles: Tensor) -> Tensor:
     """The tiles of a map (batch, heads, rows, columns) that are not empty, in one dimension: for each sequence and head
-    a list of each row, then of each column. A list is the number of its entries, then (tile, kind) of each in order, and as long as if all
-    were listed. Nothing is read back from the device.
+    a list of each row, then of each column. A list is the number of its entries, then (tile, kind) of each in order,
+    and as long as if all were listed. Nothing is read back from the device.
     """
     parts = []
     for kinds in (tiles, tiles.transpose(2, 3)):
