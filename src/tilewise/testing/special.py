@@ -45,6 +45,8 @@ def fp8_cases() -> list[Case]:
             dense, bias="1hqk", sinks=True, alibi="h", softcap=5.0, dropout=0.2, mask="b1qk", fp8="head"
         ),
         "sinks": dataclasses.replace(dense, sinks=True, causal=True),
+        "tiles": dataclasses.replace(dense, mask="1hqk", tiles=True, causal=True),
+        "tiles_paged_kv": dataclasses.replace(paged, mask="b1qk", tiles=True),
         "longer_q": dataclasses.replace(dense, seqlens_q=(300,), seqlens_k=(150,), causal=True),
         "kv_only": dataclasses.replace(dense, fp8="kv", causal=True),
         "kv_only_fp32": dataclasses.replace(dense, fp8="kv", dtype=torch.float32),
@@ -84,6 +86,7 @@ def padded_cases() -> list[Case]:
     ]
     decode = Case(kind="paged", decode=True, seqlens_q=(1,) * 3, seqlens_k=(65, 0, 130), page_size=16, grad_of=())
     sliced = Case(strides="sliced", causal=True, deterministic=True)
+    every += [dataclasses.replace(case, mask="b1qk", tiles=True) for case in (varlen, paged)]
     return [*every, decode, sliced, dataclasses.replace(sliced, strides="strided_last")]
 
 
