@@ -431,7 +431,6 @@ def forward_program(problem: AttentionProblem) -> str:
         return "decode"
     # e4m3 times its scale does not fit bf16.
     in_tiles = problem.dtype == torch.bfloat16 and not problem.fp8 and host().matrix is not None
-    in_tiles &= problem.tiles_shape is None
     return "forward_matrix" if in_tiles else "forward"
 
 
