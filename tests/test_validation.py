@@ -48,7 +48,7 @@ Call = Callable[..., Any]
 # (call, arguments, the argument that is named, a part of what is expected, a part of what came)
 MISTAKES: dict[str, tuple[Call, Arguments, str, str, str]] = {
     "q is a list": (tw.attention, dense(q=[1.0]), "q", "a torch.Tensor", "list"),
-    "mask is a list": (tw.attention, dense(mask=[True]), "mask", "a torch.Tensor or None", "list"),
+    "mask is a list": (tw.attention, dense(mask=[True]), "mask", "a torch.Tensor, a TileMask or None", "list"),
     "rank 3 q": (tw.attention, dense(q=torch.zeros(4, 5, 8)), "q", "4 dimensions", "(4, 5, 8)"),
     "rank 5 v": (tw.attention, dense(v=torch.zeros(1, 2, 2, 7, 8)), "v", "4 dimensions", "(1, 2, 2, 7, 8)"),
     "rank 4 packed q": (tw.attention_varlen, packed(q=torch.zeros(1, 5, 4, 8)), "q", "3 dimensions", "(1, 5, 4, 8)"),

@@ -15,6 +15,7 @@ from tilewise.fp8.container import Fp8Tensor
 from tilewise.numerics import merge_partials
 from tilewise.operands import Operands, Options, Wanted, Window
 from tilewise.problem import Kind
+from tilewise.tile_masks import TileMask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
         causal: bool
         window: Window | None
         bias: Tensor | None
-        mask: Tensor | None
+        mask: Tensor | TileMask | None
         alibi_slopes: Tensor | None
         softcap: float | None
         sinks: Tensor | None
@@ -76,6 +77,7 @@ __all__ = [
 Attended = Tensor | Fp8Tensor
 # The index tensors (the operands between v and bias) of a call that has none.
 NO_INDICES = (None,) * Operands._fields.index("bias")
+MASK = Operands._fields.index("mask")
 
 
 @overload
@@ -96,7 +98,7 @@ def attention(
     causal: bool = False,
     window: Window | None = None,
     bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TileMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -119,7 +121,7 @@ def attention(
     causal         query i sees key j if j <= i + seqlen_k - seqlen_q: the last query sees all keys
     window         (left, right): only keys from i - left to i + right, counted like `causal`; None: no bound
     bias           added to the scores; broadcasts to (batch, num_heads, seqlen_q, seqlen_k); differentiable
-    mask           boolean, True where a query may see a key; broadcasts like bias
+    mask           boolean, True where a query may see a key; broadcasts like bias; or a TileMask, which skips tiles
     alibi_slopes   (num_heads,) or (batch, num_heads): scores lose slope * distance
     softcap        scores become softcap * tanh(score / softcap)
     sinks          (num_heads,): a logit per head that joins the denominator and has no value; differentiable
@@ -172,7 +174,7 @@ def attention_varlen(
     causal: bool = False,
     window: Window | None = None,
     bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TileMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -240,7 +242,7 @@ def attention_paged(
     causal: bool = False,
     window: Window | None = None,
     bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TileMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -286,9 +288,16 @@ def _attend(
     bias, mask, alibi_slopes, sinks = scores
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
         given = (*given, *NO_INDICES[len(given) :], *scores)
-    tensors, about, groups = given, (), None
+    tensors: tuple[Any, ...] = given
+    about: tuple[Any, ...] = ()
+    groups = None
+    if mask.__class__ is TileMask:
+        lists = mask.lists if mask.tiles.is_cuda else None
+        tensors = (*given[:MASK], None, *given[MASK + 1 :], mask.tiles, mask.bits, lists)
+        about = (mask.seqlen_q, mask.seqlen_k)
     if given[2].__class__ is Fp8Tensor:
-        tensors, about = validation.taken_apart(given)
+        tensors, scales = validation.taken_apart(tensors)
+        about += scales
     count, slot, places = len(tensors), None, None
     if shared_prefix.__class__ is cascade.SharedPrefix:
         groups = shared_prefix[0]

@@ -114,7 +114,8 @@ def _folded_with_tangents(
 
 def _folds(names: Sequence[str], flags: Flags, dims: dict[str, int | None]) -> bool:
     dense = "cu_seqlens_q" not in names and "block_table" not in names
-    return dense and flags.dropout == 0.0 and dims["sinks"] is None
+    shared = all(dims[name] is None for name in ("sinks", "tiles", "tile_bits", "tile_lists"))
+    return dense and flags.dropout == 0.0 and shared
 
 
 def _batch(operands: Operands, dims: dict[str, int | None]) -> int:
@@ -124,9 +125,11 @@ def _batch(operands: Operands, dims: dict[str, int | None]) -> int:
 
 def _folded(name: str, tensor: Tensor | None, dim: int | None, examples: int, batch: int) -> Tensor | None:
     """The operand with `examples` folded into its batch. One that is shared and broadcast stays unchanged."""
-    if tensor is None or (dim is None and name in ("sinks", "seed")):
+    if tensor is None or (dim is None and name in ("sinks", "seed", "tile_bits")):
         return tensor
-    if name in ("bias", "mask"):
+    if name == "tile_lists":
+        return None  # those of the folded map are made when it is read
+    if name in ("bias", "mask", "tiles"):
         shared = dim is None and (tensor.dim() < 4 or tensor.shape[0] == 1)
         return tensor if shared else _spread(tensor, dim, examples, batch)
     if name == "alibi_slopes":

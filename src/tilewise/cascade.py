@@ -107,8 +107,9 @@ def refusal(shared: SharedPrefix, operands: Operands, flags: Flags, spec: Device
     """Why the prefix is not attended separately, or None if it is."""
     if flags.window_left is not None or (flags.window_right is not None and not flags.causal):
         return "a window ends in another place of the prefix for every sequence"
-    for name in ("alibi_slopes", "bias", "mask"):
+    for name in ("alibi_slopes", "bias", "mask", "tiles"):
         if getattr(operands, name) is not None:
+            name = "mask" if name == "tiles" else name
             return f"{name} is another one for every sequence of a group"
     if operands.q_scale is not None:
         return "q in e4m3 has scales of its sequences, not of the groups"

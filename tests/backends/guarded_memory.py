@@ -35,6 +35,7 @@ from tilewise.kv import PagedKVCache
 from tilewise.kv.writing import write_rows
 from tilewise.problem import Kind
 from tilewise.testing import BackendImplementation, Case, generation, implementations, make_inputs, special
+from tilewise.testing.implementations import mask_of
 from tilewise.testing.quantised import attended
 
 PAGE = mmap.PAGESIZE
@@ -127,12 +128,19 @@ class Guarded:
             setattr(Tensor, name, self._copied(getattr(Tensor, name)))
         launch.places = self.places
         judged: Any = implementations
+        judged.mask_of = lambda case, inputs: self.mask(mask_of(case, inputs))
         judged.attended = lambda case, inputs: tuple(self.operand(x) for x in attended(case, inputs))
 
     def operand(self, given: Any) -> Any:
         """q, k or v, which may be e4m3 data with scales."""
         if isinstance(given, Fp8Tensor):
             return dataclasses.replace(given, data=self.copy(given.data), scale=self.copy(given.scale))
+        return given
+
+    def mask(self, given: Any) -> Any:
+        """A mask, which may be a tile mask."""
+        if isinstance(given, tw.TileMask):
+            return dataclasses.replace(given, tiles=self.copy(given.tiles), bits=self.copy(given.bits))
         return given
 
     def _copied(self, method: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -94,6 +94,7 @@ def random_cases(draw: st.DrawFn) -> Case:
         bias=draw(shapes),
         bias_holes=draw(st.booleans()),
         mask=draw(shapes),
+        tiles=draw(st.booleans()),
         sinks=draw(st.booleans()),
         dropout=0.0 if kind == "paged" else draw(st.sampled_from((0.0, 0.0, 0.1, 0.9))),
         scale=draw(st.sampled_from((None, 0.1, 1.0))),

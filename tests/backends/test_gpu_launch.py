@@ -27,6 +27,7 @@ from tilewise.backends.triton.configs import SHORT_KEYS
 from tilewise.canonical import canonical
 from tilewise.operands import Flags, Operands, Wanted
 from tilewise.problem import AttentionProblem
+from tilewise.tile_masks import tile_mask
 
 __all__ = ["fake_cuda"]
 
@@ -112,6 +113,26 @@ def test_twenty_lengths_compile_each_triton_kernel_once(h200: FakeCuda, compiled
     for length in (513, 528, 1000, 1024):  # few keys have a tile of their own in the forward
         train(TRITON, operands_of(length), causal=True)
     assert compiled.names[before:] == ["forward_kernel"]
+
+
+def test_a_tile_mask_is_data(h200: FakeCuda, compiled: Compiled) -> None:
+    """Masks of any pattern, length and number of heads compile each kernel once; a bound call launches one kernel."""
+    for length, heads in ((100, 1), (300, 2), (513, 1), (1024, 2)):
+        mask = tile_mask(lambda _b, h, i, j: (i >= j) & (i + h > 90), length, length, heads=heads)
+        tensors = {"tiles": mask.tiles, "tile_bits": mask.bits, "tile_lists": mask.lists}
+        operands = operands_of(length)._replace(**tensors)
+        sizes = {"mask_seqlen_q": length, "mask_seqlen_k": length}
+        train(TRITON, operands, **sizes)
+        problem, ready = problem_of(operands, **sizes)
+        bound = TRITON.bind_forward(problem, ready, want_lse=False)
+        assert bound is not None
+        h200.expect()
+        bound(operands)
+        assert h200.seen().launches == 1
+        assert TRITON.bind_forward(problem, ready._replace(tile_lists=None), want_lse=False) is None
+    assert sorted(compiled.names) == [
+        "forward_kernel", "key_gradient_kernel", "query_gradient_kernel", "row_stats_kernel",
+    ]  # fmt: skip
 
 
 def test_twenty_lengths_compile_each_hopper_kernel_once(h200: FakeCuda, compiled: Compiled) -> None:

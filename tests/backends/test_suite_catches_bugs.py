@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilewise import tiles
 from tilewise.backends.base import TileShape
 from tilewise.backends.reference import ReferenceBackend
 from tilewise.device import DeviceSpec
@@ -45,6 +46,10 @@ BUGS = {
     "dsinks_sign": "the gradient of the sink has the wrong sign",
     "dk_of_last_head": "the gradient of a shared K head is that of one query head, not the sum",
     "mask_inverted": "True hides instead of showing",
+    "partial_tile_full": "a tile that is visible in part is computed without its bits",
+    "tiles_of_first_head": "every head has the tile mask of the first",
+    "bits_transposed": "the bits of a tile are read with queries and keys exchanged",
+    "first_tile_skipped": "a row of tiles starts with its second one",
 }
 
 
@@ -78,13 +83,17 @@ class ToyBackend:
 
     def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
         del device
-        if self.bug == "neighbour_key" and (problem.bias_shape or problem.mask_shape):
+        if self.bug == "neighbour_key" and (problem.bias_shape or problem.mask_shape or problem.tiles_shape):
             return "the extra key has no bias and no mask"
         return "the toy has no pages" if problem.kind == "paged" else None
 
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
         del problem, device
         return TileShape(BLOCK_M, BLOCK_N)
+
+    def skips_tiles(self, problem: AttentionProblem) -> str:
+        del problem
+        return "nothing is skipped"
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         out = torch.empty(problem.out_shape, dtype=problem.dtype)
@@ -224,7 +233,25 @@ class ToyBackend:
             visible &= distance >= -left + (self.bug == "window_exclusive")
         if operands.mask is not None:
             visible = visible & (operands.mask[inside] ^ (self.bug == "mask_inverted"))
+        if operands.tiles is not None and operands.tile_bits is not None:
+            visible = (
+                visible
+                & self._tiles(operands.tiles, operands.tile_bits, rows)[:, rows.start : rows.stop, n_start:n_stop]
+            )
         return Tile(s.masked_fill(~visible, -math.inf), slope, self._keep(problem, operands, rows, n_start, n_stop))
+
+    def _tiles(self, kinds: Tensor, bits: Tensor, rows: Rows) -> Tensor:
+        """What the tile mask shows of one sequence."""
+        kinds = kinds[rows.sequence].clone()
+        if self.bug == "partial_tile_full":
+            kinds[kinds >= 0] = tiles.FULL
+        if self.bug == "tiles_of_first_head":
+            kinds = kinds[:1].expand_as(kinds)
+        if self.bug == "bits_transposed":
+            bits = tiles.packed(tiles.unpacked(bits).mT.contiguous())
+        if self.bug == "first_tile_skipped":
+            kinds[:, :, :1] = tiles.EMPTY
+        return tiles.visible(kinds, bits, rows.seqlen_q, rows.seqlen_k)
 
     def _keep(self, problem: AttentionProblem, operands: Operands, rows: Rows, n_start: int, n_stop: int) -> Tensor:
         if problem.dropout == 0.0 or operands.seed is None:

@@ -319,6 +319,40 @@ def call(**arguments: Any) -> Tensor:
     return forward.attention_forward(torch.nn.Identity(), q, k, v, **inputs)[0]
 
 
+@pytest.mark.parametrize("queries", [300, 200])
+def test_masks_that_no_flag_describes(queries: int) -> None:
+    """Chunks, and image blocks inside causal text, with padding: tile masks of many queries, made once for all layers,
+    a matrix of few.
+    """
+    blocks = torch.where(torch.arange(300) % 100 < 40, torch.arange(300) // 100, -1).repeat(2, 1)
+
+    def image(b: Any, _h: Any, i: Any, j: Any) -> Any:
+        return (blocks[b, i] == blocks[b, j]) & (blocks[b, i] >= 0)
+
+    functions = (
+        masking_utils.chunked_causal_mask_function(70, torch.tensor([0, 30])),
+        masking_utils.or_masks(masking_utils.causal_mask_function, image),
+    )
+    padding = torch.ones(2, 300, dtype=torch.bool)
+    padding[1, :30] = False
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, queries, 16, generator=draw)
+    k, v = (torch.randn(2, 2, 300, 16, generator=draw) for _ in range(2))
+    for function in functions:
+        sizes: dict[str, Any] = {"batch_size": 2, "q_length": queries, "kv_length": 300, "q_offset": 300 - queries}
+        mask: Any = masks.attention_mask_function(**sizes, mask_function=function, attention_mask=padding)
+        matrix = masking_utils.sdpa_mask(
+            **sizes, mask_function=function, attention_mask=padding, allow_is_causal_skip=False
+        )
+        structure = mask.content
+        assert isinstance(structure.mask, tw.TileMask) == (queries == 300)
+        assert structure.mask is structure.mask
+        out, _ = forward.attention_forward(torch.nn.Module(), q, k, v, mask)
+        expected = tw.attention(q, k, v, mask=matrix, backend="reference").transpose(1, 2)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(mask == 0.0, matrix)
+
+
 def test_an_argument_that_is_not_honoured_raises() -> None:
     with pytest.raises(tw.Unsupported, match=r"does not honour the argument block_indices.*register\(ignore"):
         call(block_indices=torch.zeros(1))

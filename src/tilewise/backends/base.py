@@ -27,6 +27,7 @@ __all__ = [
     "Prefixes",
     "Quantising",
     "Serving",
+    "TileMasking",
     "TileShape",
 ]
 
@@ -94,6 +95,16 @@ class Differentiating(Protocol):
         """Gradients of `sum(out' * dout) + sum(lse' * dlse)` with respect to the operands, tangents held fixed;
         `results` are those of `forward_tangent`.
         """
+
+
+@runtime_checkable
+class TileMasking(Protocol):
+    """A backend that reads tile masks: operands `tiles` and `tile_bits` (see tilewise.tiles)."""
+
+    name: str
+
+    def skips_tiles(self, problem: AttentionProblem) -> str:
+        """How tiles that are empty are skipped, for reports."""
 
 
 class Bound(Protocol):

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise import cascade, dispatch, validation
 from tilewise import device as devices
-from tilewise.backends.base import Explaining
+from tilewise.backends.base import Explaining, TileMasking
 from tilewise.cascade import SharedPrefix
 from tilewise.device import DeviceSpec
 from tilewise.dispatch import Rejection
@@ -25,9 +25,11 @@ from tilewise.plan import cost, report
 from tilewise.plan.advice import TileAdvice, advise
 from tilewise.plan.roofline import Memory, Work, memory_of, naive_work, tiled_work
 from tilewise.problem import AttentionProblem, Kind
+from tilewise.tile_masks import TileMask
+from tilewise.tiles import EMPTY, FULL, TILE
 from tilewise.totals import lengths_of
 
-__all__ = ["Higher", "Plan", "Where", "explain", "plan_of"]
+__all__ = ["Higher", "ListedTiles", "Plan", "Where", "explain", "plan_of"]
 
 # A device of this machine, the name of any known one, or its spec.
 Where = str | torch.device | DeviceSpec | None
@@ -43,6 +45,16 @@ class Higher(NamedTuple):
     rejected: tuple[Rejection, ...]
 
 
+class ListedTiles(NamedTuple):
+    """The tiles of 128 x 128 that a tile mask lists, of all sequences and heads, and that causal and window leave."""
+
+    tiles: TileCounts
+    # The visited part of the tiles that causal and window leave. Unread maps count as full.
+    share: float
+    nbytes: int
+    path: str
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What `attention` would do with a problem on a device. `str(plan)` is the report, `to_dict()` is ready for JSON.
@@ -52,7 +64,8 @@ class Plan:
     `tile` is the backend's own, chosen by measurement; `advice` says which tiles fit the device, and why. `cascade`
     says what happens to a shared prefix that was given; figures still count every sequence's keys. `quantised` says how
     the backend computes with e4m3 operands, `unordered` what differs from run to run, if anything. `higher` says who
-    would compute tangents and second derivatives of the call.
+    would compute tangents and second derivatives of the call. `mask` counts the tiles of a tile mask; FLOPs and times
+    count the pairs of visited tiles.
     """
 
     problem: AttentionProblem
@@ -73,6 +86,7 @@ class Plan:
     cascade: str | None = None
     quantised: str | None = None
     unordered: str | None = None
+    mask: ListedTiles | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain dicts, lists, strings and numbers."""
@@ -102,7 +116,7 @@ def explain(
     causal: bool = False,
     window: Window | None = None,
     bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TileMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -128,7 +142,8 @@ def explain(
     if unknown:
         raise validation.unexpected(explain, unknown)
     data: tuple[Any, Any, Any] = (q, k, v)
-    given = Operands(*data, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, mask, alibi_slopes, sinks)
+    hidden: Any = mask
+    given = Operands(*data, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, hidden, alibi_slopes, sinks)
     kind = _kind_of(given, dropout, layout)
     options = Options(
         causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse, max_seqlen_q, max_seqlen_k
@@ -153,7 +168,9 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -
     grid = TileGrid(*shape)
     bands = _bands(problem, operands if readable else None)
     rated = devices.measured_cpu() if spec == devices.this_cpu() else spec
-    pairs = sum(band.count_pairs() * times for band, times in bands.items()) * problem.num_heads
+    listed = _listed(problem, operands if readable else None, backend)
+    share = 1.0 if listed is None else listed.share
+    pairs = round(sum(band.count_pairs() * times for band, times in bands.items()) * problem.num_heads * share)
     dims = problem.head_dim, problem.head_dim_v
     quantised, unordered = _reported(problem, backend)
     memory = memory_of(problem, [t.numel() * t.dtype.itemsize for t in operands if t is not None])
@@ -170,11 +187,12 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -
         flops_backward=cost.backward_flops(pairs, *dims) if problem.needs_grad else 0,
         memory=memory,
         naive=naive_work(problem, bands, memory, rated),
-        tiled=tiled_work(problem, bands, grid, memory, rated),
+        tiled=tiled_work(problem, bands, grid, memory, rated, share),
         advice=advise(problem, rated),
         higher=Higher(*_choose(dataclasses.replace(problem, higher=True), spec, flags.backend, here=here)),
         quantised=quantised,
         unordered=unordered,
+        mask=listed,
     )
 
 
@@ -241,6 +259,33 @@ def _reported(problem: AttentionProblem, name: str | None) -> tuple[str | None, 
     if not isinstance(backend, Explaining):
         return ("dequantised before the kernels" if problem.fp8 else None), None
     return (backend.fp8_path(problem) if problem.fp8 else None), backend.unordered(problem)
+
+
+def _listed(problem: AttentionProblem, operands: Operands | None, name: str | None) -> ListedTiles | None:
+    """What a tile mask leaves, if there is one and it can be read."""
+    if operands is None or operands.tiles is None or operands.tile_bits is None:
+        return None
+    path = "no backend takes it"
+    if name is not None and isinstance(backend := dispatch.load(name), TileMasking):
+        path = backend.skips_tiles(problem)
+    kinds = operands.tiles.expand(problem.batch, problem.num_heads, -1, -1)
+    inside, whole = (torch.ones(kinds.shape[2:], dtype=torch.bool, device=kinds.device) for _ in range(2))
+    if problem.kind == "dense":
+        band, grid = Band(problem.seqlen_q, problem.seqlen_k, *problem.band), TileGrid(TILE, TILE)
+        inside.fill_(False)
+        whole.fill_(False)
+        for m_block in range(kinds.shape[2]):
+            for tile in band.key_tiles(m_block, grid):
+                inside[m_block, tile.n_block] = True
+                # Keys past the last one do not count: the map calls such a tile full too.
+                end = min((tile.n_block + 1) * TILE, problem.seqlen_k)
+                common = band.keys_common(m_block * TILE, (m_block + 1) * TILE)
+                whole[m_block, tile.n_block] = common.start <= tile.n_block * TILE and end <= common.stop
+    full = int(((kinds == FULL) & whole).sum())
+    visited = int(((kinds != EMPTY) & inside).sum())
+    counts = TileCounts(full, visited - full, kinds.numel() - visited)
+    possible = int(inside.sum()) * problem.batch * problem.num_heads
+    return ListedTiles(counts, visited / max(1, possible), operands.tiles.nbytes + operands.tile_bits.nbytes, path)
 
 
 def _bands(problem: AttentionProblem, operands: Operands | None) -> Counter[Band]:

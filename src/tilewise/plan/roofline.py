@@ -85,15 +85,19 @@ def naive_work(problem: AttentionProblem, bands: Bands, memory: Memory, spec: De
     return _work(problem, spec, flops, traffic, moved, moved, extra)
 
 
-def tiled_work(problem: AttentionProblem, bands: Bands, grid: TileGrid, memory: Memory, spec: DeviceSpec) -> Work:
-    """Attention tile by tile: visible pairs count as work. In addition to the results there is one delta per row."""
+def tiled_work(
+    problem: AttentionProblem, bands: Bands, grid: TileGrid, memory: Memory, spec: DeviceSpec, share: float = 1.0
+) -> Work:
+    """Attention tile by tile: visible pairs count as work, of which a tile mask leaves a `share`. In addition to the
+    results there is one delta per row. The keys that a tile mask skips count as moved.
+    """
     traffic = _total_traffic(
         problem,
         bands,
         lambda band, *dims: cost.tiled_forward(band, grid, *dims),
         lambda band, *dims: cost.tiled_backward(band, grid, *dims),
     )
-    pairs = _total(bands, Band.count_pairs) * problem.num_heads
+    pairs = round(_total(bands, Band.count_pairs) * problem.num_heads * share)
     scores = _total(bands, lambda band: cost.scores_computed(band, grid)) * problem.num_heads
     moved = _bytes(problem, traffic, scores)
     from_memory = min(moved, _behind_cache(problem, bands, grid, spec))

@@ -46,7 +46,8 @@ def _features() -> tuple[Feature, ...]:
         "alibi": {"alibi_h": {"alibi": "h"}, "alibi_bh": {"alibi": "bh"}},
         "softcap": {"softcap": {"softcap": 1.5}},
         "bias": {f"bias_{spec}": {"bias": spec} for spec in ("bhqk", "1hqk", "b1qk", "qk", "bh1k", "bhq1", "h11")},
-        "mask": {f"mask_{spec}": {"mask": spec} for spec in ("bhqk", "b11k", "qk")},
+        "mask": {f"mask_{spec}": {"mask": spec} for spec in ("bhqk", "b11k", "qk")}
+        | {f"tiles_{spec}": {"mask": spec, "tiles": True} for spec in ("bhqk", "qk")},
         "sinks": {"sinks": {"sinks": True}},
         "dropout": {"dropout": {"dropout": 0.3}},
         "scale": {"scale": {"scale": 0.37}},

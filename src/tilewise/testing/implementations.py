@@ -12,15 +12,16 @@ from torch import Tensor
 
 from tilewise import api, dispatch, validation
 from tilewise import device as devices
-from tilewise.backends.base import Backend, Differentiating
+from tilewise.backends.base import Backend
 from tilewise.operands import Operands, Options
 from tilewise.problem import AttentionProblem
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.quantised import attended
 from tilewise.testing.results import Results, differentiate, dropout_seed
+from tilewise.tile_masks import TileMask
 
-__all__ = ["BackendImplementation", "Implementation", "call_api", "installed"]
+__all__ = ["BackendImplementation", "Implementation", "call_api", "installed", "mask_of"]
 
 
 class Implementation(Protocol):
@@ -62,9 +63,7 @@ class BackendImplementation:
         inputs = make_inputs(case, self.device)
         spec = devices.of(self.device)
         problem = dataclasses.replace(_problem(case, inputs, self.name), higher=higher)
-        if higher and not isinstance(backend, Differentiating):
-            return "has no tangents (jvp) and no second derivatives"
-        return backend.unavailable() or backend.supports(problem, spec)
+        return backend.unavailable() or dispatch.refusal(backend, problem, spec)
 
     def run(self, case: Case, inputs: Inputs) -> Results:
         """The public API with `backend=` this one."""
@@ -86,7 +85,7 @@ def call_api(case: Case, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     max_seqlen_q, max_seqlen_k = _bounds(case)
     q, k, v = attended(case, inputs)
     named: dict[str, Any] = {
-        "causal": case.causal, "window": case.window, "bias": inputs.bias, "mask": inputs.mask,
+        "causal": case.causal, "window": case.window, "bias": inputs.bias, "mask": mask_of(case, inputs),
         "alibi_slopes": inputs.alibi_slopes, "softcap": case.softcap, "sinks": inputs.sinks, "scale": case.scale,
         "deterministic": case.deterministic, "backend": backend,
     }  # fmt: skip
@@ -102,6 +101,13 @@ def call_api(case: Case, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     return api.attention_paged(q, k, v, return_lse=True, **named)
 
 
+def mask_of(case: Case, inputs: Inputs) -> Any:
+    """The mask as the call gets it; of a tile mask, only batch and heads broadcast."""
+    if inputs.mask is None or not case.tiles:
+        return inputs.mask
+    return TileMask.from_dense(inputs.mask.expand(*inputs.mask.shape[:-2], case.seqlen_q, case.seqlen_k))
+
+
 def _bounds(case: Case) -> tuple[int | None, int | None]:
     """The longest lengths as the call gets them: dense and decoding calls take none, pages none for keys."""
     if case.kind == "dense" or case.bounds == "none":
@@ -115,6 +121,7 @@ def _problem(case: Case, inputs: Inputs, backend: str) -> AttentionProblem:
         True, *_bounds(case),
     )  # fmt: skip
     named = {name: getattr(inputs, name) for name in Operands._fields[3:] if hasattr(inputs, name)}
+    named["mask"] = mask_of(case, inputs)
     given, seed, needs_grad = Operands(*attended(case, inputs), **named), dropout_seed(case), bool(case.wants_grad)
     operands, flags = validation.checked(case.kind, given, options, seed, cast=False, needs_grad=needs_grad)
     return validation.problem_of(case.kind, operands, flags)

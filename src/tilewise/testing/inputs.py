@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewise.testing.cases import Case
 from tilewise.testing.threads import one_thread
+from tilewise.tiles import TILE
 
 __all__ = ["Inputs", "case_values", "make_inputs"]
 
@@ -195,6 +196,13 @@ class _Factory:
         case = self.case
         shape = self.named_shape(case.mask)
         mask = torch.rand(shape, generator=self.generator) < MASK_KEEPS
+        if case.tiles and mask.dim() >= 2:
+            # Of the tiles, a third is empty and a third full.
+            blocks = [-(-size // TILE) if size > 1 else 1 for size in shape[-2:]]
+            kinds = torch.randint(3, (*shape[:-2], *blocks), generator=self.generator)
+            for dim, size in zip((-2, -1), shape[-2:], strict=True):
+                kinds = kinds.repeat_interleave(TILE, dim).narrow(dim, 0, size)
+            mask = (mask & (kinds > 0)) | (kinds == 2)
         if case.masked_rows:
             mask[..., ::3, :] = False
         return self.laid_out(mask, expand=None, swap=(-2, -1))

@@ -116,7 +116,9 @@ def require_tensors(*, optional: frozenset[str] = OPTIONAL, **tensors: Any) -> N
         if value is None and name in optional:
             continue
         if not isinstance(value, Tensor):
-            kind = "a torch.Tensor" + (" or None" if name in optional else "")
+            kind = (
+                "a torch.Tensor" + (", a TileMask" if name == "mask" else "") + (" or None" if name in optional else "")
+            )
             raise InvalidProblem(name, kind, type(value).__name__, "Convert it with torch.as_tensor.")
         if value.is_nested:
             fix = (

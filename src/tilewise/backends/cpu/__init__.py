@@ -62,6 +62,11 @@ class CpuBackend:
         del problem
         return None
 
+    def skips_tiles(self, problem: AttentionProblem) -> str:
+        """How tile masks are read, for reports."""
+        del problem
+        return "panels of queries visit the tiles of keys that the mask lists; full tiles are not masked"
+
     def fp8_path(self, problem: AttentionProblem) -> str:
         """How e4m3 operands are read, for reports."""
         del problem

@@ -38,7 +38,12 @@ from tilewise.backends.cpu.packing import (
 from tilewise.backends.cpu.scoring import (
     change_scores,
     drop_panel,
+    end_seen,
+    first_seen,
+    is_cut,
+    is_listed,
     k_length,
+    mask_tiles,
     pack_tile,
     prepare_rows,
     q_length,
@@ -140,7 +145,18 @@ def pack_statistics(p: int, ws: int, out: int, at: int, num_rows: int, panel: in
 
 @driver
 def panel_gradient(
-    p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int, k: int, v: int
+    p: int,
+    ws: int,
+    batch: int,
+    head: int,
+    row: int,
+    panel: int,
+    num_rows: int,
+    k0: int,
+    begin: int,
+    end: int,
+    k: int,
+    v: int,
 ) -> None:
     """P and dS of one panel against keys [begin, end) of the tile at k0, whose rows are k and v from `begin` on. They
     are left in the score buffers at `begin`.
@@ -170,9 +186,12 @@ def panel_gradient(
         )
     features, vectors = field(p, f.FEATURES), sz.PANEL // sz.LANES
     edge = first_key < load_i64(bounds + f.MAX_FIRST) or first_key + size - 1 > load_i64(bounds + f.MIN_LAST)
-    if edge or (features & f.CHANGES_SCORES) != 0:
+    cut = is_cut(p, batch, head, row, first_key, size)
+    if edge or cut or (features & f.CHANGES_SCORES) != 0:
         valid = min(size, load_i64(bounds + f.MAX_LAST) + 1 - first_key)
         change_scores(p, ws, s, size, valid, first_key, table, num_rows, ws + field(p, f.WS_CAP))
+    if cut:
+        mask_tiles(p, s, batch, head, row, first_key, size, vectors)
     if features & f.HAS_DROPOUT:
         drop_panel(p, ds, size, first_key, table, batch, vectors)
     rows = 4 * panel * sz.PANEL
@@ -207,21 +226,31 @@ def add_bias_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, fi
 
 
 @driver
+def sees_keys(p: int, ws: int, panel: int, j: int) -> int:
+    """Whether a panel has scores for the keys at j of the present tile."""
+    bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
+    return load_i64(bounds + f.TILE_BEGIN) <= j < load_i64(bounds + f.TILE_END)
+
+
+@driver
 def accumulate_tile(p: int, ws: int, panels: int, size: int, weights: int, x: int, width: int, acc: int) -> None:
     """acc[size keys][width] += weights . x over the panels that see each group of keys; x is in columns."""
     for d in range(0, width, sz.VALUE_STEP):
         column = x + 4 * d * field(p, f.BLOCK_M)
         for j in range(0, size, sz.VALUE_ROWS):
-            first, count = 0, 0
-            for panel in range(panels):
-                bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
-                if load_i64(bounds + f.TILE_BEGIN) <= j < load_i64(bounds + f.TILE_END):
-                    first = panel if count == 0 else first
-                    count += 1
-            if count > 0:
-                seen = weights + first * SCORE_BYTES + 4 * j * sz.PANEL
-                source, place = column + 4 * first * sz.PANEL * sz.VALUE_STEP, acc + 4 * (j * width + d)
-                accumulate_keys(seen, SCORE_BYTES, count, source, 4 * sz.VALUE_STEP, place, 4 * width)
+            first, panel = 0, 0
+            while first < panels:
+                # Runs of panels that see these keys: one under a band, several where a tile mask leaves gaps.
+                panel = first
+                while panel < panels:
+                    if sees_keys(p, ws, panel, j) == 0:
+                        break
+                    panel += 1
+                if panel > first:
+                    seen, place = weights + first * SCORE_BYTES + 4 * j * sz.PANEL, acc + 4 * (j * width + d)
+                    source = column + 4 * first * sz.PANEL * sz.VALUE_STEP
+                    accumulate_keys(seen, SCORE_BYTES, panel - first, source, 4 * sz.VALUE_STEP, place, 4 * width)
+                first = panel + 1
 
 
 @driver
@@ -238,8 +267,11 @@ def accumulate_dq(p: int, ws: int, weights: int, columns: int, panel: int, num_r
 
 
 @driver
-def tile_gradient(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, size: int, key_begin: int) -> None:
+def tile_gradient(
+    p: int, ws: int, batch: int, head: int, first_row: int, count: int, k0: int, size: int, key_begin: int
+) -> None:
     """All panels of a block against the tile of `size` keys at k0."""
+    kv_head = head // field(p, f.GROUP_SIZE)
     width, width_v, work = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), field(p, f.WORK)
     k = pack_tile(p, f.K, field(p, f.HEAD_DIM), width, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_K))
     v = pack_tile(p, f.V, field(p, f.HEAD_DIM_V), width_v, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_V))
@@ -252,6 +284,9 @@ def tile_gradient(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int
         bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
         low = max(0, load_i64(bounds + f.MIN_FIRST) - k0)
         high = min(size, load_i64(bounds + f.MAX_LAST) + 1 - k0)
+        row = first_row + panel * sz.PANEL
+        low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+        high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
         begin, end = low // sz.KEY_STEP * sz.KEY_STEP, (max(high, 0) + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
         if low >= high:
             begin, end = 0, 0
@@ -260,7 +295,7 @@ def tile_gradient(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int
         if begin < end:
             num_rows = min(sz.PANEL, count - panel * sz.PANEL)
             seen_k, seen_v = k + 4 * begin * width, v + 4 * begin * width_v
-            panel_gradient(p, ws, batch, panel, num_rows, k0, begin, end, seen_k, seen_v)
+            panel_gradient(p, ws, batch, head, row, panel, num_rows, k0, begin, end, seen_k, seen_v)
             if work & f.MAKES_DQ:
                 weights, columns = ws + field(p, f.WS_DSCORES), ws + field(p, f.WS_K_COLUMNS)
                 accumulate_dq(p, ws, weights, columns, panel, num_rows, begin, end)
@@ -279,7 +314,7 @@ def block_gradient(
     p: int, ws: int, batch: int, head: int, first_row: int, count: int, key_begin: int, key_end: int
 ) -> None:
     """One block of query rows of one head against a range of keys."""
-    kv_head, width = head // field(p, f.GROUP_SIZE), field(p, f.DIM_WIDE)
+    width = field(p, f.DIM_WIDE)
     prepare_rows(p, ws, batch, head, first_row, count, key_begin, key_end)
     first, last = f.UNBOUNDED, -1
     for panel in range((count + sz.PANEL - 1) // sz.PANEL):
@@ -287,6 +322,8 @@ def block_gradient(
         first, last = min(first, load_i64(bounds + f.MIN_FIRST)), max(last, load_i64(bounds + f.MAX_LAST))
     makes_dq = field(p, f.WORK) & f.MAKES_DQ
     if (first > last and makes_dq == 0) or stops(p):
+        return
+    if makes_dq == 0 and is_listed(p, batch, head, first_row, first_row + count, max(0, first), last + 1) == 0:
         return
     store_i64(ws + field(p, f.WS_HEAD_ROW), head)
     store_i64(ws + field(p, f.WS_HEAD_ROW) + 8, first_row)
@@ -296,7 +333,9 @@ def block_gradient(
     while k0 <= last:
         if stops_at(p, k0):
             break
-        tile_gradient(p, ws, batch, kv_head, count, k0, min(sz.BLOCK_N, last + 1 - k0), key_begin)
+        size = min(sz.BLOCK_N, last + 1 - k0)
+        if is_listed(p, batch, head, first_row, first_row + count, k0, k0 + size):
+            tile_gradient(p, ws, batch, head, first_row, count, k0, size, key_begin)
         k0 += sz.BLOCK_N
     if makes_dq:
         row = q_start(p, batch) + first_row

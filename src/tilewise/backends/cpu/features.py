@@ -72,6 +72,28 @@ def mask_band(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Va
     change_each(e, s, num_keys, vectors, change, (table, (f.ROW_LAST, f.ROW_FIRST)))
 
 
+@kernel("iiiii")
+def mask_bits(e: Emitter, s: Value, num_keys: Value, words: Value, first_row: Value, vectors: Value) -> None:
+    """S = -inf where the bit of the key's word is 0. The panel's first query has bit `first_row`."""
+    b, hidden = e.b, e.f32s(-float("inf"))
+    zero, one = e.i32s(0), e.i32s(1)
+    lanes = ir.Constant(e.int_vector, list(range(e.lanes)))
+
+    def prepare(at: Value) -> Callable[[Value, Value], None]:
+        first = b.add(first_row, b.lshr(at, e.i64(2)))
+        own = b.shl(one, b.add(e.splat(b.trunc(first, I32)), lanes))
+
+        def body(n: Value, offset: Value) -> None:
+            word = e.load(b.add(words, b.mul(n, e.i64(4))), I32)
+            place = b.add(s, offset)
+            seen = b.icmp_signed("!=", b.and_(e.splat(word), own), zero)
+            e.store(place, b.select(seen, e.load(place), hidden))
+
+        return body
+
+    each_score(e, vectors, num_keys, prepare)
+
+
 @kernel("iiifi")
 def apply_softcap(e: Emitter, s: Value, num_keys: Value, vectors: Value, cap: Value, slope: Value) -> None:
     """S (already divided by the cap) = cap * tanh(s). If `slope` is an address, 1 - tanh^2 is stored there."""

@@ -28,7 +28,12 @@ from tilewise.backends.cpu.scoring import (
     change_scores,
     drop_panel,
     e4m3_factor,
+    end_seen,
+    first_seen,
+    is_cut,
+    is_listed,
     k_length,
+    mask_tiles,
     pack_tile,
     pack_values_tile,
     prepare_rows,
@@ -83,8 +88,12 @@ def mask_keys(s: int, begin: int, end: int, first_key: int, table: int, tile_max
 
 
 @driver
-def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, size: int, k: int) -> None:
-    """Scores of a panel with `size` keys from `first_key` on, and their maxima. Only keys at an edge are masked."""
+def panel_scores(
+    p: int, ws: int, batch: int, head: int, row: int, panel: int, num_rows: int, first_key: int, size: int, k: int
+) -> None:
+    """Scores of a panel, whose first row is `row`, with `size` keys from `first_key` on, and their maxima. Only keys at
+    an edge, and in tiles that a tile mask hides in part, are masked.
+    """
     s, tile_max = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_MAX)
     width, vectors = field(p, f.DIM_PADDED), (num_rows + sz.LANES - 1) // sz.LANES
     table, bounds = (
@@ -96,7 +105,8 @@ def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, siz
     inner = (max(0, load_i64(bounds + f.MAX_FIRST) - first_key) + sz.SCORE_KEYS - 1) // sz.SCORE_KEYS * sz.SCORE_KEYS
     outer = max(0, min(size, load_i64(bounds + f.MIN_LAST) + 1 - first_key)) // sz.SCORE_KEYS * sz.SCORE_KEYS
     changed = (field(p, f.FEATURES) & f.CHANGES_SCORES) != 0
-    if inner >= outer or changed:
+    cut = is_cut(p, batch, head, row, first_key, size)
+    if inner >= outer or changed or cut:
         inner, outer = size, size
     fill(tile_max, sz.PANEL, MINUS_INF)
     for j in range(0, size, sz.SCORE_KEYS):
@@ -107,6 +117,12 @@ def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, siz
         valid = min(size, load_i64(bounds + f.MAX_LAST) + 1 - first_key)
         slope = ws + field(p, f.WS_CAP) if field(p, f.WS_CAP) != 0 else 0
         change_scores(p, ws, s, size, valid, first_key, table, num_rows, slope)
+        if cut:
+            mask_tiles(p, s, batch, head, row, first_key, size, vectors)
+        row_max(s, size, tile_max, vectors)
+    elif cut:
+        mask_band(s, size, first_key, table, vectors)
+        mask_tiles(p, s, batch, head, row, first_key, size, vectors)
         row_max(s, size, tile_max, vectors)
     else:
         mask_keys(s, 0, inner, first_key, table, tile_max, vectors)
@@ -114,14 +130,26 @@ def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, siz
 
 
 @driver
-def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int, k: int) -> None:
+def panel_step(
+    p: int,
+    ws: int,
+    batch: int,
+    head: int,
+    row: int,
+    panel: int,
+    num_rows: int,
+    k0: int,
+    begin: int,
+    end: int,
+    k: int,
+) -> None:
     """One panel against keys [begin, end) of the tile k at k0: scores, softmax, and values into the accumulator."""
     s, size, first_key = ws + field(p, f.WS_SCORES), end - begin, k0 + begin
     tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
     width_v, vectors = field(p, f.DIM_V_PADDED), (num_rows + sz.LANES - 1) // sz.LANES
     acc = ws + field(p, f.WS_ACC) + 4 * panel * sz.PANEL * width_v
     running = acc_state(p, ws) + 4 * panel * sz.PANEL
-    panel_scores(p, ws, panel, num_rows, first_key, size, k + 4 * begin * field(p, f.DIM_PADDED))
+    panel_scores(p, ws, batch, head, row, panel, num_rows, first_key, size, k + 4 * begin * field(p, f.DIM_PADDED))
     row_sum, to_log2 = running + 4 * field(p, f.BLOCK_M), scalar_bits(field(p, f.TO_LOG2))
     softmax(s, size, running, row_sum, tile_max, alpha, vectors, to_log2)
     if field(p, f.FEATURES) & f.HAS_DROPOUT:
@@ -134,8 +162,9 @@ def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, 
 
 
 @driver
-def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
+def tile_loop(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
     """Stream the keys that any row of the block sees, tile by tile, panel by panel."""
+    kv_head = head // field(p, f.GROUP_SIZE)
     panels = (count + sz.PANEL - 1) // sz.PANEL
     bounds = ws + field(p, f.WS_PANELS)
     first, last = f.UNBOUNDED, -1
@@ -150,6 +179,9 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
             fold_rows(p, ws, count)
             begin_rows(p, ws + field(p, f.WS_ACC), ws + field(p, f.WS_ACC), panels * sz.PANEL)
         size = min(sz.BLOCK_N, last + 1 - k0)
+        if is_listed(p, batch, head, first_row, first_row + count, k0, k0 + size) == 0:
+            k0 += sz.BLOCK_N
+            continue
         k = pack_tile(
             p, f.K, field(p, f.HEAD_DIM), field(p, f.DIM_PADDED), batch, kv_head, k0, k0 + size, ws + field(p, f.WS_K)
         )
@@ -157,9 +189,12 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
         for panel in range(panels):
             low = max(0, load_i64(bounds + panel * f.PANEL_BYTES + f.MIN_FIRST) - k0)
             high = min(size, load_i64(bounds + panel * f.PANEL_BYTES + f.MAX_LAST) + 1 - k0)
+            row = first_row + panel * sz.PANEL
+            low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+            high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
             if low < high:
                 begin, end = low // sz.KEY_STEP * sz.KEY_STEP, (high + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
-                panel_step(p, ws, batch, panel, min(sz.PANEL, count - panel * sz.PANEL), k0, begin, end, k)
+                panel_step(p, ws, batch, head, row, panel, min(sz.PANEL, count - panel * sz.PANEL), k0, begin, end, k)
         k0 += sz.BLOCK_N
 
 
@@ -173,7 +208,6 @@ def forward_item(p: int, ws: int, item: int) -> None:
     # The rows of a unit continue from head to head.
     head = unit * field(p, f.HEADS_PER_UNIT) + first_row // q_length(p, batch)
     first_row = first_row % q_length(p, batch)
-    kv_head = head // field(p, f.GROUP_SIZE)
     k_len = k_length(p, batch)
     k_begin = chunk * field(p, f.CHUNK)
     k_end = k_len if chunk == num_chunks - 1 else min(k_len, k_begin + field(p, f.CHUNK))
@@ -183,7 +217,7 @@ def forward_item(p: int, ws: int, item: int) -> None:
     block = ws + field(p, f.WS_ACC)
     begin_rows(p, block, block, padded)
     begin_totals(p, ws, padded)
-    tile_loop(p, ws, batch, kv_head, count)
+    tile_loop(p, ws, batch, head, first_row, count)
     if field(p, f.WS_TOTAL) != 0:
         fold_rows(p, ws, count)
         block = ws + field(p, f.WS_TOTAL)

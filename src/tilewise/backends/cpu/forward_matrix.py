@@ -35,8 +35,13 @@ from tilewise.backends.cpu.packing import fill, scale_rows, untranspose_panel
 from tilewise.backends.cpu.scoring import (
     change_scores,
     drop_panel,
+    end_seen,
+    first_seen,
+    is_cut,
+    is_listed,
     k_length,
     kv_address,
+    mask_tiles,
     prepare_rows,
     q_length,
     q_start,
@@ -334,8 +339,12 @@ def rows_tile(
 
 
 @driver
-def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, size: int, k: int) -> None:
-    """Scores of a panel with `size` keys from `first_key` on, all features applied, and their maxima."""
+def panel_scores(
+    p: int, ws: int, batch: int, head: int, row: int, panel: int, num_rows: int, first_key: int, size: int, k: int
+) -> None:
+    """Scores of a panel, whose first row is `row`, with `size` keys from `first_key` on, all features applied, and
+    their maxima.
+    """
     s, tile_max = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_MAX)
     width, vectors = field(p, f.DIM_PADDED), (num_rows + sz.LANES - 1) // sz.LANES
     table, bounds = (
@@ -360,17 +369,31 @@ def panel_scores(p: int, ws: int, panel: int, num_rows: int, first_key: int, siz
             mask_band(s, inner, first_key, table, vectors)
         if outer < size:
             mask_band(s + 4 * outer * sz.PANEL, size - outer, first_key + outer, table, vectors)
+    if is_cut(p, batch, head, row, first_key, size):
+        mask_tiles(p, s, batch, head, row, first_key, size, vectors)
     fill(tile_max, sz.PANEL, MINUS_INF)
     row_max(s, size, tile_max, vectors)
 
 
 @driver
-def panel_step(p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int, k: int) -> None:
+def panel_step(
+    p: int,
+    ws: int,
+    batch: int,
+    head: int,
+    row: int,
+    panel: int,
+    num_rows: int,
+    k0: int,
+    begin: int,
+    end: int,
+    k: int,
+) -> None:
     """One panel against keys [begin, end) of the tile k at k0: scores, softmax, and values into the accumulator."""
     s, size, first_key = ws + field(p, f.WS_SCORES), end - begin, k0 + begin
     tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
     width_v, vectors = field(p, f.DIM_V_PADDED), (num_rows + sz.LANES - 1) // sz.LANES
-    panel_scores(p, ws, panel, num_rows, first_key, size, k + 2 * begin * field(p, f.DIM_PADDED))
+    panel_scores(p, ws, batch, head, row, panel, num_rows, first_key, size, k + 2 * begin * field(p, f.DIM_PADDED))
     running, weights = acc_state(p, ws) + 4 * panel * sz.PANEL, ws + field(p, f.WS_WEIGHTS)
     row_sum, to_log2 = running + 4 * field(p, f.BLOCK_M), scalar_bits(field(p, f.TO_LOG2))
     if field(p, f.FEATURES) & f.HAS_DROPOUT:
@@ -405,8 +428,9 @@ def rows_of_sums(p: int, ws: int, padded: int) -> None:
 
 
 @driver
-def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
+def tile_loop(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
     """Stream the keys that any row of the block sees, tile by tile, panel by panel."""
+    kv_head = head // field(p, f.GROUP_SIZE)
     panels, bounds = (count + sz.PANEL - 1) // sz.PANEL, ws + field(p, f.WS_PANELS)
     width, width_v = field(p, f.DIM_PADDED), field(p, f.DIM_V_PADDED)
     v = ws + field(p, f.WS_V)
@@ -423,6 +447,9 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
             fold_rows(p, ws, count)
             begin_rows(p, ws + field(p, f.WS_ACC), ws + field(p, f.WS_ACC_T), panels * sz.PANEL)
         size = min(KEYS, last + 1 - k0)
+        if is_listed(p, batch, head, first_row, first_row + count, k0, k0 + size) == 0:
+            k0 += KEYS
+            continue
         end_key = k0 + size
         k = rows_tile(p, f.K, field(p, f.HEAD_DIM), width, batch, kv_head, k0, end_key, ws + field(p, f.WS_K))
         rows_v = rows_tile(
@@ -432,9 +459,13 @@ def tile_loop(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
         for panel in range(panels):
             low = max(0, load_i64(bounds + panel * f.PANEL_BYTES + f.MIN_FIRST) - k0)
             high = min(size, load_i64(bounds + panel * f.PANEL_BYTES + f.MAX_LAST) + 1 - k0)
+            row = first_row + panel * sz.PANEL
+            low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+            high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
             if low < high:
                 begin, stop = low // STEP * STEP, (high + STEP - 1) // STEP * STEP
-                panel_step(p, ws, batch, panel, min(sz.PANEL, count - panel * sz.PANEL), k0, begin, stop, k)
+                num_rows = min(sz.PANEL, count - panel * sz.PANEL)
+                panel_step(p, ws, batch, head, row, panel, num_rows, k0, begin, stop, k)
         k0 += KEYS
 
 
@@ -456,7 +487,7 @@ def matrix_item(p: int, ws: int, item: int) -> None:
     block = ws + field(p, f.WS_ACC)
     begin_rows(p, block, ws + field(p, f.WS_ACC_T), padded)
     begin_totals(p, ws, padded)
-    tile_loop(p, ws, batch, head // field(p, f.GROUP_SIZE), count)
+    tile_loop(p, ws, batch, head, first_row, count)
     rows_of_sums(p, ws, padded)
     if field(p, f.WS_TOTAL) != 0:
         fold_rows(p, ws, count)

@@ -24,6 +24,7 @@ from tilewise.backends.cpu.schedule import Lengths, Schedule, round_up
 from tilewise.numerics import LOG2E, dropout_threshold
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
+from tilewise.tiles import TILE
 
 DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 # Minimum work per thread. Waking a thread costs less than it saves from here on; but if other processes want the cores,
@@ -165,6 +166,8 @@ def put_operands(
         put(values, _sequence_fields(operands, keep))
     if problem.fp8:
         put(values, _scale_fields(problem, operands))
+    if problem.tiles_shape is not None:
+        put(values, _tile_fields(operands, keep))
     if values[f.FEATURES] or problem.has_sinks:
         put(values, _feature_fields(problem, operands, keep))
 
@@ -202,6 +205,18 @@ def _scale_fields(problem: AttentionProblem, operands: Operands) -> Block:
             strides = (4 * stride for stride in scale.stride())
             block |= dict(enumerate((scale.data_ptr(), *strides, rows or 0), position))
     return block
+
+
+def _tile_fields(operands: Operands, keep: list[Tensor]) -> Block:
+    """A tile mask: rows of the map are contiguous, and so are its bits."""
+    tiles, bits = operands.tiles, operands.tile_bits
+    assert tiles is not None
+    assert bits is not None
+    tiles = tiles if tiles.stride(3) == 1 or tiles.shape[3] == 1 else tiles.contiguous()
+    keep += [tiles, bits.contiguous()]
+    batch, head, row = (4 * stride for stride in tiles.stride()[:3])
+    places = (tiles.data_ptr(), batch, head, row, TILE * tiles.shape[3], keep[-1].data_ptr())
+    return dict(enumerate(places, f.TILES))
 
 
 def _feature_fields(problem: AttentionProblem, operands: Operands, keep: list[Tensor]) -> Block:

@@ -58,11 +58,16 @@ def kv_item(problem: AttentionProblem) -> int:
 
 def decodes(problem: AttentionProblem) -> bool:
     """Whether a problem takes the decode path."""
-    return problem.seqlen_q * problem.group_size <= DECODE_ROWS
+    return problem.seqlen_q * problem.group_size <= DECODE_ROWS and problem.tiles_shape is None
 
 
 def shares_panels(problem: AttentionProblem) -> bool:
-    """Whether a GQA group is computed together: its rows fit a block, so K and V are packed once."""
+    """Whether a GQA group is computed together: its rows fit a block, so K and V are packed once.
+
+    Not under a tile mask, whose panels lie in one tile of one head.
+    """
+    if problem.tiles_shape is not None:
+        return False
     return problem.group_size > 1 and problem.seqlen_q * problem.group_size <= host().block_m
 
 

@@ -10,7 +10,7 @@ from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu import shapes as sz
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.emit import BOOL, E4M3_UNIT, FP32
-from tilewise.backends.cpu.features import add_alibi, add_panel, apply_softcap, drop, gather_row, mask_band
+from tilewise.backends.cpu.features import add_alibi, add_panel, apply_softcap, drop, gather_row, mask_band, mask_bits
 from tilewise.backends.cpu.intrinsics import (
     field,
     load_f32,
@@ -22,9 +22,15 @@ from tilewise.backends.cpu.intrinsics import (
     store_i64,
 )
 from tilewise.backends.cpu.packing import fill, pack_rows, pack_values, transpose_panel
+from tilewise.tiles import EMPTY, FULL, TILE, WORD, WORDS
 
 # Row tables hold keys as int32: the last key of a row without keys, and the first key of a row that starts after all.
 NO_KEY, PAST_KEYS = -1, (1 << 31) - 1
+MINUS_INF = -float("inf")
+# Bytes of a tile's bits, and of those of its queries that share words.
+TILE_BYTES, WORD_BYTES = 4 * WORDS * TILE, 4 * TILE
+# The bits of one panel, which lie in one word.
+PANEL_BITS = (1 << sz.PANEL) - 1
 
 
 @driver
@@ -277,3 +283,99 @@ def change_scores(
         rows = table + f.ROW_MASK * sz.FIELD_BYTES
         add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, f.MASK_KEY), BOOL)
     mask_band(s, num_keys, first_key, table, vectors)
+
+
+@driver
+def tile_kind(p: int, batch: int, head: int, row: int, key: int) -> int:
+    """What a tile mask says of the tile that holds this row and key. Past the map, lengths hide every key."""
+    if key >= field(p, f.TILES_KEYS):
+        return FULL
+    place = batch * field(p, f.TILES_BATCH) + head * field(p, f.TILES_HEAD) + row // TILE * field(p, f.TILES_ROW)
+    return load_i32(field(p, f.TILES) + place + 4 * (key // TILE))
+
+
+@driver
+def is_listed(p: int, batch: int, head: int, first_row: int, end_row: int, begin: int, end: int) -> int:
+    """Whether any of these rows may see any of the keys [begin, end) by the tile mask."""
+    if field(p, f.TILES) == 0:
+        return 1
+    for row in range(first_row // TILE * TILE, end_row, TILE):
+        for key in range(begin // TILE * TILE, end, TILE):
+            if tile_kind(p, batch, head, row, key) != EMPTY:
+                return 1
+    return 0
+
+
+@driver
+def words_of(p: int, kind: int, row: int, key: int) -> int:
+    """Address of the word that holds a key's bits for the panel that starts at `row`."""
+    return field(p, f.TILE_BITS) + kind * TILE_BYTES + row % TILE // WORD * WORD_BYTES + 4 * (key % TILE)
+
+
+@driver
+def is_seen(p: int, kind: int, row: int, key: int) -> int:
+    """Whether any query of the panel that starts at `row` sees the key, in a tile with bits."""
+    return (load_i32(words_of(p, kind, row, key)) >> (row % WORD)) & PANEL_BITS
+
+
+@driver
+def first_seen(p: int, batch: int, head: int, row: int, begin: int, end: int) -> int:
+    """The first key in [begin, end) that the tile mask shows to the panel at `row`; `end` if there is none."""
+    if field(p, f.TILES) == 0:
+        return begin
+    while begin < end:
+        kind = tile_kind(p, batch, head, row, begin)
+        if kind == FULL:
+            return begin
+        stop = min(end, (begin // TILE + 1) * TILE)
+        if kind != EMPTY:
+            while begin < stop:
+                if is_seen(p, kind, row, begin):
+                    return begin
+                begin += 1
+        begin = stop
+    return end
+
+
+@driver
+def end_seen(p: int, batch: int, head: int, row: int, begin: int, end: int) -> int:
+    """Behind the last key in [begin, end) that the tile mask shows to the panel; `begin` if there is none."""
+    if field(p, f.TILES) == 0:
+        return end
+    while begin < end:
+        kind = tile_kind(p, batch, head, row, end - 1)
+        if kind == FULL:
+            return end
+        start = max(begin, (end - 1) // TILE * TILE)
+        if kind != EMPTY:
+            while start < end:
+                if is_seen(p, kind, row, end - 1):
+                    return end
+                end -= 1
+        end = start
+    return begin
+
+
+@driver
+def is_cut(p: int, batch: int, head: int, row: int, first_key: int, size: int) -> int:
+    """Whether the tile mask hides any pair of the row's panel and these keys."""
+    if field(p, f.TILES) == 0:
+        return 0
+    for key in range(first_key // TILE * TILE, first_key + size, TILE):
+        if tile_kind(p, batch, head, row, key) != FULL:
+            return 1
+    return 0
+
+
+@driver
+def mask_tiles(p: int, s: int, batch: int, head: int, row: int, first_key: int, size: int, vectors: int) -> None:
+    """S = -inf where the tile mask hides a pair; a panel of rows from `row` on, which lie in one tile."""
+    key = first_key
+    while key < first_key + size:
+        end = min((key // TILE + 1) * TILE, first_key + size)
+        kind, place = tile_kind(p, batch, head, row, key), s + 4 * (key - first_key) * sz.PANEL
+        if kind == EMPTY:
+            fill(place, (end - key) * sz.PANEL, MINUS_INF)
+        elif kind != FULL:
+            mask_bits(place, end - key, words_of(p, kind, row, key), row % WORD, vectors)
+        key = end

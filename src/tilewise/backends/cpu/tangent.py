@@ -20,7 +20,10 @@ from tilewise.backends.cpu.microkernels import scores, softmax, weigh_values
 from tilewise.backends.cpu.packing import fill, store_row
 from tilewise.backends.cpu.scoring import (
     drop_panel,
+    end_seen,
+    first_seen,
     gather_panel,
+    is_listed,
     k_length,
     pack_tile,
     pack_values_tile,
@@ -85,7 +88,18 @@ def weigh_both(p: int, ws: int, t: int, s: int, begin: int, size: int, acc: int,
 
 @driver
 def tangent_step(
-    p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int, k: int, tk: int
+    p: int,
+    ws: int,
+    batch: int,
+    head: int,
+    row: int,
+    panel: int,
+    num_rows: int,
+    k0: int,
+    begin: int,
+    end: int,
+    k: int,
+    tk: int,
 ) -> None:
     """One panel against keys [begin, end) of the tiles k and tk at k0."""
     s, t, size, first_key = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_TSCORES), end - begin, k0 + begin
@@ -97,7 +111,7 @@ def tangent_step(
     width, features = field(p, f.DIM_PADDED), field(p, f.FEATURES)
     running = acc_state(p, ws) + 4 * panel * sz.PANEL
     row_sum, factor = running + 4 * field(p, f.BLOCK_M), scalar_bits(field(p, f.TANGENT_SCALE))
-    panel_scores(p, ws, panel, num_rows, first_key, size, k + 4 * begin * width)
+    panel_scores(p, ws, batch, head, row, panel, num_rows, first_key, size, k + 4 * begin * width)
     softmax(s, size, running, row_sum, ws + field(p, f.WS_MAX), alpha, vectors, scalar_bits(field(p, f.TO_LOG2)))
     q_bytes = 4 * panel * sz.PANEL * field(p, f.DIM_LANES)
     q, tq = ws + field(p, f.WS_Q) + q_bytes, ws + field(p, f.WS_TQ) + q_bytes
@@ -123,8 +137,9 @@ def tangent_step(
 
 
 @driver
-def tangent_tiles(p: int, ws: int, batch: int, kv_head: int, count: int) -> None:
+def tangent_tiles(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
     """Stream the keys that any row of the block sees, tile by tile, panel by panel."""
+    kv_head = head // field(p, f.GROUP_SIZE)
     panels = (count + sz.PANEL - 1) // sz.PANEL
     bounds, width, dim = ws + field(p, f.WS_PANELS), field(p, f.DIM_PADDED), field(p, f.HEAD_DIM)
     first, last = f.UNBOUNDED, -1
@@ -136,6 +151,9 @@ def tangent_tiles(p: int, ws: int, batch: int, kv_head: int, count: int) -> None
         if stops_at(p, k0):
             break
         size, tk = min(sz.BLOCK_N, last + 1 - k0), 0
+        if is_listed(p, batch, head, first_row, first_row + count, k0, k0 + size) == 0:
+            k0 += sz.BLOCK_N
+            continue
         k = pack_tile(p, f.K, dim, width, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_K))
         if field(p, f.TK) != 0:
             tk = pack_tile(p, f.TK, dim, width, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_TK))
@@ -145,9 +163,13 @@ def tangent_tiles(p: int, ws: int, batch: int, kv_head: int, count: int) -> None
         for panel in range(panels):
             low = max(0, load_i64(bounds + panel * f.PANEL_BYTES + f.MIN_FIRST) - k0)
             high = min(size, load_i64(bounds + panel * f.PANEL_BYTES + f.MAX_LAST) + 1 - k0)
+            row = first_row + panel * sz.PANEL
+            low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+            high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
             if low < high:
                 begin, end = low // sz.KEY_STEP * sz.KEY_STEP, (high + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
-                tangent_step(p, ws, batch, panel, min(sz.PANEL, count - panel * sz.PANEL), k0, begin, end, k, tk)
+                num_rows = min(sz.PANEL, count - panel * sz.PANEL)
+                tangent_step(p, ws, batch, head, row, panel, num_rows, k0, begin, end, k, tk)
         k0 += sz.BLOCK_N
 
 
@@ -192,7 +214,7 @@ def tangent_block(p: int, ws: int, batch: int, head: int, first_row: int, count:
     begin_rows(p, block, block, padded)
     fill(ws + field(p, f.WS_TACC), padded * field(p, f.DIM_V_PADDED), 0.0)
     fill(ws + field(p, f.WS_TSUM), padded, 0.0)
-    tangent_tiles(p, ws, batch, head // field(p, f.GROUP_SIZE), count)
+    tangent_tiles(p, ws, batch, head, first_row, count)
     finish_rows(p, batch, head, first_row, count, block)
     finish_tangents(p, ws, batch, head, first_row, count)
 

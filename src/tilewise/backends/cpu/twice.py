@@ -27,7 +27,12 @@ from tilewise.backends.cpu.packing import fill, pack_rows, pack_values, row_dots
 from tilewise.backends.cpu.scoring import (
     change_scores,
     drop_panel,
+    end_seen,
+    first_seen,
+    is_cut,
+    is_listed,
     k_length,
+    mask_tiles,
     pack_tile,
     prepare_rows,
     q_length,
@@ -71,6 +76,8 @@ def panel_twice(
     p: int,
     ws: int,
     batch: int,
+    head: int,
+    row: int,
     panel: int,
     num_rows: int,
     k0: int,
@@ -111,8 +118,11 @@ def panel_twice(
         tanh_panel(s, size, tanh, vectors)
     edge = first_key < load_i64(bounds + f.MAX_FIRST) or first_key + size - 1 > load_i64(bounds + f.MIN_LAST)
     valid = min(size, load_i64(bounds + f.MAX_LAST) + 1 - first_key)
-    if edge or (features & f.CHANGES_SCORES) != 0:
+    cut = is_cut(p, batch, head, row, first_key, size)
+    if edge or cut or (features & f.CHANGES_SCORES) != 0:
         change_scores(p, ws, s, size, valid, first_key, table, num_rows, 0)
+    if cut:
+        mask_tiles(p, s, batch, head, row, first_key, size, vectors)
     if features & f.HAS_DROPOUT:
         drop_panel(p, x, size, first_key, table, batch, vectors)
         drop_panel(p, y, size, first_key, table, batch, vectors)
@@ -141,8 +151,11 @@ def key_columns(rows: int, width: int, size: int, columns: int) -> None:
 
 
 @driver
-def tile_twice(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, size: int, key_begin: int) -> None:
+def tile_twice(
+    p: int, ws: int, batch: int, head: int, first_row: int, count: int, k0: int, size: int, key_begin: int
+) -> None:
     """All panels of a block against the tile of `size` keys at k0."""
+    kv_head = head // field(p, f.GROUP_SIZE)
     width, width_v, work = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), field(p, f.WORK)
     dim, dim_v, k1, tk, tv = field(p, f.HEAD_DIM), field(p, f.HEAD_DIM_V), k0 + size, 0, 0
     k = pack_tile(p, f.K, dim, width, batch, kv_head, k0, k1, ws + field(p, f.WS_K))
@@ -165,6 +178,9 @@ def tile_twice(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, s
         bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
         low = max(0, load_i64(bounds + f.MIN_FIRST) - k0)
         high = min(size, load_i64(bounds + f.MAX_LAST) + 1 - k0)
+        row = first_row + panel * sz.PANEL
+        low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+        high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
         begin, end = low // sz.KEY_STEP * sz.KEY_STEP, (max(high, 0) + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
         if low >= high:
             begin, end = 0, 0
@@ -175,7 +191,7 @@ def tile_twice(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, s
             seen_tk = tk + 4 * begin * width if tk != 0 else 0
             seen_tv = tv + 4 * begin * width_v if tv != 0 else 0
             seen_k, seen_v = k + 4 * begin * width, v + 4 * begin * width_v
-            panel_twice(p, ws, batch, panel, num_rows, k0, begin, end, seen_k, seen_tk, seen_v, seen_tv)
+            panel_twice(p, ws, batch, head, row, panel, num_rows, k0, begin, end, seen_k, seen_tk, seen_v, seen_tv)
             if work & f.MAKES_DQ:
                 accumulate_dq(p, ws, weights, k_columns, panel, num_rows, begin, end)
                 if tk != 0:
@@ -195,7 +211,7 @@ def block_twice(
     p: int, ws: int, batch: int, head: int, first_row: int, count: int, key_begin: int, key_end: int
 ) -> None:
     """One block of query rows of one head against a range of keys."""
-    kv_head, width = head // field(p, f.GROUP_SIZE), field(p, f.DIM_WIDE)
+    width = field(p, f.DIM_WIDE)
     prepare_rows(p, ws, batch, head, first_row, count, key_begin, key_end)
     first, last = f.UNBOUNDED, -1
     for panel in range((count + sz.PANEL - 1) // sz.PANEL):
@@ -203,6 +219,8 @@ def block_twice(
         first, last = min(first, load_i64(bounds + f.MIN_FIRST)), max(last, load_i64(bounds + f.MAX_LAST))
     makes_dq = field(p, f.WORK) & f.MAKES_DQ
     if (first > last and makes_dq == 0) or stops(p):
+        return
+    if makes_dq == 0 and is_listed(p, batch, head, first_row, first_row + count, max(0, first), last + 1) == 0:
         return
     store_i64(ws + field(p, f.WS_HEAD_ROW), head)
     store_i64(ws + field(p, f.WS_HEAD_ROW) + 8, first_row)
@@ -213,7 +231,9 @@ def block_twice(
     while k0 <= last:
         if stops_at(p, k0):
             break
-        tile_twice(p, ws, batch, kv_head, count, k0, min(sz.BLOCK_N, last + 1 - k0), key_begin)
+        size = min(sz.BLOCK_N, last + 1 - k0)
+        if is_listed(p, batch, head, first_row, first_row + count, k0, k0 + size):
+            tile_twice(p, ws, batch, head, first_row, count, k0, size, key_begin)
         k0 += sz.BLOCK_N
     if makes_dq:
         dq = row_address(p, f.DQ, batch, head, q_start(p, batch) + first_row)

@@ -110,7 +110,7 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield "there is nothing to compute (no sequence, no query or no key)"
     if problem.fp8 and not decodes(problem):
         yield from _fp8_refusals(problem)
-    for name in ("alibi", "bias", "mask", "dropout"):
+    for name in ("alibi", "bias", "mask", "tile mask", "dropout"):
         if name in problem.features:
             yield f"{name} is not compiled into these kernels"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):

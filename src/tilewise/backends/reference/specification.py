@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise import tiles
 from tilewise.backends.reference.sequences import (
     Sequence,
     accumulate,
@@ -175,6 +176,8 @@ def score(problem: AttentionProblem, operands: Operands, sequence: Sequence, q: 
         visible &= distance <= right
     if operands.mask is not None:
         visible = visible & operands.mask[sequence.index, :, :seqlen_q, :seqlen_k]
+    if operands.tiles is not None and operands.tile_bits is not None:
+        visible = visible & tiles.visible(operands.tiles[sequence.index], operands.tile_bits, seqlen_q, seqlen_k)
     return Scores(s.masked_fill(~visible, -math.inf), slope, capped)
 
 

@@ -88,6 +88,11 @@ class TritonBackend(GpuBackend):
             f"{', '.join(problem.fp8)} read as e4m3 and widened to {dtype} in registers; scales go into scores and sums"
         )
 
+    def skips_tiles(self, problem: AttentionProblem) -> str:
+        """How tile masks are read, for `explain()`."""
+        del problem
+        return "programs walk the tiles that the mask lists; bits are read in tiles that are visible in part"
+
     def unordered(self, problem: AttentionProblem) -> str | None:
         """Nothing: every sum has a fixed order."""
         del problem

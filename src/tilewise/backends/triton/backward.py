@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends.gpu.work_list import clear_rows, list_blocks, listed_item
+from tilewise.backends.triton.listed import hide_listed, kind_at, list_of, listed_block, listed_steps
 from tilewise.backends.triton.primitives import (
     LOG2E,
     NEG_INF,
@@ -227,10 +228,55 @@ def key_gradient_loop(
     return dk, dv
 
 
+@triton.jit
+def key_gradient_listed(
+    dk, dv, k_tile, v_tile, q, dout, lse_unit, delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band,
+    seqlen_q, seqlen_k, begin, end, tile_columns, bits,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """`key_gradient_loop` over the queries begin..end in the tiles that a tile mask lists, head by head."""
+    n_first, kv_head, batch_idx, q_start = place
+    n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
+    for member in tl.range(0, T.GROUP_SIZE):
+        head = kv_head * T.GROUP_SIZE + member
+        entries = list_of(tile_columns, batch_idx, head, n_first)
+        q_source = (q, head_base(q, batch_idx, head, q_start, T.PACKED_Q), None, 0, 0)
+        dout_source = (dout, head_base(dout, batch_idx, head, q_start, T.PACKED_Q), None, 0, 0)
+        lower, upper = listed_steps(entries, begin, end, BLOCK_M, T.HAS_LEFT or T.HAS_RIGHT)
+        for step in tl.range(lower, upper):
+            first, kind = listed_block(entries, step, BLOCK_M)
+            m_row = first + tl.arange(0, BLOCK_M)
+            # Blocks of the last tile may have no rows, nor statistics, where a sequence is shorter than the mask.
+            if first < seqlen_q:
+                q_tile = load_queries(q_source, first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+                dout_tile = load_queries(dout_source, first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+                lse_tile, delta_tile = load_stats(
+                    lse_unit, delta, first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T
+                )
+                terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
+                dots = dot(k_tile, tl.trans(q_tile), T)
+                dp = dot(v_tile, tl.trans(dout_tile), T)
+                p, capped = probabilities(
+                    dots, lse_tile[None, :], m_row[None, :], n_idx, terms, scalars, band, seqlen_q, seqlen_k, True, T
+                )
+                p = hide_listed(p, bits, kind, m_row[None, :], n_idx)
+                keep = True
+                kept = p
+                if T.HAS_DROPOUT:
+                    keep = tl.trans(
+                        dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+                    )
+                    kept = tl.where(keep, p * scalars.keep_scale, 0.0)
+                dv = dot_add(kept.to(dout_tile.dtype), dout_tile, dv, T)
+                _, ds = score_gradient(p, dp, capped, delta_tile[None, :], keep, scalars, T)
+                dk = dot_add(ds.to(q_tile.dtype), q_tile, dk, T)
+    return dk, dv
+
+
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def key_gradient_kernel(
     q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta, dk, dv, bias, mask,
-    alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
+    tile_columns, tile_bits, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr,
     JOINED: tl.constexpr,
 ):  # fmt: skip
@@ -269,18 +315,24 @@ def key_gradient_kernel(
     dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
     begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     place = (n_first, kv_head, batch_idx, q_start)
-    whole = seqlen_q // BLOCK_M * BLOCK_M
-    inner, outer = loop_bounds(begin, full_begin, full_end, end, whole, JOINED)
-    dk_acc, dv_acc = key_gradient_loop(
-        dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
-        delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, inner[0], inner[1],
-        inner[1], inner[1], full_begin, full_end, False, BLOCK_M, BLOCK_N, EARLY_DP, JOINED, T
-    )  # fmt: skip
-    dk_acc, dv_acc = key_gradient_loop(
-        dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
-        delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, outer[0], outer[1],
-        outer[2], outer[3], full_begin, full_end, True, BLOCK_M, BLOCK_N, EARLY_DP, JOINED, T
-    )  # fmt: skip
+    if tile_columns is not None:
+        dk_acc, dv_acc = key_gradient_listed(
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, lse_unit, delta, alibi_slopes, bias, mask, seed_ptr, place,
+            scalars, band, seqlen_q, seqlen_k, begin, end, tile_columns, tile_bits, BLOCK_M, BLOCK_N, T
+        )  # fmt: skip
+    else:
+        whole = seqlen_q // BLOCK_M * BLOCK_M
+        inner, outer = loop_bounds(begin, full_begin, full_end, end, whole, JOINED)
+        dk_acc, dv_acc = key_gradient_loop(
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
+            delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, inner[0], inner[1],
+            inner[1], inner[1], full_begin, full_end, False, BLOCK_M, BLOCK_N, EARLY_DP, JOINED, T
+        )  # fmt: skip
+        dk_acc, dv_acc = key_gradient_loop(
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
+            delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, outer[0], outer[1],
+            outer[2], outer[3], full_begin, full_end, True, BLOCK_M, BLOCK_N, EARLY_DP, JOINED, T
+        )  # fmt: skip
     dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
     dv_base = head_base(dv, batch_idx, kv_head, k_start, T.PACKED_K)
     store_rows(dk_acc * scalars.scale, dk_base, dk.stride_row, n_first, seqlen_k, T.HEAD_DIM)
@@ -324,10 +376,39 @@ def query_gradient_loop(
     return dq
 
 
+@triton.jit
+def query_gradient_listed(
+    dq, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
+    begin, end, entries, bits,
+    BLOCK_N: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """`query_gradient_loop` over the keys begin..end in the tiles that a tile mask lists."""
+    m_idx, head, batch_idx = place
+    lower, upper = listed_steps(entries, begin, end, BLOCK_N, T.HAS_LEFT or T.HAS_RIGHT)
+    for step in tl.range(lower, upper):
+        first, kind = listed_block(entries, step, BLOCK_N)
+        n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+        pages = key_pages(k_source, first, seqlen_k, BLOCK_N, T)
+        k_tile = load_keys(k_source, pages, first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+        v_tile = load_keys(v_source, pages, first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        dots = dot(q_tile, tl.trans(k_tile), T)
+        dp = dot(dout_tile, tl.trans(v_tile), T)
+        p, capped = probabilities(
+            dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, True, T
+        )
+        p = hide_listed(p, bits, kind, m_idx[:, None], n_idx)
+        keep = True
+        if T.HAS_DROPOUT:
+            keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+        _, ds = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
+        dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, T)
+    return dq
+
+
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def query_gradient_kernel(
-    q, k, v, dout, k_desc, v_desc, k_box, v_box, lse_unit, delta, dq, bias, mask, alibi_slopes, seed_ptr, lengths,
-    work, sizes, band, scalars,
+    q, k, v, dout, k_desc, v_desc, k_box, v_box, lse_unit, delta, dq, bias, mask, tile_rows, tile_bits, alibi_slopes,
+    seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """Write dQ of one (query tile, head, sequence). `work` lists the tiles of packed queries."""
@@ -368,16 +449,22 @@ def query_gradient_kernel(
     acc = zeros(BLOCK_M, T.BLOCK_D)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
-    whole = seqlen_k // BLOCK_N * BLOCK_N
-    inner, outer = loop_bounds(begin, full_begin, full_end, end, whole, JOINED)
-    acc = query_gradient_loop(
-        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
-        seqlen_k, inner[0], inner[1], inner[1], inner[1], full_begin, full_end, False, BLOCK_N, JOINED, T
-    )  # fmt: skip
-    acc = query_gradient_loop(
-        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
-        seqlen_k, outer[0], outer[1], outer[2], outer[3], full_begin, full_end, True, BLOCK_N, JOINED, T
-    )  # fmt: skip
+    if tile_rows is not None:
+        acc = query_gradient_listed(
+            acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
+            seqlen_k, begin, end, list_of(tile_rows, batch_idx, head, m_first), tile_bits, BLOCK_N, T
+        )  # fmt: skip
+    else:
+        whole = seqlen_k // BLOCK_N * BLOCK_N
+        inner, outer = loop_bounds(begin, full_begin, full_end, end, whole, JOINED)
+        acc = query_gradient_loop(
+            acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
+            seqlen_k, inner[0], inner[1], inner[1], inner[1], full_begin, full_end, False, BLOCK_N, JOINED, T
+        )  # fmt: skip
+        acc = query_gradient_loop(
+            acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
+            seqlen_k, outer[0], outer[1], outer[2], outer[3], full_begin, full_end, True, BLOCK_N, JOINED, T
+        )  # fmt: skip
     store_rows(
         acc * scalars.scale,
         head_base(dq, batch_idx, head, q_start, T.PACKED_Q),
@@ -476,7 +563,8 @@ def tile_is_seen(
 
 @triton.jit
 def tile_score_gradient(
-    q, k, v, dout, lse_unit, delta, bias, mask, alibi_slopes, seed_ptr, lengths, band, scalars, batch_idx, head,
+    q, k, v, dout, lse_unit, delta, bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, band, scalars,
+    batch_idx, head,
     m_first, n_first, q_start, seqlen_q, k_start, seqlen_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
@@ -511,14 +599,17 @@ def tile_score_gradient(
     p, capped = probabilities(
         dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, True, T
     )
+    if tile_map is not None:
+        kind = kind_at(tile_map, batch_idx, head, m_first, n_first)
+        p = hide_listed(p, tile_bits, kind, m_idx[:, None], n_idx)
     ds_bias, _ = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
     return ds_bias
 
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars", "shape", "num_shares"])
 def bias_gradient_kernel(
-    q, k, v, dout, lse_unit, delta, dbias, bias, mask, alibi_slopes, seed_ptr, lengths, sizes, band, scalars, shape,
-    num_shares,
+    q, k, v, dout, lse_unit, delta, dbias, bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, sizes,
+    band, scalars, shape, num_shares,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One share of one dbias tile. `shape` is the bias's own 4-D shape; dbias is (num_shares, *shape), contiguous."""
@@ -549,8 +640,9 @@ def bias_gradient_kernel(
         k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
         if tile_is_seen(m_block * BLOCK_M, n_block * BLOCK_N, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T):
             acc += tile_score_gradient(
-                q, k, v, dout, lse_unit, delta, bias, mask, alibi_slopes, seed_ptr, lengths, band, scalars, batch_idx,
-                head, m_block * BLOCK_M, n_block * BLOCK_N, q_start, seqlen_q, k_start, seqlen_k, BLOCK_M, BLOCK_N, T
+                q, k, v, dout, lse_unit, delta, bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, band,
+                scalars, batch_idx, head, m_block * BLOCK_M, n_block * BLOCK_N, q_start, seqlen_q, k_start, seqlen_k,
+                BLOCK_M, BLOCK_N, T
             )  # fmt: skip
     rows = own_m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = own_n_block * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -415,19 +415,20 @@ def is_exact(problem: AttentionProblem) -> bool:
 
 
 def is_plain(problem: AttentionProblem) -> bool:
-    """Whether rows have 16 or 32 bits, heads need no padding, and scores are untransformed."""
+    """Whether rows have 16 or 32 bits, heads need no padding, scores are untransformed, and no tile mask is given."""
     dims = (problem.head_dim, problem.head_dim_v)
     plain = not (is_transformed(problem) or is_exact(problem))
+    plain &= problem.tiles_shape is None
     return problem.kind != "paged" and not problem.fp8 and plain and tile_widths(*dims) == dims
 
 
 def is_rich(problem: AttentionProblem, direction: str) -> bool:
-    """Whether a tile holds more than K, V and plain scores, and must be smaller: bias, mask, dropout bits, softcap.
+    """Whether a tile holds more than K, V and plain scores, and must be smaller: bias, masks, dropout bits, softcap.
 
     In the backward a pointer for each row of small pages counts too. The forward looks pages up one tile ahead and
     keeps the larger tile, which is faster.
     """
-    extras = (problem.bias_shape, problem.mask_shape, problem.softcap)
+    extras = (problem.bias_shape, problem.mask_shape, problem.tiles_shape, problem.softcap)
     small_pages = direction != "forward" and problem.page_size is not None and problem.page_size % LARGEST_TILE != 0
     return problem.dropout > 0.0 or small_pages or any(extra is not None for extra in extras)
 

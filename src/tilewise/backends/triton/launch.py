@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from tilewise import device as devices
+from tilewise import tiles
 from tilewise.backends.gpu import launching
 from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
@@ -57,6 +58,7 @@ from tilewise.problem import AttentionProblem
 
 # The tensors of a backward: its operands, and table entries in order for the backward of paged keys.
 GIVEN = (*BACKWARD_GIVEN, "order", "page_ends")
+LISTS = BACKWARD_GIVEN.index("tile_lists")
 # Where the list of the forward's tiles is.
 WORK = Address("workspace", torch.int32)
 STATS_ROWS = 64
@@ -79,7 +81,7 @@ class TunablePass(Pass):
 
 def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
-    operands = _ready(operands)
+    operands = _ready(problem, operands)
     made = launching.bound_to(forward_pass, problem, operands, operands.q, True).run(operands)
     out, lse = launching.heads_first(problem, made["out"]), made["lse"]
     if problem.batch == 0 or problem.seqlen_q == 0:
@@ -89,7 +91,7 @@ def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, 
 
 def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
     """See Binding."""
-    if not _bindable(problem):
+    if not _bindable(problem) or _lacks_lists(problem, operands.tile_lists):
         return None
     return launching.bound_to(forward_pass, problem, operands, operands.q, want_lse)
 
@@ -100,12 +102,22 @@ def _bindable(problem: AttentionProblem) -> bool:
     return not (nothing or problem.dropout > 0.0 or configs.overrides() is not None)
 
 
-def _ready(operands: Operands) -> Operands:
-    """The operands with the seed on the device."""
+def _ready(problem: AttentionProblem, operands: Operands) -> Operands:
+    """The operands with the seed on the device, and the lists of a tile mask."""
+    if problem.tiles_shape is not None and operands.tile_lists is None:
+        assert operands.tiles is not None
+        # Without those of broadcast sequences and heads.
+        stored = operands.tiles[: problem.tiles_shape[0], : problem.tiles_shape[1]]
+        operands = operands._replace(tile_lists=tiles.lists_of(stored))
     seed, where = operands.seed, operands.q.device
     if seed is None:
         return operands
     return operands._replace(seed=seed.contiguous() if seed.device == where else _filled(seed, where))
+
+
+def _lacks_lists(problem: AttentionProblem, lists: Tensor | None) -> bool:
+    """Whether every call must make the lists of a tile mask."""
+    return problem.tiles_shape is not None and lists is None
 
 
 def _filled(seed: Tensor, where: torch.device) -> Tensor:
@@ -196,7 +208,7 @@ def run_backward(
         dout = dout.contiguous()
     if problem.batch == 0 or problem.seqlen_q == 0:
         return _zero_gradients(problem, operands, wanted)
-    operands = _ready(operands)
+    operands = _ready(problem, operands)
     paged = problem.page_size is not None and (wanted.dk or wanted.dv)
     order = _pages_in_order(problem, operands) if paged else ()
     given = (dout, dlse, out, lse, *operands)
@@ -220,7 +232,7 @@ def bind_backward(
     problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted
 ) -> Pass | None:
     """See Binding; `given` in the order of BACKWARD_GIVEN."""
-    if not _bindable(problem) or problem.page_size is not None:
+    if not _bindable(problem) or problem.page_size is not None or _lacks_lists(problem, given[LISTS]):
         return None
     return launching.bound_to(backward_pass, problem, given, q, wanted)
 

@@ -221,7 +221,9 @@ def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precisi
     plan = Plan(problem, device, traits, sizes, band, scalars, 0)
     few = problem.seqlen_k < MIN_SPLIT_KEYS
     serving = sizes.seqlen_q == 1 and problem.seqlen_k > 0 and not problem.needs_grad
-    if sizes.seqlen_q * problem.group_size > MAX_DECODE_ROWS or (few and not serving):
+    # A tile mask is read by the forward kernel, whose tiles lie in one tile and head of it.
+    masked = problem.tiles_shape is not None
+    if masked or sizes.seqlen_q * problem.group_size > MAX_DECODE_ROWS or (few and not serving):
         return plan
     if few:
         return plan._replace(num_splits=1)

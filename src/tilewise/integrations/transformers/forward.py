@@ -13,6 +13,7 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations.transformers.masks import Packing, Structure, StructuredMask, packing_of, tracing
 from tilewise.integrations.transformers.paged import Step, attend_to_cache
 from tilewise.integrations.translation import Window, length
+from tilewise.tile_masks import TileMask
 
 __all__ = ["attention_forward"]
 
@@ -37,7 +38,7 @@ class _Mask:
 
     causal: bool
     window: Window | None
-    mask: Tensor | None = None
+    mask: Tensor | TileMask | None = None
     bias: Tensor | None = None
     keys: int | None = None
     packing: Packing | None = None
@@ -140,7 +141,7 @@ def _flags(mask: Any, causal: bool, sliding_window: int | None, queries: int, ke
         _require_length(mask.rows, mask.shape[3], queries, keys)
         if mask.sequences is not None and not is_packed:
             return _Mask(mask.causal, mask.window, packing=mask.packing)
-        return _Mask(mask.causal, mask.window, mask.keep, keys=mask.keys)
+        return _Mask(mask.causal, mask.window, mask.mask, keys=mask.keys)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
         expected = "None, a boolean mask of padding (batch, keys), or a boolean or float mask of four dimensions"
         got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__

@@ -2,8 +2,9 @@
 
 transformers describes a mask by a function of (batch, head, query, key) made of a few known pieces. Where the pieces
 are causality, a window, padding or packed sequences, a `Structure` says the same: flags, a (batch, 1, 1, keys) mask of
-the padding, and the sequence each token belongs to. Everything else (chunks, image blocks, a model's own functions),
-and whatever must keep its shape while it is traced, is a boolean matrix in `Structure.keep`.
+the padding, and the sequence each token belongs to. Everything else (chunks, image blocks, a model's own functions) is
+a tile mask, made once for all layers, whose empty tiles are not computed; for few queries, and for whatever must keep
+its shape while it is traced, it is a boolean matrix in `Structure.keep`.
 
 Not every attention is tilewise's: some modules of transformers apply the mask themselves, and some edit it first. So
 `attention_mask_function` answers with a `StructuredMask`, a tensor that is the matrix which the model's default
@@ -25,6 +26,8 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from tilewise.integrations.translation import Window
+from tilewise.tile_masks import TileMask
+from tilewise.tiles import TILE
 
 __all__ = [
     "READ_BOOLEANS",
@@ -37,6 +40,9 @@ __all__ = [
 ]
 
 MaskFunction = Callable[..., Any]
+
+# From so many queries on a mask without flags is a tile mask: fewer are one row of tiles.
+MANY_QUERIES = 2 * TILE
 
 # Classes of configurations whose models get booleans from transformers unless another attention is asked for.
 READ_BOOLEANS: set[type] = set()
@@ -66,7 +72,7 @@ class Structure:
 
     `keys`: how many keys exist; the rest of a static cache is not written yet. The last query stands at the last of
     them. `keep` broadcasts to (batch, 1, queries, keys): False where a key is hidden, for one query or for all of them.
-    `sequences` (batch, seqlen): which packed sequence a token belongs to.
+    `sequences` (batch, seqlen): which packed sequence a token belongs to. `make` makes the matrix of any other mask.
     """
 
     shape: tuple[int, int, int, int]
@@ -75,6 +81,7 @@ class Structure:
     causal: bool = False
     window: Window | None = None
     sequences: Tensor | None = None
+    make: Callable[[], Tensor] | None = None
 
     @property
     def ndim(self) -> int:
@@ -84,8 +91,13 @@ class Structure:
     @property
     def rows(self) -> int:
         """For how many queries it is, 1 if it is the same for any."""
-        same = self.keep is None or self.keep.shape[2] == 1
+        same = self.make is None and (self.keep is None or self.keep.shape[2] == 1)
         return 1 if same and not self.causal and self.window is None and self.sequences is None else self.shape[2]
+
+    @functools.cached_property
+    def mask(self) -> Tensor | TileMask | None:
+        """What hides keys beyond the flags, made once for all layers."""
+        return self.keep if self.make is None else TileMask.from_dense(self.make())
 
     @functools.cached_property
     def packing(self) -> Packing:
@@ -196,6 +208,8 @@ def attention_mask_function(
         if keys is not None and ("causal" in pieces or keys == kv_length):
             structure = Structure(shape, keys, _padding(attention_mask, kv_offset, keys, is_traced), **pieces)
     make = functools.partial(_written, seen, dtype)
+    if structure is None and q_length >= MANY_QUERIES and not is_traced:
+        structure = Structure(shape, kv_length, make=seen)
     if structure is None:
         matrix = seen()
         make = functools.partial(_written, lambda: matrix, dtype)
