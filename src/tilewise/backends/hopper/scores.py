@@ -36,7 +36,7 @@ from tilewise.backends.hopper.primitives import (
 )
 from tilewise.backends.hopper.schedule import right_of
 
-# From here on fp32 holds scores (log2) as multiples of 16, and their products with the scale are rounded by as much: see
+# From here on fp32 holds scores (log2) as multiples of 16, and rounds their products with the scale by as much: see
 # row_scale. Below, P is at most 2^4 larger than it should be, which fp16 holds.
 HUGE = gl.constexpr(2.0**27)
 
