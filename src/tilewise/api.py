@@ -292,8 +292,7 @@ def _attend(
     about: tuple[Any, ...] = ()
     groups = None
     if mask.__class__ is TileMask:
-        lists = mask.lists if mask.tiles.is_cuda else None
-        tensors = (*given[:MASK], None, *given[MASK + 1 :], mask.tiles, mask.bits, lists)
+        tensors = (*given[:MASK], None, *given[MASK + 1 :], mask.tiles, mask.bits, mask.lists)
         about = (mask.seqlen_q, mask.seqlen_k)
     if given[2].__class__ is Fp8Tensor:
         tensors, scales = validation.taken_apart(tensors)

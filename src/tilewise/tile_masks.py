@@ -57,6 +57,13 @@ class TileMask:
     bits: Tensor
     seqlen_q: int
     seqlen_k: int
+    # On a GPU, where kernels walk them: the tiles that are not empty, by row and by column.
+    lists: Tensor | None = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        # Here and not when first asked for, so that a compiler sees one kind of mask.
+        if self.tiles.is_cuda:
+            object.__setattr__(self, "lists", lists_of(self.tiles))
 
     # Making masks
 
@@ -305,11 +312,6 @@ class TileMask:
         full, skipped = (int((self.tiles == kind).sum()) for kind in (FULL, EMPTY))
         return TileCounts(full, self.tiles.numel() - full - skipped, skipped)
 
-    @functools.cached_property
-    def lists(self) -> Tensor:
-        """What GPU kernels walk: the tiles that are not empty, by row and by column (see tilewise.tiles). Made once."""
-        return lists_of(self.tiles)
-
     @property
     def density(self) -> float:
         """The share of the tiles that is computed. Reads the device, once."""
@@ -367,7 +369,7 @@ class TileMask:
         target = torch.device(device)
         if target == self.device or (target.type == self.device.type and target.index is None):
             return self
-        return dataclasses.replace(self, tiles=self.tiles.to(target), bits=self.bits.to(target))
+        return TileMask(self.tiles.to(target), self.bits.to(target), self.seqlen_q, self.seqlen_k)
 
     def __and__(self, other: TileMask) -> TileMask:
         return self._combined(other, torch.bitwise_and, absorbing=EMPTY, neutral=FULL)

@@ -97,8 +97,7 @@ def _with_tiles(operands: Operands) -> tuple[Operands, tuple[int, int] | None]:
     mask: Any = operands.mask
     if not isinstance(mask, TileMask):
         return operands, None
-    lists = mask.lists if mask.tiles.is_cuda else None
-    tensors = operands._replace(mask=None, tiles=mask.tiles, tile_bits=mask.bits, tile_lists=lists)
+    tensors = operands._replace(mask=None, tiles=mask.tiles, tile_bits=mask.bits, tile_lists=mask.lists)
     return tensors, (mask.seqlen_q, mask.seqlen_k)
 
 
